@@ -11,11 +11,12 @@ import numpy as np
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, MIN_QUESTIONS, Array
 
 CONFIDENCE = 0.95
-# A sample below either number has heavy tails, see `Tails.heavy`.
+# A sample has heavy tails if its effective size or its number of carriers is smaller than these;
+# see `Tails.heavy`.
 MIN_EFFECTIVE, MIN_CARRIERS = 80, 3
-# Least number of units for a jackknife.
+# Minimum number of units for a jackknife.
 MIN_UNITS = 4
-# Smallest p-value that is computed, and bisection steps to a larger one.
+# Smallest p-value that is computed, and number of bisection steps for a larger p-value.
 MIN_P_VALUE, P_VALUE_STEPS = 1e-9, 24
 
 
@@ -32,7 +33,7 @@ class Interval(NamedTuple):
         return math.isfinite(self.estimate)
 
     def within(self, least: float, most: float) -> Interval:
-        """Clip the interval to the range of the quantity; numbers that are not finite stay."""
+        """Clip the finite numbers to [`least`, `most`]; leave NaN and infinite ends unchanged."""
         return Interval(*(min(max(x, least), most) if math.isfinite(x) else x for x in self))
 
 
@@ -40,15 +41,15 @@ UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 
 
 def t_quantile(dof: float, level: float = CONFIDENCE) -> float:
-    """Return the critical value of Student's t, two-sided."""
-    # Imported here, so that a refused command line does not wait for it.
+    """Return the two-sided critical value of Student's t distribution."""
+    # Imported here, so that a refused command line does not wait for SciPy.
     from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
     return float(stdtrit(dof, (1 + level) / 2))
 
 
 def normal_quantile(level: float = CONFIDENCE) -> float:
-    """Return the critical value of the normal distribution, two-sided."""
+    """Return the two-sided critical value of the normal distribution."""
     from scipy.special import ndtri  # pyright: ignore[reportUnknownVariableType]
 
     return float(ndtri((1 + level) / 2))
@@ -77,9 +78,9 @@ def positive_interval(
 ) -> Interval:
     """Return the t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
 
-    It is for quantities that cannot be negative and whose low estimates have short standard errors,
-    as with heavy tails. If the plain interval contains 0, it is returned instead, cut at 0 unless
-    the estimate is below 0.
+    Use it for a quantity that cannot be negative and whose standard error is too small if the
+    estimate is low, as with heavy tails. If the plain t interval contains 0, the function returns
+    the plain interval, truncated at 0 unless the estimate is negative.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
     [2.0, 1.225, 3.265]
@@ -94,9 +95,9 @@ def positive_interval(
 
 
 def pooled_dof(variances: Array, dof: float) -> float:
-    """Compute the degrees of freedom of a sum of variance estimates (Welch-Satterthwaite).
+    """Compute the degrees of freedom of a sum of independent variance estimates.
 
-    The estimates are independent.
+    The formula is that of Welch and Satterthwaite.
     """
     total = variances.sum()
     return float(dof * total**2 / (variances**2).sum()) if total > 0 else float(dof)
@@ -107,13 +108,13 @@ def jackknife_interval(
 ) -> Interval:
     """Return `estimate +- t sqrt(variance)`, with the variance from K independent jackknives.
 
-    The variance is the sum of the variances of K independent parts.
+    The variance is the sum of the jackknife variances of K independent parts of the sample.
 
     Args:
         estimate: estimate from all units.
-        delete_one_Kn: estimates with one of a part's n units left out.
-        level: coverage.
-        positive: True for an interval on the log scale, see `positive_interval`.
+        delete_one_Kn: delete-one estimates; row k leaves out each of the n units of part k in turn.
+        level: confidence level.
+        positive: True for an interval on the log scale; see `positive_interval`.
     """
     variances = jackknife_variance(delete_one_Kn, axis=1)
     dof = pooled_dof(variances, delete_one_Kn.shape[1] - 1)
@@ -130,20 +131,22 @@ def ratio_interval(
     factor: float = 1.0,
     undrawn: float = 0.0,
 ) -> Interval:
-    """Return the ratio of two estimated means that are truly at least 0, with `fieller_set`.
+    """Return the ratio of two estimated means, with the interval of `fieller_set`.
+
+    The true means are at least 0.
 
     Args:
-        above, below: estimates from all units.
-        delete_one_above_Kn, delete_one_below_Kn: the same with one of a part's n units left out, K
-            independent parts.
-        level: coverage.
+        above, below: numerator and denominator, estimated from all units.
+        delete_one_above_Kn, delete_one_below_Kn: delete-one estimates of numerator and denominator;
+            row k leaves out each of the n units of part k in turn. The K parts are independent.
+        level: confidence level.
         factor: multiplier of the critical value.
-        undrawn: share of `below^2 / n + Var(below)` that is added to the variance of `below`, for
-            units that the sample may lack.
+        undrawn: share of `below^2 / n + Var(below)` that is added to the variance of `below`, to
+            allow for units that the sample may lack.
 
     Returns:
-        The ratio, at least 0. Its estimate is NaN if the denominator is not positive or if every
-        ratio is possible.
+        The ratio, which is at least 0. The estimate is NaN if the denominator is not positive or if
+        no ratio is excluded.
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
     >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
@@ -171,20 +174,20 @@ def ratio_interval(
 def fieller_set(
     above: float, below: float, variances: tuple[float, float, float], critical: float
 ) -> tuple[float, float]:
-    """Return the ends of the ratios r >= 0 that two estimates allow (Fieller 1954).
+    """Return the ends of the set of ratios r >= 0 that two estimates allow (Fieller 1954).
 
-    r belongs to the set if `above - r below` is within `critical` of its standard errors from 0:
-    a quadratic inequality in r. If the denominator may be 0, the set has no upper end.
+    A ratio r belongs to the set if `|above - r below|` is at most `critical` standard errors. This
+    is a quadratic inequality in r. If the denominator may be 0, the set has no upper end.
 
     Args:
-        above, below: estimates of two numbers that are truly at least 0.
-        variances: variance of `above`, their covariance, and variance of `below`.
-        critical: value of |above - r below| over its standard error, such as a quantile of
-            Student's t.
+        above, below: estimates of two numbers whose true values are at least 0.
+        variances: variance of `above`, covariance of `above` and `below`, variance of `below`.
+        critical: largest allowed value of |above - r below| over its standard error, such as a
+            quantile of Student's t.
 
     Returns:
-        0 <= low <= high. If an estimate is significantly below 0, by chance, no ratio fits, and the
-        result is (0, infinity).
+        Lower and upper end, with 0 <= low <= high. If an estimate is by chance significantly below
+        0, no ratio fits, and the result is (0, infinity).
 
     >>> fieller_set(4.0, -1.0, (0.01, 0.0, 0.01), 2.0)
     (0.0, inf)
@@ -202,12 +205,13 @@ def fieller_set(
 
 
 class Tails(NamedTuple):
-    """Effective size of a sample with heavy tails, see `tails`."""
+    """Effective size of a sample with heavy tails; see `tails`."""
 
-    # Number of values with coefficient of variation 1, such as exponential ones, whose mean has the
-    # same relative error as the mean of the sample.
+    # Number of values from a distribution with coefficient of variation 1, such as the exponential,
+    # whose mean would have the same relative error as the mean of the sample.
     effective_size: float
-    # Number of values that carry a jackknife variance, for the jackknife with the fewest.
+    # Effective number of values that determine a jackknife variance; the smallest number over the
+    # jackknives.
     carriers: float
 
     @property
@@ -215,27 +219,31 @@ class Tails(NamedTuple):
         """True if 95 % intervals are likely to cover less than 90 %.
 
         The limits were chosen by simulation (lognormal, Student and Pareto score norms and a
-        tabular policy, 12 to 250 questions of 16 to 64 completions, 250 to 600 studies a case;
+        tabular policy, 12 to 250 questions of 16 to 64 completions, 250 to 600 studies per case;
         coverage is the mean over the curves of none, oracle and leave_one_out and C3). On the same
-        cases, given the questions, it is True in 75 % of the studies where coverage is below 90 %
-        and in 12 % where it is above 93 %; over questions in 81 % and 4 %. In other draws
-        (`scripts/benchmarks/error_rates.py constants`, 200 studies a case): 73 % and 4 % given the
-        questions. It misses score norms of infinite variance in up to two thirds of the pools,
-        because a sample without the largest values does not show them.
+        cases, for intervals given the questions, the property is True in 75 % of the studies with
+        coverage below 90 %, and in 12 % of the studies with coverage above 93 %. For intervals over
+        questions the rates are 81 % and 4 %. For other draws
+        (`scripts/benchmarks/error_rates.py constants`, 200 studies per case) the rates given the
+        questions are 73 % and 4 %. The property is False for up to two thirds of the pools with
+        score norms of infinite variance, because a sample without the largest values does not show
+        the heavy tail.
         """
         return bool(self.effective_size < MIN_EFFECTIVE or self.carriers < MIN_CARRIERS)
 
 
 def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
-    """Measure the dependence of positive values and jackknives on a few units.
+    """Measure how strongly a mean and jackknife variances depend on a few units.
 
-    `effective_size = (sum_k mean_k)^2 / sum_k s_k^2 / n`, the squared ratio of the mean to its
-    standard error; `carriers = (sum psi^2)^2 / sum psi^4` with psi the deviations of the delete-one
-    estimates, the effective number (Kish 1965) of squared deviations in the jackknife variance.
+    `effective_size = (sum_k mean_k)^2 / sum_k s_k^2 / n` is the squared ratio of the mean to its
+    standard error. `carriers = (sum psi^2)^2 / sum psi^4`, with psi the deviations of the
+    delete-one estimates, is the effective number (Kish 1965) of squared deviations in the jackknife
+    variance.
 
     Args:
-        values_Kn: K independent parts of n values each.
-        delete_one: estimates, each [K, n], with one value left out; the fewest carriers count.
+        values_Kn: positive values, K independent parts of n values each.
+        delete_one: delete-one estimates of one or more quantities, each [K, n]; the quantity with
+            the fewest carriers counts.
     """
     n = values_Kn.shape[1]
     noise = float(values_Kn.var(axis=1, ddof=1).sum()) / n
@@ -250,11 +258,11 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
 
 
 def heavy_text(sample_tails: Tails, units: str) -> str:
-    """Describe a sample of heavy tails in a sentence, without a remedy.
+    """Describe a sample with heavy tails in a sentence that names no remedy.
 
     Args:
-        sample_tails: the result of `tails`.
-        units: name of the sample's units, in the plural.
+        sample_tails: result of `tails`.
+        units: plural name of the units in the sample.
 
     >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
     'their mean squared score norm is known to +- 25 % (11 % is needed)'
@@ -273,9 +281,9 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
 
 
 def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean of all values with an interval over prompts, whose values are clusters.
+    """Return the mean of all values, with an interval that treats each prompt as a cluster.
 
-    For a single prompt the interval is over its values, given the prompt.
+    If there is a single prompt, the interval is over its values, given the prompt.
     """
     means_P = values_PN.mean(axis=1) if len(values_PN) > 1 else values_PN[0]
     variance = means_P.var(ddof=1) / len(means_P)
@@ -292,15 +300,15 @@ def is_binary(rewards: Array) -> bool:
 
 
 def quantity(rewards: Array) -> str:
-    """Return the name of the mean of rewards: accuracy for 0/1 rewards, else mean reward."""
+    """Return the name of the mean reward: accuracy if every reward is 0 or 1, else mean reward."""
     return ACCURACY if is_binary(rewards) else MEAN_REWARD
 
 
 def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean reward with an interval over prompts; for a single one over completions.
+    """Return the mean reward with an interval over prompts, or over completions of a single prompt.
 
-    For rewards that are all 0 or 1 it is `clustered_wilson`, for others `clustered_mean`, which
-    assumes rewards without bounds, because bounds cannot be seen from the observed rewards.
+    The interval is that of `clustered_wilson` if all rewards are 0 or 1, else `clustered_mean`. The
+    latter assumes unbounded rewards, because observed rewards do not show their bounds.
 
     >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
     [0.0, 0.0, 0.43]
@@ -313,12 +321,11 @@ def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 
 
 def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean reward of a pool, see `mean_reward`.
+    """Return the mean reward of a pool; see `mean_reward`.
 
-    With fewer than 4 prompts, for which the coverage of `mean_reward` is unknown, the interval is
-    over their completions, given the prompts. Wilson's is then wider than needed, because the
-    variance of a mean over fixed prompts is at most that of independent trials with the mean
-    probability.
+    With fewer than 4 prompts the coverage of `mean_reward` is unknown, so the interval is over
+    completions, given the prompts. Wilson's interval is then wider than needed: a mean over fixed
+    prompts has at most the variance of a mean of independent trials with the mean probability.
 
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
@@ -338,10 +345,11 @@ def paired_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE
 
 
 def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean of after - before, values in [0, 1] of the same P prompts.
+    """Return the mean of after - before for values in [0, 1] on the same P prompts.
 
-    The interval is that of Agresti & Min (2005) for matched pairs, with half a pair added to each
-    of the four outcomes, and Student's t. It has a positive width even if no prompt changed.
+    The interval follows Agresti & Min (2005) for matched pairs: half a pair is added to each of the
+    four outcomes. The critical value is that of Student's t. The interval has a positive width even
+    if no prompt changed.
 
     >>> unchanged = matched_difference(np.zeros(4), np.zeros(4))
     >>> [round(float(x), 3) for x in unchanged]
@@ -357,7 +365,7 @@ def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENC
 
 
 def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interval:
-    """Return Wilson's (1927) score interval of a proportion of independent trials.
+    """Return a proportion of independent trials with Wilson's (1927) score interval.
 
     >>> [round(x, 4) for x in wilson(50, 100)]
     [0.5, 0.4038, 0.5962]
@@ -375,21 +383,22 @@ def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interv
 def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) -> Interval:
     """Return the mean of the prompts' values in [0, 1], with an interval over prompts in [0, 1].
 
-    The interval is Wilson's, with the effective number of trials p (1-p) / Var(mean), because a
-    prompt's completions are not independent. The variance is that of the P prompts' values. Because
-    it is estimated, the number is multiplied by (z / t_{P-1})^2 (Korn & Graubard 1998; with
-    Wilson's interval, Franco et al. 2019). It is at least the number of prompts and at most `most`
-    for each of them. It equals the number of prompts if their values do not differ, or if each has
-    a single 0/1 value, for which the result is `wilson`. It covers .93 or more for probabilities of
-    Beta(1, 2), Beta(4, 8) and Beta(.5, 2) from 4 prompts on, and .90 or more for the skew
-    Beta(.3, 6) (1 to 32 completions a prompt, 2000 draws each; without the factor down to .75 with
-    4 prompts).
+    The interval is Wilson's. A prompt's completions are not independent, so the number of trials is
+    the effective number p (1-p) / Var(mean), with the variance estimated from the P prompts'
+    values. Because the variance is estimated, the effective number is multiplied by
+    (z / t_{P-1})^2 (Korn & Graubard 1998; with Wilson's interval, Franco et al. 2019). It is
+    limited to the range from P to P times `most`. It equals P if all prompts have the same value,
+    or if each prompt has a single 0/1 value; in the latter case the result is that of `wilson`.
+
+    In simulations with 4 or more prompts the coverage is .93 or more for probabilities from
+    Beta(1, 2), Beta(4, 8) and Beta(.5, 2), and .90 or more for the skewed Beta(.3, 6) (1 to 32
+    completions per prompt, 2000 draws each). Without the factor it falls to .75 for 4 prompts.
 
     Args:
-        values_P: the prompts' values, each a mean of 0/1 outcomes or an unbiased estimate of a
+        values_P: one value per prompt, a mean of 0/1 outcomes or an unbiased estimate of a
             probability.
-        most: number of independent trials of a value.
-        level: coverage.
+        most: number of independent trials behind each value.
+        level: confidence level.
     """
     count, p = len(values_P), float(values_P.mean())
     variance = values_P.var(ddof=1) / count if count > 1 else 0.0
@@ -402,29 +411,30 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
 
 
 class Decision(NamedTuple):
-    """Decision if a number is inside or outside bounds."""
+    """Decision whether a number lies inside or outside given bounds."""
 
-    # The number with its 95 % interval.
+    # Estimate with its 95 % interval.
     number: Interval
     # True if the estimate lies within the bounds; None if there is no estimate.
     inside: bool | None
-    # P-value of the hypothesis that the number is on the other side.
+    # P-value of the hypothesis that the number is on the other side of the bounds.
     p_value: float
 
 
 def decide(
     interval_at: Callable[[float], Interval], least: float = -math.inf, most: float = math.inf
 ) -> Decision:
-    """Decide if `least < number < most`, or if the number lies beyond one of the two.
+    """Decide whether `least < number < most`, or whether the number lies beyond a bound.
 
-    An interval that is entirely on one side of a bound decides. The p-value is 1 minus the largest
-    level at which it does, so that at most 5 % of decisions at a level of 95 % are wrong; against a
-    single bound at most 2.5 %, because intervals are two-sided.
+    The number is inside if its interval lies between the bounds, and outside if its interval lies
+    beyond one of them. The p-value is 1 minus the largest confidence level at which the interval
+    decides. So at most 5 % of decisions at the 95 % level are wrong, and at most 2.5 % if there is
+    a single bound, because the intervals are two-sided.
 
     Args:
-        interval_at: returns the interval at a level of coverage; intervals of lower levels lie
-            inside it.
-        least, most: the bounds; infinite: no bound.
+        interval_at: function that returns the interval at a confidence level. Intervals must be
+            nested: a lower level gives an interval inside the interval of a higher level.
+        least, most: lower and upper bound; infinite for no bound.
 
     >>> of_level = lambda level: t_interval(1.96, 1.0, math.inf, level)
     >>> decision = decide(of_level, least=0.0)
@@ -439,7 +449,7 @@ def decide(
     inside = least < number.estimate < most
 
     def decides(chance: float) -> bool:
-        """Return True if the interval with this error rate is on the estimate's side."""
+        """Return True if the interval with this error rate is on the same side as the estimate."""
         _, low, high = interval_at(1 - chance)
         above = low > least or least == -math.inf
         below = high < most or most == math.inf

@@ -1,4 +1,4 @@
-"""Relative efficiency of losses, from a scored pool without a pass of the model."""
+"""Relative efficiency of losses, computed from a scored pool without running the model."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
-# Fields that a baseline may read besides rewards if the pool has several reward functions.
+# Fields that a baseline can read only if the pool has several reward functions.
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}
-# Fields that it may read of any pool.
+# Fields that a baseline can read from any pool.
 FROM_A_POOL = OF_THE_BATCH - OF_FUNCTIONS
-# Groups drawn of each question for a baseline whose groups cannot all be counted.
+# Number of random groups per question, for a baseline for which the groups of a pool cannot all be
+# enumerated.
 DRAWN_GROUPS = 256
 
 
@@ -59,30 +60,30 @@ class Refusal(NamedTuple):
     # "no multiple", "mixed questions", "metrics", "micro-batches", "baseline's prompts" or
     # "coupled questions".
     kind: str
-    # The reason in words, with the study's settings that help.
+    # Reason in words, with the settings of the study that help.
     line: str
-    # Needed and available numbers of what `kind` names; 0 if it names nothing countable.
+    # Needed and available numbers of the items that `kind` names; 0 if they cannot be counted.
     needed: int = 0
     available: int = 0
 
 
 @dataclass(frozen=True)
 class LossRow:
-    """A loss at one group size."""
+    """Relative efficiency of a loss at one group size."""
 
     loss: Loss
     # G.
     group_size: int
-    # n of an update.
+    # Number of rollouts per update, n.
     rollouts: int
-    # None if it cannot be measured, see `reason`.
+    # None if the efficiency cannot be measured; see `reason`.
     efficiency: RelativeEfficiency | None
-    # True if this G is the best of the measured ones for the loss at this n.
+    # True if this G is the best of the measured group sizes for the loss at this n.
     best: bool = False
     # True if this G is not significantly worse than the best.
     may_be_best: bool = False
     reason: Refusal | None = None
-    # K, the share of groups that are not replaced; None if the loss replaces no groups.
+    # Share of groups that are not replaced, K; None if the loss replaces no groups.
     kept: Interval | None = None
 
 
@@ -100,13 +101,13 @@ def loss_efficiencies(
     See `estimators.efficiency`.
 
     Args:
-        pool: N scored completions of each of 4 questions or more, for the unbiased estimate and the
-            gradient.
-        group_sizes: all G.
-        rollouts: n of an update.
-        draws: number of pairs of batches for losses that couple their rows.
-        seed: seed of the draws.
-        weighted: pools of the same questions scored with the losses' token weights.
+        pool: N scored completions of each of at least 4 questions, from which the unbiased loss and
+            the gradient are estimated.
+        group_sizes: group sizes G to measure.
+        rollouts: number of rollouts per update, n.
+        draws: number of pairs of batches drawn for losses whose rows depend on each other.
+        seed: seed of the random draws.
+        weighted: pools of the same questions scored with token weights, by these weights.
     """
     weighted = weighted or {}
     refusals = {
@@ -157,10 +158,10 @@ def loss_errors(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> dict[tuple[Loss, int], LossError]:
-    """Estimate the error of n rollouts of each loss, by loss and G.
+    """Estimate the error of an update of n rollouts, by loss and G.
 
     Args:
-        measured: the G of each loss, for which `refusal` is None.
+        measured: group sizes G by loss; `refusal` must be None for each pair.
         rollouts, draws, seed, weighted: see `loss_efficiencies`.
     """
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed, weighted)
@@ -177,7 +178,7 @@ def loss_moments(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> tuple[dict[tuple[Loss, int], UpdateMoments], Array]:
-    """Estimate the moments of an update of n rollouts by loss and G, and ||grad J||^2, [D].
+    """Estimate the moments of an update of n rollouts, by loss and G, and ||grad J||^2, [D].
 
     Args:
         measured, rollouts, draws, seed, weighted: see `loss_errors`.
@@ -188,7 +189,7 @@ def loss_moments(
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    # Losses with the same kind of length factor follow each other, so that they share the sums.
+    # Consecutive losses with the same kind of length factor share their sums.
     for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
@@ -196,7 +197,7 @@ def loss_moments(
                 _terms(own_pool, additive_part(loss, size), size, sums, seed, pool), gradient_PR,
                 rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
             )  # fmt: skip
-    # Losses that share their draws.
+    # Group the losses that use the same draws.
     coupled: dict[tuple[int, bool, TokenWeights | None], list[Loss]] = {}
     for loss, size in moments:
         if loss.couples_prompts:
@@ -213,7 +214,7 @@ def loss_moments(
 
 
 def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refusal | None:
-    """Return the reason why a loss cannot be measured on a pool at G; None if it can."""
+    """Return the reason why a loss cannot be measured on a pool at G; None if it can be."""
     questions, completions = pool.rewards_PN.shape
     baseline, prompts = BASELINES[loss.baseline], rollouts // group_size
     named = f"baseline {loss.baseline}"
@@ -281,9 +282,9 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
 
 
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
-    """Return the number of draws for a loss's moments; None if they use all groups of the pool.
+    """Return the number of draws behind a loss's moments; None if all groups of the pool are used.
 
-    Draws are pairs of batches, or groups of each question.
+    A draw is a pair of batches if the loss couples prompts, else a group of each question.
 
     Args:
         pool, loss, group_size: see `refusal`.
@@ -295,7 +296,7 @@ def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> in
 
 
 def _pool_of(loss: Loss, pool: ScorePool, weighted: Mapping[TokenWeights, ScorePool]) -> ScorePool:
-    """Return the pool whose scores have the token weights of a loss."""
+    """Return the pool that was scored with the token weights of a loss."""
     return pool if loss.tokens is None else weighted[loss.tokens]
 
 
@@ -303,7 +304,7 @@ _LengthKind = tuple[str, int, bool, TokenWeights | None]
 
 
 def _length_kind(loss: Loss) -> _LengthKind:
-    """Return the settings, besides the rewards, that determine a loss's sums by level."""
+    """Return the settings of a loss that determine its sums by reward level."""
     cut = loss.mask_truncated_completions
     return loss.loss_type, loss.max_completion_length, cut, loss.tokens
 
@@ -319,16 +320,16 @@ def _terms(
     """Compute the terms of an additive loss.
 
     Args:
-        pool: scored completions with the token weights of the loss.
+        pool: completions scored with the token weights of the loss.
         group_size: G.
-        sums: cache of the sums of the last kind of length factor; it is changed.
-        seed: seed of drawn groups.
-        unweighted: pool of the unbiased estimate, the control variate of drawn groups.
+        sums: cache with the sums of the last kind of length factor; updated in place.
+        seed: seed of the drawn groups.
+        unweighted: pool of the unbiased loss, which is the control variate for drawn groups.
     """
     if has_levels(pool, loss.baseline, group_size):
         key = _length_kind(loss)
         if key not in sums:
-            # Only one entry stays: with many questions each takes gigabytes.
+            # The cache keeps a single entry, because with many questions an entry takes gigabytes.
             sums.clear()
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(
@@ -337,7 +338,7 @@ def _terms(
     if is_linear(loss):
         return linear_terms(pool, loss, group_size)
     questions, completions = pool.rewards_PN.shape
-    # All losses have the same groups, and groups of a smaller G are parts of larger ones.
+    # All losses use the same groups, and a group of a smaller G is part of a larger group.
     rng = generator(seed, "groups")
     place_N = np.arange(completions, dtype=np.int64)
     place_PDN = rng.permuted(np.tile(place_N, (questions, DRAWN_GROUPS, 1)), axis=2)

@@ -1,12 +1,12 @@
-r"""Error of a minibatch gradient, by the way in which questions are drawn.
+r"""Error of a minibatch gradient, for two ways of drawing the questions.
 
-An estimate of one question x has, over its completions, the second moment `e_x = E||ghat_x||^2`
-and the mean `mu_x = E ghat_x` with `p_x = ||mu_x||^2`; given the questions, different questions are
-independent. With bars for means over the m questions, `mu = mean_x mu_x`, and the target tau:
+Over the completions of a question x, its gradient estimate has the second moment
+`e_x = E||ghat_x||^2` and the mean `mu_x = E ghat_x`; `p_x = ||mu_x||^2`. Given the questions, the
+estimates of different questions are independent. A bar denotes a mean over the m questions, so
+`mu = mean_x mu_x`. T is the mean over the B questions of a batch, with E T = mu for both ways of
+drawing, and tau is the target:
 
     E||T - tau||^2 = bias^2 + variance        bias^2 = ||mu - tau||^2
-
-for T the mean over the B questions of a batch, as every setting leaves E T = mu.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Number = TypeVar("Number", float, Array)
 class GradientError:
     """Error of an estimate T of the gradient, for a baseline at a group size."""
 
-    # E||T - tau||^2 with its interval; `bias2` and `variance` are its parts.
+    # E||T - tau||^2 with its interval; the sum of `bias2` and `variance`.
     mse: Interval
     bias2: float
     variance: float
-    # Of one draw T and tau, and the MSE of the best multiple of T, see `scale_free`.
+    # Cosine of one draw T and tau, and the MSE of the best multiple of T; see `scale_free`.
     cosine: float | None
     best_scalar_mse: float | None
-    # Groups drawn of each question, or pairs of batches; None of a closed form, and where all
-    # groups of a pool count.
+    # Number of groups drawn per question, or of pairs of batches; None for a closed form or if all
+    # groups of a pool are used.
     draws: int | None = None
 
 
@@ -46,21 +46,21 @@ def decompose(
     cross: Number,
     target_sq: Number,
 ) -> tuple[Number, Number, Number]:
-    r"""Return (mse, bias^2, variance) of a minibatch, elementwise on arrays of any common shape.
+    r"""Return (mse, bias^2, variance) of a minibatch, elementwise for arrays of the same shape.
 
         all_questions_once       variance = ( ebar - pbar ) / B             B = m
         with_replacement         variance = ( ebar - ||mu||^2 ) / B
         bias^2 = ||mu||^2 - 2 <mu, tau> + ||tau||^2
 
-    Each question once: the m estimates are independent with variances e_x - p_x, and T is their
-    mean. With replacement: T averages B independent draws of a random question's estimate, whose
-    second moment is ebar and whose mean is mu.
+    With `all_questions_once`, T is the mean of m independent estimates with variances e_x - p_x.
+    With `with_replacement`, T averages B independent draws of the estimate of a random question;
+    each draw has the second moment ebar and the mean mu.
 
-    All are linear in the means: unbiased estimates of these give unbiased results.
+    All three results are linear in the arguments, so unbiased arguments give unbiased results.
 
     Args:
         setting: one of the two names above.
-        num_prompts: B.
+        num_prompts: number of questions per batch, B.
         e: ebar, the mean over questions of E||ghat_x||^2.
         p: pbar, the mean over questions of ||E ghat_x||^2.
         mu_sq: ||mu||^2.
@@ -83,9 +83,9 @@ def decompose(
 def scale_free(energy: float, cross: float, target_sq: float) -> tuple[float | None, float | None]:
     """Return the cosine of one draw T and tau, and the MSE of the best multiple of T.
 
-    They are `cross / sqrt(energy target_sq)` and `target_sq - cross^2 / energy`, the least of
-    `E||c T - tau||^2` over numbers c. Both are None if an estimate of a squared norm is not
-    positive.
+    The cosine is `cross / sqrt(energy target_sq)`. The MSE is `target_sq - cross^2 / energy`, the
+    minimum of `E||c T - tau||^2` over numbers c. Both are None unless `energy` and `target_sq`,
+    which may be estimates, are positive.
 
     Args:
         energy: E||T||^2.

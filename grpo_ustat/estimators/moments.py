@@ -7,8 +7,8 @@ With s the score, q = ||s||^2, z the reward, V = E z, sigma^2 = Var z, g = E[s z
     oracle           ( A_V - ||g||^2 ) / G
     leave_one_out    ( A_V - ||g||^2 ) / G  +  ( D + ||g||^2 ) / ( G (G-1) )
 
-All are linear in (M_2, A_V, D, ||g||^2). Each of these has an unbiased estimator from the Gram
-matrix of the scores of a pool of N >= 3 completions.
+The three errors are linear in (M_2, A_V, D, ||g||^2). Each of these four numbers has an unbiased
+estimator that uses the Gram matrix of the scores of a pool of N >= 3 completions.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# Half-width of a 99.9 % interval, in half-widths of a 95 % interval.
+# Ratio of the half-width of a 99.9 % interval to that of a 95 % interval.
 CORRELATION_MARGIN = 1.68
-# A sum of squared norms below this share of its largest term is rounding.
+# A sum of squared norms below this share of its largest term is a rounding error.
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Quantities of each prompt, [P], as exact values or unbiased estimates."""
+    """Moments of each prompt, [P], as exact values or unbiased estimates."""
 
     # E q.
     m0: Array
@@ -36,7 +36,7 @@ class Moments:
     m1: Array
     # V = E z.
     value: Array
-    # E[q z^2], also A_b at b = 0.
+    # E[q z^2], which is A_b at b = 0.
     a_0: Array
     # E[q (z - V)^2].
     a_v: Array
@@ -68,9 +68,9 @@ class Moments:
 
 
 def centred(rewards: Array) -> Array:
-    """Subtract from rewards their mean over the last axis; exactly 0 if all are equal.
+    """Subtract the mean over the last axis from rewards; return exactly 0 if all are equal.
 
-    The first reward is subtracted first, so that a large common constant costs no digits.
+    The first reward is subtracted first, so that a large constant in all rewards costs no digits.
 
     >>> centred(np.array([1e9, 1e9 + 1])).tolist()
     [-0.5, 0.5]
@@ -80,17 +80,17 @@ def centred(rewards: Array) -> Array:
 
 
 def pool_gradient_weights(rewards_PN: Array) -> Array:
-    """Return w with `ghat_N = sum_i w_i s_i`, the leave-one-out gradient of the pool, [P, N]."""
+    """Return w of the pool's leave-one-out gradient `ghat_N = sum_i w_i s_i`, [P, N]."""
     return centred(rewards_PN) / (rewards_PN.shape[-1] - 1)
 
 
 def exact_moments(q_PY: Array, z_PY: Array, p_PY: Array, g_sq_P: Array) -> Moments:
-    """Compute the moments of an enumerable policy with Y outcomes a prompt.
+    """Compute the moments of an enumerable policy with Y outcomes per prompt.
 
     Args:
         q_PY: squared score norms of the outcomes.
-        z_PY: their rewards.
-        p_PY: their probabilities.
+        z_PY: rewards of the outcomes.
+        p_PY: probabilities of the outcomes.
         g_sq_P: ||g||^2 of each prompt.
     """
 
@@ -120,8 +120,8 @@ def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     """Estimate the moments without bias from the Gram matrices of pools of N completions.
 
     Args:
-        rewards_PN: rewards, float64.
-        gram_PNN: inner products of the scores, float64.
+        rewards_PN: rewards of the completions, float64.
+        gram_PNN: inner products of the scores of a prompt's completions, float64.
 
     Raises:
         ValueError: N < 3.
@@ -133,18 +133,18 @@ def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
-    """Estimate the moments of `pool_moments` from squared norms of scores and pool gradient.
+    """Estimate the moments of `pool_moments` from squared norms of the scores and pool gradients.
 
-    Products of expectations are estimated by sums over distinct completions, written through power
-    sums (`(N)_k = N (N-1) .. (N-k+1)`):
+    Products of expectations are estimated by sums over distinct completions. These are computed
+    from power sums, with `(N)_k = N (N-1) .. (N-k+1)`:
 
         V M_1   = ( Sz Sqz - Sqzz ) / (N)_2
         V^2 M_0 = ( Sz^2 Sq - Szz Sq - 2 Sz Sqz + 2 Sqzz ) / (N)_3
         W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
         ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
 
-    The sums use centred rewards; moments that depend on a constant in all rewards are corrected for
-    it at the end.
+    The sums use centred rewards. The moments that depend on a constant in all rewards are converted
+    to the original rewards at the end.
 
     Args:
         q_PN: squared score norms, float64.
@@ -152,7 +152,7 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
         ghat_sq_P: ||ghat_N||^2 of each prompt's pool.
 
     Raises:
-        ValueError: N < 3, for which the sums over three distinct completions are empty.
+        ValueError: N < 3, because there are then no three distinct completions.
     """
     n = rewards_PN.shape[-1]
     if n < 3:
@@ -165,9 +165,9 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
     r"""Estimate A_V, D and ||g||^2 of the scores minus their mean, [P] each.
 
-    The estimates are unbiased for any mean. Its weights sum to 0, so ghat does not contain the
-    mean, and its error is that of the scores minus their mean; the squared norms of `norm_moments`
-    would include the mean. ghat is the mean over pairs of the kernel
+    The estimates are unbiased whatever the mean score is. The weights of ghat sum to 0, so ghat
+    does not depend on the mean score, and its error is the same as for centred scores. The squared
+    norms in `norm_moments` would include the mean score. ghat is the mean over pairs of the kernel
     `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), with
 
         E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
@@ -178,7 +178,7 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
         gram_PNN: inner products of the scores, float64.
 
     Raises:
-        ValueError: N < 4, for which there are no two disjoint pairs.
+        ValueError: N < 4, because there are then no two disjoint pairs.
     """
     n = rewards_PN.shape[-1]
     if n < 4:
@@ -202,8 +202,8 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
 def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     """Estimate the moments of `pool_moments` with each completion left out in turn, [P, N] each.
 
-    With a = sum_j s_j z_j and b = sum_j s_j, the changes of ||a||^2, <a, b> and ||b||^2 without i
-    follow from <s_i, a>, <s_i, b> and q_i.
+    Let a = sum_j s_j z_j and b = sum_j s_j. If completion i is left out, the changes in ||a||^2,
+    <a, b> and ||b||^2 follow from <s_i, a>, <s_i, b> and q_i.
 
     Raises:
         ValueError: N < 4.
@@ -224,8 +224,8 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def _shifted(moments: Moments, shift: Array) -> Moments:
-    """Return the moments of rewards that are larger by a constant of each prompt."""
-    # This is V M_0 without bias, from different completions.
+    """Return the moments after a constant of each prompt is added to its rewards."""
+    # This estimate of V M_0 is unbiased, because it uses pairs of different completions.
     v_m0 = moments.m1 - moments.cov_qz
     return replace(
         moments,
@@ -238,12 +238,12 @@ def _shifted(moments: Moments, shift: Array) -> Moments:
 
 
 def _powers(q: Array, z: Array) -> dict[str, Array]:
-    """Compute the powers whose sums over completions the moments need, each shaped as q and z."""
+    """Compute the terms of the power sums that the moments need, each with the shape of q and z."""
     return {"q": q, "z": z, "zz": z * z, "qz": q * z, "qzz": q * z * z, "qq": q * q}
 
 
 def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
-    """Estimate the moments of n completions from their power sums, see `norm_moments`."""
+    """Estimate the moments of n completions from their power sums; see `norm_moments`."""
     sq, sz, szz, sqz, sqzz, sqq = (sums[k] for k in ("q", "z", "zz", "qz", "qzz", "qq"))
     pairs, triples = n * (n - 1), n * (n - 1) * (n - 2)
     v_m1 = (sz * sqz - sqzz) / pairs
@@ -267,12 +267,13 @@ def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
 
 
 def covariance_excess(q: Array, z: Array) -> Array:
-    """Estimate A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis; it may be negative.
+    """Estimate A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis.
 
-    It is the unbiased Cov(q, z)^2 over the mean of q, minus its bias of order 1/N by the jackknife.
-    With q and z independent its mean is exactly 0, because the U-statistic has mean 0 for any q_i.
-    Otherwise it is consistent but not unbiased, because the denominator is estimated: a bias of
-    order 1/N^2 remains, towards 0 if the largest q dominate. NaN below 5 completions.
+    The estimate is an unbiased estimate of Cov(q, z)^2 divided by the mean of q; the jackknife
+    removes the bias of order 1/N. If q and z are independent, its expectation is exactly 0, because
+    the U-statistic has expectation 0 for any q_i. Otherwise the estimate is consistent but not
+    unbiased, because the denominator is estimated: a bias of order 1/N^2 remains, towards 0 if the
+    largest q dominate. The estimate may be negative, and is NaN for fewer than 5 completions.
     """
     count = q.shape[-1]
     if count < 5:
@@ -289,7 +290,7 @@ def covariance_excess(q: Array, z: Array) -> Array:
 
 
 def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
-    """Compute powers about the sample's means, which a covariance does not depend on."""
+    """Compute powers of q and z minus their sample means; a covariance does not change."""
     q, z = q - q.mean(axis=-1, keepdims=True), z - z.mean(axis=-1, keepdims=True)
     powers = _powers(q, z)
     return powers | {"qqz": q * powers["qz"], "qqzz": powers["qz"] ** 2}
@@ -298,8 +299,9 @@ def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
 def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
     """Compute Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means.
 
-    `Cov = M_1 - V M_0`, so its square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`; each product of
-    expectations is a mean over distinct completions, four of them in the last (Hoeffding 1948).
+    `Cov = M_1 - V M_0`, so the square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`. Each product of
+    expectations is estimated by a mean over distinct completions (Hoeffding 1948); the last product
+    takes four of them.
     """
     a, b = sums["q"] / n, sums["z"] / n
     c = sums["qz"] - n * a * b
@@ -320,9 +322,10 @@ def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
 def correlation(moments: Moments) -> Interval:
     """Estimate corr(q, Z), with an interval over prompts.
 
-    It is E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)); negative if wrong answers have the
-    larger scores, and 0 under the paper's Assumption 2. The ratio of unbiased means is itself
-    biased of order 1/P. NaN if q or Z do not vary within prompts.
+    The correlation is E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)). It is negative if wrong
+    answers have larger scores than right answers, and 0 under the paper's Assumption 2. Each mean
+    is unbiased, but their ratio has a bias of order 1/P. The result is NaN if q or Z does not vary
+    within prompts.
 
     Args:
         moments: moments of at least 2 prompts.
@@ -339,25 +342,27 @@ def correlation(moments: Moments) -> Interval:
 
 
 def refutes_assumption2(share: Interval, corr: Interval) -> bool:
-    """Return True if Assumption 2 fails: squared score norm and reward are correlated.
+    """Return True if the data refute Assumption 2.
 
-    The correlation is given the prompt. The assumption fails if the share of A_V that the best
-    prompt-only baseline subtracts from the oracle's error, `E[Cov(q, Z | X)^2 / M_0] / A_V`, is
-    significantly positive; covariances of prompts cancel in corr(q, Z), but not in this share. It
-    also fails if their mean is significantly not 0, which small pools show before the squares do.
-    With heavy tails the 95 % interval of corr(q, Z) wrongly excludes 0 in 5 to 17 % of pools, so it
-    must exclude 0 by a margin (`CORRELATION_MARGIN`).
+    Given the prompt, squared score norm and reward are then correlated.
 
-    If the assumption holds at every prompt, the result is True in 1 to 4 % of the pools (1 to 60
-    questions of 8 to 64 completions, light to heavy tails, 300 pools each).
+    The assumption is refuted if the share of A_V that the best prompt-only baseline removes from
+    the oracle's error, `E[Cov(q, Z | X)^2 / M_0] / A_V`, is significantly positive. Covariances of
+    opposite sign cancel in corr(q, Z), but not in this share. The assumption is also refuted if
+    corr(q, Z) differs significantly from 0, which small pools show before the share becomes
+    significant. With heavy tails the 95 % interval of corr(q, Z) wrongly excludes 0 in 5 to 17 % of
+    pools, so the interval must exclude 0 by a margin (`CORRELATION_MARGIN`).
+
+    If the assumption holds for every prompt, the result is True in 1 to 4 % of the pools (1 to 60
+    questions of 8 to 64 completions, light to heavy tails, 300 pools per case).
 
     Args:
-        share: (A_V - A_b*) / A_V.
-        corr: corr(q, Z), averaged over prompts.
+        share: (A_V - A_b*) / A_V with its 95 % interval.
+        corr: corr(q, Z), averaged over prompts, with its 95 % interval.
     """
     return share.low > 0 or is_correlated(corr)
 
 
 def is_correlated(corr: Interval) -> bool:
-    """Return True if the 99.9 % interval of a correlation, from that of 95 %, excludes 0."""
+    """Return True if the 99.9 % interval, computed from the 95 % interval `corr`, excludes 0."""
     return bool(abs(corr.estimate) > CORRELATION_MARGIN * (corr.high - corr.estimate))

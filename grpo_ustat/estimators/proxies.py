@@ -1,31 +1,32 @@
-r"""Correlations of proxies of noise with the noise itself, over prompts and completions.
+r"""Correlations of proxies for gradient noise with the noise, over prompts and over completions.
 
-*Prompts.* VIP and SPEED use p (1-p) of a prompt as a proxy of the noise of its gradient, or of its
-information; a pool estimates both. Errors of estimates move a correlation towards 0, or upwards if
-both sides come from the same completions. Halves of a pool are independent given the prompt. So
-with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other,
+*Prompts.* VIP and SPEED use p (1-p) of a prompt as a proxy for the noise of the prompt's gradient,
+or for the information in it. A pool gives estimates of the proxy and of the noise. Estimation
+errors move a correlation towards 0, or upwards if both estimates use the same completions. The two
+halves of a pool are independent given the prompt. So with unbiased estimates X_1, Y_1 from one half
+and X_2, Y_2 from the other,
 
     Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
 
 and `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the correlation of
-the true x and y, for any errors (Spearman 1904). Covariances are averaged over random halvings. The
-same on ranks is not consistent, because the mean rank of half a pool is not a linear function of
-the true rank, and the pool cannot correct for this. Proportionality is a claim on values, not on
-ranks.
+the true x and y, whatever the errors are (Spearman 1904). Covariances are averaged over random
+halvings. The same formula on ranks is not consistent, because the mean rank in half a pool is not a
+linear function of the true rank, and the pool cannot correct for this. The claim that the proxy is
+proportional to the noise concerns values, not ranks.
 
-*Completions.* Length and squared score norm of a completion have no errors, so ranks need no
-correction. The grade of X is its place in the distribution, `F(X) = P(X' < X) + P(X' =
-X)/2`, and Spearman's correlation is that of the grades. With three different completions of a
-prompt, sgn 0 = 0,
+*Completions.* The length and the squared score norm of a completion have no estimation errors, so
+ranks need no correction. The grade of X is its position in the distribution,
+`F(X) = P(X' < X) + P(X' = X)/2`, and Spearman's correlation is the correlation of the grades. With
+three different completions of a prompt, and sgn 0 = 0,
 
     4 Cov( F(X), G(Y) ) = E[ sgn(X_1 - X_2) sgn(Y_1 - Y_3) ]
 
-so a mean over all triples is unbiased for any number of completions (sample ranks also use triples
-with 2 = 3, which move the result towards Kendall's tau). With the sign matrices A, B and their row
-sums a, b the sum over triples is `a'b - sum_ij A_ij B_ij`. Covariances are averaged over prompts
-before the ratio.
+so the mean over all triples is unbiased for any number of completions. (Sample ranks also use
+triples with 2 = 3, which move the result towards Kendall's tau.) With the sign matrices A, B and
+their row sums a, b, the sum over triples is `a'b - sum_ij A_ij B_ij`. Covariances are averaged over
+prompts before the ratio is taken.
 
-Intervals are for new prompts: they leave out one prompt at a time, on Fisher's scale artanh r.
+Intervals are for new prompts. They use the jackknife over prompts on Fisher's scale, artanh r.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array
 
-# Prompts whose matrices of signs are in memory at once.
+# Number of prompts whose sign matrices are in memory at once.
 BLOCK = 64
-# Largest correlation for Fisher's scale, which is infinite at 1.
+# Largest correlation for which Fisher's scale is used; it is infinite at 1.
 MAX_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
-    """Covariance over n prompts, and without each of them; four times the covariance for grades."""
+    """Covariance over n prompts with its delete-one values; four times that number for grades."""
 
     value: float
     delete_one_n: Array
@@ -60,17 +61,17 @@ def corrected_correlation(x_2SP: Array, y_2SP: Array, level: float = CONFIDENCE)
     """Estimate the correlation over prompts, corrected for the errors of both estimates.
 
     Args:
-        x_2SP, y_2SP: unbiased estimates from the two halves of each of S halvings.
-        level: coverage of the interval.
+        x_2SP, y_2SP: unbiased estimates of x and y from each half of S random halvings.
+        level: confidence level.
     """
     xy = linear_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
     return correlation(xy, linear_covariance(*x_2SP), linear_covariance(*y_2SP), level)
 
 
 def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Estimate Spearman's correlation over the N >= 4 completions of one prompt.
+    """Estimate Spearman's correlation within prompts, over N >= 4 completions of each.
 
-    Covariances are averaged over prompts; neither side has errors.
+    Covariances are averaged over prompts. Both x and y are known without errors.
     """
 
     def covariance(first_PN: Array, second_PN: Array) -> Covariance:
@@ -82,7 +83,7 @@ def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> I
 
 
 def linear_covariance(x_KP: Array, y_KP: Array) -> Covariance:
-    """Compute the covariance over P >= 3 prompts, averaged over K pairs of estimates.
+    """Compute the covariance over P >= 3 prompts, averaged over K pairs of estimates x and y.
 
     >>> value, without = linear_covariance(np.array([[0.0, 1.0, 5.0]]), np.array([[0.0, 1.0, 2.0]]))
     >>> value, without.round(6).tolist()
@@ -100,7 +101,7 @@ def linear_covariance(x_KP: Array, y_KP: Array) -> Covariance:
 def grade_covariances(x_PN: Array, y_PN: Array) -> Array:
     """Average `sgn(X_1 - X_2) sgn(Y_1 - Y_3)` over all triples of a prompt's completions, [P].
 
-    There are N >= 4 completions of each prompt.
+    Each prompt has N >= 4 completions.
 
     >>> grade_covariances(np.arange(5.0)[None], np.arange(5.0)[None]).round(6).tolist()
     [0.333333]
@@ -120,10 +121,11 @@ def grade_covariances(x_PN: Array, y_PN: Array) -> Array:
 def correlation(
     xy: Covariance, xx: Covariance, yy: Covariance, level: float = CONFIDENCE
 ) -> Interval:
-    """Return xy / sqrt(xx yy) with its jackknife interval on Fisher's scale, within [-1, 1].
+    """Return xy / sqrt(xx yy) with a jackknife interval on Fisher's scale, within [-1, 1].
 
-    From .99 on the interval is on the scale of r. NaN if xx or yy is not positive, with all prompts
-    or without one: then that side does not distinguish the prompts.
+    If the ratio or a delete-one value reaches .99 in absolute value, the interval is computed on
+    the scale of r. The result is NaN if xx or yy is not positive, for all prompts or with one left
+    out, because x or y then does not distinguish the prompts.
     """
     variances = np.concatenate([[xx.value, yy.value], xx.delete_one_n, yy.delete_one_n])
     if not (variances > 0).all():

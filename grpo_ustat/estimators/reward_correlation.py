@@ -1,4 +1,4 @@
-"""Agreement of two reward functions on the completions of one prompt. Axis F: functions."""
+"""Correlation of two reward functions over the completions of a prompt. Axis F: functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from grpo_ustat.records import Array
 def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Interval:
     """Estimate the correlation of functions f and g within prompts, with a jackknife interval.
 
-    It is `E Cov(Z_f, Z_g | X) / sqrt(E Var(Z_f | X) E Var(Z_g | X))`; NaN if one of them never
-    varies. Each mean is unbiased (divisor N - 1), their ratio consistent.
+    The correlation is `E Cov(Z_f, Z_g | X) / sqrt(E Var(Z_f | X) E Var(Z_g | X))`. Each mean is
+    unbiased (divisor N - 1), and the ratio is consistent. The result is NaN if the rewards of one
+    function never vary within a prompt.
 
     Args:
-        rewards_PNF: N >= 3 completions of each of P prompts.
-        f, g: places of the functions.
-        interval: `completions`, given the prompts, or `questions`, as a sample of prompts.
+        rewards_PNF: rewards of N >= 3 completions of each of P prompts, by reward function.
+        f, g: indices of the two functions.
+        interval: `completions` for an interval given the prompts, `questions` for an interval over
+            prompts.
 
     >>> z = np.array([[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], [[0.0, 0.5], [0.0, 0.5], [1.0, 0.5]]])
     >>> round(reward_correlation(z, 0, 1, "questions").estimate, 4)
@@ -34,7 +36,7 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
         others_31P = (moments_3P.sum(axis=1, keepdims=True) - moments_3P)[:, None] / (count - 1)
         delete_one = _ratio(others_31P)
     else:
-        # Without completion i a sum of squares loses N / (N - 1) times its own product.
+        # Leaving out completion i reduces a sum of products by N / (N - 1) times the product of i.
         deleted_3PN = (sums_3P[..., None] - products_3PN * size / (size - 1)) / (size - 2)
         means_311 = moments_3P.mean(axis=1)[:, None, None]
         delete_one = _ratio(means_311 + (deleted_3PN - moments_3P[..., None]) / count)
@@ -42,7 +44,7 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
 
 
 def _ratio(moments_3: Array) -> Array:
-    """Divide the covariance by the root of both variances, elementwise; NaN where one is 0."""
+    """Divide the covariance by the root of the variances' product; NaN if the product is 0."""
     covariance, first, second = moments_3
     product = first * second
     return covariance / np.sqrt(np.where(product > 0, product, np.nan))

@@ -1,12 +1,13 @@
-r"""Weights of a loss's rows: an update's gradient is `sum_i W_i s_i`, s_i the score of row i.
+r"""Weights of the rows of a loss; the gradient of an update is `sum_i W_i s_i`, s_i a row's score.
 
-A row is a completion of L_i tokens, its score `s_i = sum_t grad log pi(token t | before)`. At the
-first update of a batch every importance ratio is 1, and a loss whose tokens all weigh the same has
+A row is a completion of L_i tokens with the score `s_i = sum_t grad log pi(token t | before)`. At
+the first update of a batch every importance ratio is 1. If all tokens of a row have the same
+weight, then
 
     W_i = A_i w_i        A_i  advantage, a baseline of `estimators.baselines`
                          w_i  weight of every token of the row, `token_weights`
 
-With n rows, and sums over those that count (an excluded row has L_i = 0 and W_i = 0):
+Let n be the number of rows. Sums are over rows that count; an excluded row has L_i = 0 and W_i = 0.
 
     loss_type        w_i                          source
     sum              1/n                          the paper, Algorithm 1; verl seq-mean-token-sum
@@ -15,15 +16,16 @@ With n rows, and sums over those that count (an excluded row has L_i = 0 and W_i
     grpo, sapo       1/(n L_i)                    Shao et al. 2024; verl seq-mean-token-mean
     dapo, cispo,     1/sum_j L_j                  Yu et al. 2025; verl token-mean
       vespo
-    bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16: M micro-batches, m(i) that of row i
+    bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16: M micro-batches, m(i) holds row i
 
-The weights of the first four lines depend only on the row, those of the last two on all rows: with
-these `COUPLED` weights the gradient is not a mean over prompts. Only with `sum`, `luspo` and
-`dr_grpo` it has the direction of the plain estimate with the same advantages.
+The weights in the first four lines depend only on the row itself. The weights in the last two lines
+depend on other rows (`COUPLED`), so the gradient is not a mean over prompts. Only `sum`, `luspo`
+and `dr_grpo` give a gradient with the direction of the plain estimate with the same advantages.
 
-A filter removes rows from n and from every sum: rows of groups whose rewards are all equal, of
-groups of small reward variance, or of small advantage (`rows_that_count`). It also couples rows,
-because n depends on all of them; but groups drawn again until their rewards differ are independent.
+A filter removes rows from n and from every sum: rows of groups with equal rewards, rows of groups
+with a small reward variance, or rows with a small advantage (`rows_that_count`). A filter also
+couples rows, because n depends on all rows. Groups that are drawn again until their rewards differ
+stay independent.
 """
 
 from __future__ import annotations
@@ -48,19 +50,22 @@ ZERO_IF_EQUAL = ("leave_one_out", "group_mean")
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Filter of the rows of an update that count, see `rows_that_count`; by default all count."""
+    """Filter that selects the rows of an update that count; by default all rows count.
 
-    # Treatment of groups of equal rewards: keep, drop, or replace, which draws groups until their
-    # rewards differ (dynamic sampling of DAPO, Yu et al. 2025).
+    See `rows_that_count`.
+    """
+
+    # Treatment of groups with equal rewards: keep, drop or replace. With replace, groups are drawn
+    # until their rewards differ (dynamic sampling in DAPO, Yu et al. 2025).
     zero_variance_groups: str = KEEP
-    # p, the share of the summed reward variance that the counted groups have.
+    # Minimum share p of the summed reward variance in the counted groups.
     reward_variance_share: float = 1.0
-    # Least |A|.
+    # Minimum |A|.
     advantage_threshold: float = 0.0
 
     @property
     def couples(self) -> bool:
-        """True if the number of rows that count depends on the rewards of all."""
+        """True if the number of rows that count depends on the rewards of all rows."""
         dropped = self.zero_variance_groups == DROP or self.reward_variance_share < 1
         return dropped or self.advantage_threshold > 0
 
@@ -71,16 +76,19 @@ class RowFilter:
 
 
 def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> Mask:
-    """Return the rows of an update that count, [P, G]; the others are in no sum and not in n.
+    """Return the rows of an update that count, [P, G]; other rows are excluded from n and all sums.
+
+    A row counts if it satisfies the condition of each filter in use:
 
         drop                      Z_xi != Z_xj for some i, j
         reward_variance_share p   x is of the smallest set S, of the largest reward variances V_x,
                                   with sum_{x in S} V_x >= p sum_x V_x
         advantage_threshold a     |A_xi| >= a
 
-    The second is the filter of RAGEN-2 (arXiv 2604.06268, top-p); among groups of equal variance
-    the earlier ones of the update come first, whose order is random. If there is no variance, no
-    row counts. With `replace` all rows count here, because its groups were drawn again.
+    The second filter is that of RAGEN-2 (arXiv 2604.06268, top-p). Groups of equal variance are
+    taken in their order in the update, which is random. If no group has any variance, this filter
+    excludes all rows. With `replace` all rows count here, because groups with equal rewards have
+    already been replaced.
 
     >>> rewards = np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
     >>> rows_that_count(RowFilter("drop"), rewards, rewards)[:, 0].tolist()
@@ -95,7 +103,7 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
     if rows.zero_variance_groups == DROP:
         counts_PG &= mixed_P[:, None]
     if rows.reward_variance_share < 1:
-        # Sorting and rounding make groups of the same rewards equal in any order.
+        # Sorting and rounding give groups with the same rewards, in any order, the same variance.
         variance_P = np.sort(rewards_PG, axis=1).var(axis=1) * mixed_P
         total = max(float(variance_P.sum()), np.finfo(np.float64).tiny)
         share_P = (variance_P / total).round(12)
@@ -108,7 +116,7 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
 
 
 def mixed_groups(rewards: Array) -> Mask:
-    """Return True for groups whose rewards are not all equal, over the last axis."""
+    """Return True for each group whose rewards, along the last axis, are not all equal."""
     return (rewards != rewards[..., :1]).any(axis=-1)
 
 
@@ -120,15 +128,16 @@ def token_weights(
     order_N: Integers | None = None,
     counts_N: Mask | None = None,
 ) -> Array:
-    """Compute w_i of all rows of an update, [N]; 0 for an excluded row or one that does not count.
+    """Compute w_i of all rows of an update, [N]; 0 for a row that is excluded or does not count.
 
     Args:
         loss_type: one of `LOSS_TYPES`.
-        lengths_N: L_i in tokens, 0 for an excluded row.
-        max_completion_length: L_max, tokens after which a completion is cut.
-        micro_batch_size: rows of a micro-batch of `bnpo`; it divides n.
-        order_N: rows in the order in which micro-batches are cut from them; None: unchanged.
-        counts_N: rows that count; None: all. It must be None for `bnpo`.
+        lengths_N: completion lengths L_i in tokens, 0 for an excluded row.
+        max_completion_length: maximum completion length in tokens, L_max.
+        micro_batch_size: number of rows per micro-batch, a divisor of n; only for `bnpo`.
+        order_N: row indices in the order in which rows are split into micro-batches; None for the
+            given order.
+        counts_N: True for rows that count; None if all count. Must be None for `bnpo`.
 
     >>> token_weights("grpo", np.array([2, 4]), 8).tolist()
     [0.25, 0.125]
@@ -161,48 +170,49 @@ def token_weights(
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss: it turns advantages and lengths into the weights of an update's rows."""
+    """Loss that computes the weights of an update's rows from advantages and lengths."""
 
     # Name of the objective.
     name: str
-    # Baseline of its advantages, a key of `BASELINES`, with the baseline's options.
+    # Baseline of the advantages, a key of `BASELINES`, with its options.
     baseline: str
     options: Mapping[str, float] = field(hash=False)
     # One of `LOSS_TYPES`.
     loss_type: str
-    # L_max, tokens.
+    # Maximum completion length in tokens, L_max.
     max_completion_length: int
-    # Rows of a micro-batch of `bnpo`.
+    # Number of rows per micro-batch; only for `bnpo`.
     micro_batch_size: int | None = None
-    # True if completions that did not end are excluded; they count in n and in the advantages.
+    # True if truncated completions have weight 0; they still count in n and in the advantages.
     mask_truncated_completions: bool = False
     rows: RowFilter = RowFilter()
-    # Weights of the tokens of a row, see `estimators.token_weights`; None: all are 1, as at the
-    # first update of a batch, where every importance ratio is 1 and no penalty counts.
+    # Weights of the tokens of a row; see `estimators.token_weights`. None: all weights are 1, as at
+    # the first update of a batch, where every importance ratio is 1 and no penalty counts.
     tokens: TokenWeights | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of vectors that a row has."""
+        """Kinds of the vectors of each row."""
         return (ALL,) if self.tokens is None else self.tokens.kinds
 
     @property
     def beta(self) -> float:
-        """The coefficient of a penalty in the loss, 0 without one."""
+        """Coefficient of the penalty in the loss; 0 if there is no penalty."""
         return self.tokens.beta if PENALTY in self.kinds and self.tokens is not None else 0.0
 
     @property
     def couples_prompts(self) -> bool:
-        """True if a row's weight depends on other groups, so the gradient is no prompt mean."""
+        """True if a row's weight depends on other groups; the gradient is then no prompt mean."""
         baseline = BASELINES[self.baseline]
         return self.rows.couples or self.loss_type in COUPLED or baseline.couples_prompts
 
     def scale(self, group_size: int) -> float | None:
-        """Return c with E ghat = c grad J for any policy and rewards; None for other losses.
+        """Return c with E ghat = c grad J for any policy and rewards; None if there is no such c.
 
-        If groups are replaced and a share K is kept, E ghat = c grad J / K. If the baseline is 0 on
-        the other groups, the mean of a kept group is g_x / (1 - q_x), and its prompt has the
-        distribution rho(x) (1 - q_x) / K, see `estimators.dynamic_sampling`.
+        If groups with equal rewards are replaced and a share K is kept, E ghat = c grad J / K. This
+        requires a baseline whose advantages are 0 in groups with equal rewards. The expectation
+        over a kept group is then g_x / (1 - q_x), and the prompts of kept groups have the
+        distribution rho(x) (1 - q_x) / K; see `estimators.dynamic_sampling`.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
@@ -216,11 +226,11 @@ class Loss:
         return 1 / divisor if BASELINES[self.baseline].unbiased else None
 
     def counted_lengths(self, lengths: Integers, ended: Mask | None = None) -> Integers:
-        """Return L of each row, 0 for excluded rows."""
+        """Return the length L of each row, 0 for excluded rows."""
         return lengths * ended if self.mask_truncated_completions and ended is not None else lengths
 
     def length_factors(self, lengths: Integers, ended: Mask | None = None) -> Array:
-        """Return the part of n w_i that depends only on the row, of the lengths' shape."""
+        """Return the factor of n w_i that depends only on row i, with the shape of `lengths`."""
         counted = self.counted_lengths(lengths, ended)
         if self.loss_type in ("grpo", "sapo"):
             return (counted > 0) / np.maximum(counted, 1)
@@ -235,15 +245,16 @@ def row_weights(
     ended_PG: Mask | None = None,
     order_N: Integers | None = None,
 ) -> Array:
-    """Compute W of every kind of vector of every row of an update, [K, P, G].
+    """Compute the weights W of all vectors of all rows of an update, by kind, [K, P, G].
 
-    The update's gradient is the sum of W times the vectors. For a loss whose tokens all weigh 1 the
-    only kind is the row's score.
+    The gradient of the update is the sum of W times the vectors. If all tokens of a row have weight
+    1, the only vector of the row is its score.
 
     Args:
-        rewards_PG: rewards of all prompts of the update.
-        context: inputs of the baseline of advantages, and the rows' lengths.
-        ended_PG: True for a completion that ended; None: all did.
+        loss: loss that defines the weights.
+        rewards_PG: rewards of all rows of the update.
+        context: inputs of the loss's baseline, and the rows' lengths.
+        ended_PG: True for each completion that ended; None if all ended.
         order_N: see `token_weights`.
 
     >>> loss = Loss("dapo", "group_mean", {}, "dapo", 8)

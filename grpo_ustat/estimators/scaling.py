@@ -1,32 +1,34 @@
-r"""Scaling law: C1, C2, C3 and ||grad J||^2, and the statements on G and n that follow.
+r"""Scaling law with the constants C1, C2, C3 and ||grad J||^2, and its consequences for G and n.
 
-For B prompts drawn independently, G completions each, leave-one-out baseline (paper, Proposition 3,
-section 6):
+For B independent prompts with G completions each and the leave-one-out baseline (paper, Proposition
+3, section 6):
 
     MSE(B, G) = 1/B { C1 + C2/G + C3/(G (G-1)) }
     C1 = tr Cov g(X)    C2 = E[ A_V - ||g||^2 ]    C3 = E[ D + ||g||^2 ]
 
-At a fixed number of rollouts n = B G this is `1/n { G C1 + C2 + C3/(G-1) }`, smallest at
-`G* = 1 + sqrt(C3/C1)` for any n; the paper, with C3/G as the last term, has `sqrt(C3/C1)`. At a
-fixed cost K = B (k + G c), k spent once per prompt and c per completion, the error is
-`(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`: its minimum does not depend on K either.
+At a fixed number of rollouts n = B G the error is `1/n { G C1 + C2 + C3/(G-1) }`, which is smallest
+at `G* = 1 + sqrt(C3/C1)` for any n. The paper has C3/G as the last term, and so `sqrt(C3/C1)`. At a
+fixed cost K = B (k + G c), with k per prompt and c per completion, the error is
+`(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`. The G that minimises it does not depend on K either.
 
     n_c(G) = ( G C1 + C2 + C3/(G-1) ) / ||grad J||^2
 
-is the number of rollouts of a step at which the gradient's squared error equals its squared length:
-the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. It is
-smallest at G*, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`. A step of n rollouts has
+is the number of rollouts per step at which the gradient's squared error equals its squared length.
+This is the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. Its
+minimum, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`, is at G*. A step of n rollouts has
 
     E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
 
-and if the curvature is equal in all directions, a step of the best length gains a share
-`n / ( n + n_c )` of the gain of the true gradient. So one percent more rollouts makes a step gain
-(noise share) percent more: half a percent at n_c, one percent far below it, nothing far above it.
-In tokens a group costs k + G c (its prompt once), so n_c rollouts are `n_c (k + G c) / G` tokens.
+If the curvature is equal in all directions, a step of the best length gains a share
+`n / ( n + n_c )` of the gain of the true gradient. So one percent more rollouts increases the gain
+of a step by (noise share) percent: half a percent if n = n_c, one percent if n is far smaller, and
+nothing if n is far larger. In tokens a group costs k + G c, because its prompt is read once, so n_c
+rollouts are `n_c (k + G c) / G` tokens.
 
-Each of these is linear in the four numbers, or a function of a ratio of two linear combinations. So
-intervals need only their covariance, from a jackknife: Student's t, Fieller's (1954) set of a
-ratio, which has no upper end if the denominator may be 0, and for G* the posterior of `group_size`.
+Each of these quantities is linear in the four constants, or is a function of a ratio of two linear
+combinations. So intervals need only the covariance of the four estimates, which comes from a
+jackknife. The intervals are Student's t for linear combinations, Fieller's (1954) set for ratios,
+which has no upper end if the denominator may be 0, and the posterior of `group_size` for G*.
 """
 
 from __future__ import annotations
@@ -61,18 +63,18 @@ from grpo_ustat.records import Array
 
 CONSTANTS = ("c1", "c2", "c3")
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
-# Unit weights of the four numbers.
+# Unit weight vectors that select one of the four constants.
 C1, C2, C3, GRAD_SQ = np.eye(4)
-# Least G* of any policy, since C3 >= 2 C1.
+# Lower bound of G* for any policy, because C3 >= 2 C1.
 MIN_GSTAR = 1 + math.sqrt(2)
-# Largest size of the search.
+# Largest group size in the search for the best G.
 MAX_GROUP_SIZE = 1e6
-# Bounds of log(G - 1) in a search.
+# Bounds of log(G - 1) in the search for the ends of an interval.
 MIN_LOG_GAP, MAX_LOG_GAP = math.log(1e-3), math.log(1e6)
-# Factor of Student's t for a lower end without an upper one, which occurs mostly if the denominator
-# is underestimated.
+# Multiplier of Student's t for a lower end if there is no upper end. Such intervals occur mostly if
+# the denominator is underestimated.
 ONE_SIDED_FACTOR = 2.0
-# A number of rollouts without divisors is replaced by the next multiple of this.
+# A prime number of rollouts is replaced by the next multiple of this number.
 WHOLE_GROUPS = 8
 
 
@@ -80,14 +82,15 @@ WHOLE_GROUPS = 8
 class GroupSizeCosts:
     """Extra error of every admissible group size at a fixed number of rollouts."""
 
-    # n of a step.
+    # Number of rollouts per step, n.
     rollouts: int
-    # The best admissible G, a divisor of n.
+    # Best admissible G, a divisor of n.
     best: int
-    # MSE at G over MSE at `best`, minus 1, by G; simultaneous 95 % intervals, see
-    # `ScalingLaw.extra_error`, NaN if C1 to C3 have no errors.
+    # MSE at G over MSE at `best`, minus 1, by G, with simultaneous 95 % intervals; see
+    # `ScalingLaw.extra_error`. The ends are NaN if the errors of C1 to C3 are unknown.
     extra: Mapping[int, Interval]
-    # The error at `best` is within this share of the smallest one; None: not decided.
+    # Upper bound of the relative excess of the error at `best` over the smallest error; None if the
+    # data do not decide.
     tolerance: float | None = None
 
 
@@ -102,27 +105,27 @@ class ScalingLaw:
     (18.0, 0.444)
     """
 
-    # C1, C2, C3 and ||grad J||^2; NaN for an unknown number.
+    # C1, C2, C3 and ||grad J||^2; NaN for an unknown constant.
     constants_4: Array
-    # Covariance of their errors, from each of K independent parts of the sample; NaN if it is
-    # unknown.
+    # Covariance of the errors of the constants, from each of K independent parts of the sample; NaN
+    # if it is unknown.
     covariance_K44: Array
-    # Degrees of freedom of a part, its units less 1.
+    # Degrees of freedom of each part: its number of units minus 1.
     part_dof: float
-    # Number of prompts of the sample.
+    # Number of prompts in the sample.
     prompts: float
 
     @classmethod
     def exact(cls, c1: float, c2: float, c3: float, grad_sq: float = math.nan) -> ScalingLaw:
-        """Return the law of numbers without errors."""
+        """Return the law with constants that have no errors."""
         return cls(np.array([c1, c2, c3, grad_sq]), np.zeros((1, 4, 4)), math.inf, math.inf)
 
     @classmethod
     def of_moments(cls, moments: Moments, grad_sq: float) -> ScalingLaw:
-        """Return the law of the given prompts (C1 with divisor P), without errors.
+        """Return the law for a fixed set of prompts (C1 with divisor P), without errors.
 
         Args:
-            moments: per-prompt moments, exact or unbiased.
+            moments: moments of the prompts, as exact values or unbiased estimates.
             grad_sq: ||grad J||^2 of the same prompts.
         """
         return cls.exact(
@@ -134,13 +137,13 @@ class ScalingLaw:
 
     @classmethod
     def jackknifed(cls, whole_4: Array, delete_one_4Kn: Array, prompts: float) -> ScalingLaw:
-        """Return the law of estimates, with the jackknife covariance of their errors.
+        """Return the law with estimated constants and the jackknife covariance of their errors.
 
         Args:
-            whole_4: C1, C2, C3 and ||grad J||^2 from all units.
-            delete_one_4Kn: the same with one of a part's n units left out, of K independent parts
-                (K = 1 if prompts are left out).
-            prompts: number of prompts of the sample.
+            whole_4: C1, C2, C3 and ||grad J||^2, estimated from all units.
+            delete_one_4Kn: delete-one estimates; entry (., k, .) leaves out each of the n units of
+                part k in turn. The K parts are independent (K = 1 if the units are prompts).
+            prompts: number of prompts in the sample.
         """
         change = delete_one_4Kn - delete_one_4Kn.mean(axis=2, keepdims=True)
         count = change.shape[2]
@@ -149,12 +152,12 @@ class ScalingLaw:
 
     @classmethod
     def of_steps(cls, values_4S: Array, prompts: float = math.inf) -> ScalingLaw:
-        """Return the law of the policies of several steps together, jackknifed over steps.
+        """Return the law averaged over the policies of several steps, with a jackknife over steps.
 
         Args:
-            values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 of each of S >= 2 steps,
-                which share no completions.
-            prompts: number of prompts of a step; statements on C3/C1 depend on it.
+            values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 for each of S >= 2 steps
+                that share no completions.
+            prompts: number of prompts per step; statements on C3/C1 depend on it.
         """
         count = values_4S.shape[1]
         delete_one_4S = (values_4S.sum(axis=1, keepdims=True) - values_4S) / (count - 1)
@@ -172,7 +175,8 @@ class ScalingLaw:
         """Return the law of stored constants, without ||grad J||^2.
 
         Args:
-            covariance, dof: see `stored_errors`; without a covariance the errors are unknown.
+            c1, c2, c3: constants of the law.
+            covariance, dof: see `stored_errors`; None for both if the errors are unknown.
         """
         covariance_K44 = np.full((1, 4, 4), math.nan)
         covariance_K44[0, :3, :3] = math.nan if covariance is None else covariance
@@ -180,7 +184,7 @@ class ScalingLaw:
         return cls(np.array([c1, c2, c3, math.nan], float), covariance_K44, dof, dof + 1)
 
     def stored_errors(self) -> dict[str, Any]:
-        """Return the errors of C1, C2 and C3 for `result.json`; None if they are unknown."""
+        """Return the errors of C1, C2 and C3 for `result.json`; values are None if unknown."""
         is_known = np.isfinite(self.covariance_33).all()
         return {
             "covariance": self.covariance_33.tolist() if is_known else None,
@@ -188,7 +192,7 @@ class ScalingLaw:
         }
 
     def with_c3(self, weights_4: Array) -> ScalingLaw:
-        """Return the law in which a linear combination of the four numbers replaces C3."""
+        """Return the law in which a linear combination of the four constants replaces C3."""
         matrix_44 = np.stack([C1, C2, weights_4, GRAD_SQ])
         covariance_K44 = matrix_44 @ self.covariance_K44 @ matrix_44.T
         constants_4 = matrix_44 @ self.constants_4
@@ -201,12 +205,12 @@ class ScalingLaw:
 
     @property
     def c2(self) -> float:
-        """Noise of a prompt's completions, to first order in 1/G."""
+        """Noise from the completions of a prompt, to first order in 1/G."""
         return float(self.constants_4[1])
 
     @property
     def c3(self) -> float:
-        """Noise that the baseline of the other completions adds, of order 1/G^2."""
+        """Noise from the leave-one-out baseline, of order 1/G^2."""
         return float(self.constants_4[2])
 
     @property
@@ -218,15 +222,15 @@ class ScalingLaw:
     def dof(self) -> float:
         """Degrees of freedom of `covariance_33`.
 
-        They are Welch & Satterthwaite's for the sum of K parts, the smallest of the three
-        constants.
+        They are computed for the sum of the K parts by the formula of Welch and Satterthwaite; the
+        result is the minimum over the three constants.
         """
         variance_K3 = np.diagonal(self.covariance_K44[:, :3, :3], axis1=1, axis2=2)
         return min(pooled_dof(variance_K, self.part_dof) for variance_K in variance_K3.T)
 
     @property
     def has_errors(self) -> bool:
-        """True if C1, C2 and C3 are finite with known errors; a stored result may lack some."""
+        """True if C1, C2 and C3 and their errors are known, which a stored result may lack."""
         is_finite = (
             np.isfinite(self.constants_4[:3]).all() and np.isfinite(self.covariance_33).all()
         )
@@ -239,14 +243,14 @@ class ScalingLaw:
 
     @property
     def undrawn(self) -> float:
-        """Relative variance of C1 that undrawn prompts may add, `kappa / m_eff`."""
+        """Relative variance that prompts missing from the sample may add to C1, `kappa / m_eff`."""
         if not self.c3 > 0:
             return math.inf
         relative = float(self.covariance_33[2, 2]) / self.c3**2
         return UNDRAWN_VARIANCE * (1 / self.prompts + relative)
 
     def linear(self, weights_4: Array, level: float = CONFIDENCE) -> Interval:
-        """Estimate a linear combination of the four numbers, with Student's interval."""
+        """Estimate a linear combination of the four constants, with Student's t interval."""
         variance_K = np.maximum(self._covariance(weights_4, weights_4), 0.0)
         dof = pooled_dof(variance_K, self.part_dof)
         estimate = float(_weighted(weights_4, self.constants_4).sum())
@@ -255,18 +259,18 @@ class ScalingLaw:
     def ratio(
         self, above_4: Array, below_4: Array, level: float = CONFIDENCE, factor: float = 1.0
     ) -> Interval:
-        """Estimate the ratio of two linear combinations that are truly at least 0.
+        """Estimate the ratio of two linear combinations whose true values are at least 0.
 
         The interval is that of `fieller_set`.
 
         Args:
-            above_4, below_4: weights of the four numbers.
-            level: coverage of the interval.
+            above_4, below_4: weights of the four constants in numerator and denominator.
+            level: confidence level.
             factor: multiplier of the critical value.
 
         Returns:
-            The ratio. Its estimate is NaN if the denominator is not positive or if every ratio is
-            possible; its ends are NaN if the errors are unknown.
+            The ratio. The estimate is NaN if the denominator is not positive or if no ratio is
+            excluded. The ends are NaN if the errors are unknown.
         """
         above, below = (float(_weighted(x, self.constants_4).sum()) for x in (above_4, below_4))
         above_K, mixed_K, below_K = (
@@ -282,7 +286,7 @@ class ScalingLaw:
         return Interval(max(0.0, above / below) if determined else math.nan, low, high)
 
     def _covariance(self, left_4: Array, right_4: Array) -> Array:
-        """Compute the covariance of two linear combinations, from each part, [K]."""
+        """Compute the covariance of two linear combinations within each part, [K]."""
         return _weighted(np.outer(left_4, right_4), self.covariance_K44).sum(axis=(1, 2))
 
     def mse(self, num_prompts: int, group_size: float) -> float:
@@ -291,21 +295,21 @@ class ScalingLaw:
         return (self.c1 + self.c2 / group_size + second) / num_prompts
 
     def n_mse(self, group_size: float) -> float:
-        """Compute n MSE(n/G, G) = G C1 + C2 + C3/(G-1), the same for every number of rollouts n."""
+        """Compute n MSE(n/G, G) = G C1 + C2 + C3/(G-1), which does not depend on n."""
         return group_size * self.c1 + self.c2 + self.c3 / (group_size - 1)
 
     def least(self, sizes: Sequence[int]) -> int:
-        """Return the group size of smallest estimated error at a fixed number of rollouts."""
+        """Return the group size with the smallest estimated error at a fixed number of rollouts."""
         return min(sizes, key=self.n_mse)
 
     def best_of(self, sizes: Sequence[int]) -> int:
-        """Return the best group size, decided or not, see `decide`."""
+        """Return the best group size, whether or not the data decide; see `decide`."""
         if not (self.has_errors and self.c3 > 0):
             return self.least(sizes)
         return self.decide(sizes).group_size
 
     def decide(self, sizes: Sequence[int]) -> Decision:
-        """Choose a group size, with a bound of its error; see `Decision`.
+        """Choose a group size, with a bound on its extra error; see `Decision`.
 
         Args:
             sizes: admissible group sizes, each at least 2.
@@ -315,10 +319,10 @@ class ScalingLaw:
         return Decision(sizes[int(place[0])], bound if math.isfinite(bound) else None)
 
     def costs(self, rollouts: int) -> GroupSizeCosts:
-        """Compute the cost of each admissible group size, with the errors of C1, C2 and C3.
+        """Compute the extra error of each admissible group size, with simultaneous intervals.
 
         Args:
-            rollouts: n of a training step.
+            rollouts: number of rollouts per training step, n.
 
         Raises:
             ValueError: n < 2.
@@ -332,8 +336,8 @@ class ScalingLaw:
         """Return the G > 1 that minimises the error at a fixed cost; NaN if there is none.
 
         Args:
-            prompt_cost: k, shared by a prompt's group (reading it).
-            completion_cost: c, cost of each completion.
+            prompt_cost: cost of reading a prompt, k, paid once per group.
+            completion_cost: cost of a completion, c.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
         >>> law.best_size(), round(law.best_size(10.0), 2)
@@ -353,10 +357,10 @@ class ScalingLaw:
         return high
 
     def _slope(self, g: float, k: float, c: float) -> float:
-        """Compute the derivative by G of K times the error at a fixed cost K.
+        """Compute the derivative with respect to G of K times the error at a fixed cost K.
 
         `(k + G c) { C1 + C2/G + C3/(G (G-1)) }` has the derivative
-        `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, increasing in G if
+        `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, which increases with G if
         C2, C3 >= 0.
         """
         third = -c / (g - 1) ** 2 - k * (2 * g - 1) / (g * (g - 1)) ** 2
@@ -365,20 +369,20 @@ class ScalingLaw:
     def gstar(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> Interval:
         """Estimate the best G at a fixed cost.
 
-        If one of `USUAL_SIZES` is decided, the interval is the smallest that contains the central
-        95 % of the posterior under each prior. Otherwise it has no upper end, and its lower end
-        comes from Fieller's statistic with twice the critical value, without a prior.
+        If the data decide among `USUAL_SIZES`, the interval is the smallest that contains the
+        central 95 % of the posterior under each prior. Otherwise the interval has no upper end, and
+        the lower end comes from Fieller's statistic with twice the critical value, without a prior.
 
-        The estimate is the plug-in if the interval contains it, else the middle of the posterior;
-        NaN if there is no best G. It is too large on average, because `1 + sqrt(C3/C1)` is convex
-        in C1.
+        The estimate is the plug-in estimate if the interval contains it. Otherwise it is the best G
+        at the mean, over the priors, of the posterior medians of log(C3/C1). It is NaN if there is
+        no best G. The estimate is too large on average, because `1 + sqrt(C3/C1)` is convex in C1.
 
         Args:
             prompt_cost, completion_cost: see `best_size`.
         """
 
         def best(ratio: float) -> float:
-            """Return the best G at C3/C1 = `ratio`, with C3 and C2 as estimated."""
+            """Return the best G if C3/C1 = `ratio` and C2 and C3 equal their estimates."""
             if math.isinf(ratio):
                 return math.inf
             law = ScalingLaw.exact(self.c3 / ratio, max(self.c2, 0.0), self.c3)
@@ -396,7 +400,7 @@ class ScalingLaw:
         return Interval(plain if low <= plain <= high else middle, low, high)
 
     def _least_ratio(self) -> float:
-        """Return the low end of k = C3/C1 without an upper one, by Fieller's set."""
+        """Return the lower end of a one-sided interval of k = C3/C1, from Fieller's set."""
         covariance_33 = self.covariance_33
         variances = (
             float(covariance_33[2, 2]) + self.undrawn * self.c3**2,
@@ -407,16 +411,22 @@ class ScalingLaw:
         return fieller_set(self.c3, self.c1, variances, critical)[0]
 
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
-        """Estimate MSE(n/G, G) / MSE(n/R, R) - 1 at a fixed number of rollouts n, G against R.
+        """Estimate the extra error of G compared with R, MSE(n/G, G) / MSE(n/R, R) - 1, at fixed n.
 
-        The estimate is the plug-in. The extra error is monotonic in k = C3/C1, so the ends are its
-        values at the ends of the central part of the posterior of k. The same interval of k is used
-        for all G and R, so the intervals are simultaneous, also for a reference that the same data
-        chose.
+        The estimate is the plug-in estimate. The extra error is monotonic in k = C3/C1, so the ends
+        are its values at the ends of the central interval of the posterior of k. The same interval
+        of k is used for all G and R, so the intervals are simultaneous, also if the same data were
+        used to choose R.
+
+        Args:
+            group_size: G.
+            reference: group size that G is compared with, R.
+            level: confidence level.
 
         Returns:
-            The extra error: NaN if the estimate of either error is not positive; width 0 if G = R;
-            ends NaN if the constants come from fewer than 16 effective prompts.
+            The extra error. It is NaN if the estimate of either MSE is not positive. The interval
+            has width 0 if G = R, and its ends are NaN if the errors are unknown or the constants
+            come from fewer than 16 effective prompts.
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -436,9 +446,9 @@ class ScalingLaw:
         return Interval(extra, min(extra, *ends), max(extra, *ends))
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate the numbers of prompts with which 50 % and 90 % of such studies decide.
+        """Estimate the numbers of prompts with which 50 % and 90 % of such studies would decide.
 
-        They are infinite if no number up to 10^6 suffices, or if the errors are unknown.
+        A number is infinite if 10^6 prompts do not suffice, or if the errors are unknown.
         """
         if not (self.has_errors and self.c3 > 0):
             return math.inf, math.inf
@@ -457,15 +467,16 @@ class ScalingLaw:
     ) -> Interval:
         """Estimate n_c(G) with Fieller's interval, without an upper end if ||grad J||^2 may be 0.
 
-        An upper end needs ||grad J||^2 above 0 at the two-sided level .995, because it exists
-        mostly if ||grad J||^2 is overestimated. A lower end without an upper one occurs mostly if
-        it is underestimated, so its critical value is twice as large.
+        The interval has an upper end only if ||grad J||^2 is above 0 at the two-sided level .995
+        (for a `level` of .95), because an upper end exists mostly if ||grad J||^2 is overestimated.
+        An interval without an upper end occurs mostly if ||grad J||^2 is underestimated, so the
+        critical value of its lower end is doubled.
 
         Args:
-            group_size: G > 1; at the estimate of G* the interval is to first order that of the
-                least n_c, whose slope in G is 0. NaN gives NaN.
-            prompt_cost, completion_cost: k and c; by default the unit is a rollout.
-            level: coverage of the interval.
+            group_size: G > 1. At the estimate of G* the interval is to first order the interval of
+                the minimum of n_c, where the slope in G is 0. NaN gives NaN.
+            prompt_cost, completion_cost: costs k and c; by default the unit is a rollout.
+            level: confidence level.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0, 0.5)
         >>> law.noise_scale(4), law.noise_scale(4, 8.0, 3.0).estimate
@@ -481,15 +492,16 @@ class ScalingLaw:
         return Interval(self.ratio(error_4, GRAD_SQ, level).estimate, low, high)
 
     def prompt_share(self, group_size: float, level: float = CONFIDENCE) -> Interval:
-        """Estimate the share of the noise that comes from the draw of prompts, within [0, 1].
+        """Estimate the share of the noise that comes from the random choice of prompts, in [0, 1].
 
-        It is G C1 / ( G C1 + C2 + C3/(G-1) ), which more rollouts of the same prompts do not
-        reduce. The interval is Fieller's of the odds `G C1 / (C2 + C3/(G-1))`. Undrawn prompts add
-        `undrawn` to the relative variance of C1 at hypothetical odds.
+        The share is G C1 / ( G C1 + C2 + C3/(G-1) ). More rollouts of the same prompts do not
+        reduce this noise. The interval is computed from Fieller's interval for the odds
+        `G C1 / (C2 + C3/(G-1))`. To allow for undrawn prompts, `undrawn` is added to the relative
+        variance of C1 at each hypothetical value of the odds.
 
         Args:
             group_size: G > 1; NaN gives NaN.
-            level: coverage of the interval.
+            level: confidence level.
         """
         if not math.isfinite(group_size):
             return UNDETERMINED
@@ -510,13 +522,12 @@ class ScalingLaw:
     def equal_noise_size(self, level: float = CONFIDENCE) -> Interval:
         """Estimate the G at which prompts and completions add equal noise, with Fieller's set.
 
-        There `G C1 = C2 + C3/(G-1)`: the draw of prompts adds as much noise as their completions.
-        The prompts' share rises with G, so there is exactly one such G > 1, the larger root of
-        `C1 G^2 - (C1 + C2) G + C2 - C3`. A G belongs to the set if this polynomial does not differ
-        significantly from 0.
+        At this G, `G C1 = C2 + C3/(G-1)`. The prompts' share of the noise increases with G, so
+        there is exactly one such G > 1, the larger root of `C1 G^2 - (C1 + C2) G + C2 - C3`. A
+        value of G belongs to the set if this polynomial does not differ significantly from 0.
 
         Args:
-            level: coverage of the interval, which has no upper end if C1 may be 0.
+            level: confidence level of the interval, which has no upper end if C1 may be 0.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
         >>> [round(x, 3) for x in law.equal_noise_size()]  # 4.541 = 2 + 9/3.541
@@ -527,13 +538,18 @@ class ScalingLaw:
             return UNDETERMINED
         half = (c1 + c2) / 2
         size = (half + math.sqrt(max(half**2 - c1 * (c2 - c3), 0.0))) / c1
-        # This fails if the estimate of C3 is below 0.
+        # The root may be at most 1 if the estimate of C3 is negative.
         if not size > 1:
             return UNDETERMINED
         critical = t_quantile(self.dof, level)
 
         def outside(log_gap: float, side: int) -> float:
-            """Return a number > 0 if the shares at G = 1 + exp(log_gap) differ significantly."""
+            """Return a number > 0 if, at G = 1 + exp(log_gap), the two noises differ significantly.
+
+            Args:
+                log_gap: log(G - 1).
+                side: 1 if the prompts' noise is larger, -1 if it is smaller.
+            """
             gap = math.exp(log_gap)
             weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
             variance = float(weights_3 @ self.covariance_33 @ weights_3)
@@ -544,7 +560,7 @@ class ScalingLaw:
         ends: list[float] = []
         for side, far in ((-1, MIN_LOG_GAP), (1, MAX_LOG_GAP)):
             near = math.log(size - 1)
-            # Without errors the set is this one size.
+            # Without errors the set consists of this size only.
             if outside(near, side) >= 0:
                 ends.append(size)
             elif outside(far, side) <= 0:
@@ -555,10 +571,10 @@ class ScalingLaw:
         return Interval(size, *ends)
 
     def intervals(self, group_size: int) -> dict[str, Interval]:
-        """Return all intervals at a group size in use, by name.
+        """Return all intervals for the group size in use, by name.
 
-        They are `c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` and `prompt_share`, and
-        `noise_scale_best`, at the estimate of G*.
+        The names are `c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale`, `prompt_share`, and
+        `noise_scale_best`, which is the noise scale at the estimate of G*.
         """
         numbers = zip(CONSTANTS_AND_GRADIENT, (C1, C2, C3, GRAD_SQ), strict=True)
         return {
@@ -571,12 +587,12 @@ class ScalingLaw:
 
 
 def _weighted(weights: Array, values: Array) -> Array:
-    """Multiply elementwise; 0 where the weight is 0, also for an unknown number."""
+    """Multiply elementwise; the product is 0 if the weight is 0, even if the value is NaN."""
     return np.where(weights != 0, weights * values, 0.0)
 
 
 def noise_share(scale: Interval, rollouts: float) -> Interval:
-    """Compute n_c / (n + n_c), the share of E||ghat||^2 that is noise, from n_c or its interval.
+    """Compute n_c / (n + n_c), the share of E||ghat||^2 that is noise, from the interval of n_c.
 
     >>> noise_share(Interval(300.0, 100.0, math.inf), 100.0)
     Interval(estimate=0.75, low=0.5, high=1.0)
@@ -596,7 +612,7 @@ def divisors(rollouts: int) -> list[int]:
 
 
 def divisible_rollouts(rollouts: int) -> int:
-    """Return n, or the next multiple of 8 if n is prime: its only group would be a whole step.
+    """Return n, or the next multiple of 8 if n is prime, because G could then only be n.
 
     >>> divisible_rollouts(10), divisible_rollouts(97), divisible_rollouts(2)
     (10, 104, 8)

@@ -1,12 +1,14 @@
-r"""Weights of a row's tokens if the current policy is not the one that wrote it.
+r"""Weights of the tokens of a row if another policy than the current policy wrote the row.
 
-Completions come from a policy mu, the gradient is at pi. A row of advantage A adds
+Completions are sampled from a policy mu, and the gradient is taken at pi. A row with advantage A
+adds
 
     w ( A sum_t omega_t u_t - beta sum_t kappa_t u_t )       u_t = grad log pi(token t | before)
 
-to the update, w its weight by `row_weights.token_weights`. With l_t, o_t, r_t the log-probabilities
-of token t under pi, mu and a reference model, rho_t = exp(l_t - o_t) the token's importance ratio
-and rho that of `importance_sampling_level`, the derivative of a loss by l_t is
+to the update, where w is the row's weight from `row_weights.token_weights`. Let l_t, o_t and r_t be
+the log-probabilities of token t under pi, mu and a reference model, rho_t = exp(l_t - o_t) the
+importance ratio of the token, and rho the ratio at `importance_sampling_level`. The derivatives of
+the losses with respect to l_t are
 
     form       omega                                     source
     none       1                                         no ratio: staleness is ignored
@@ -21,20 +23,20 @@ and rho that of `importance_sampling_level`, the derivative of a loss by l_t is
 
     level token: rho = rho_t; sequence: (prod_t rho_t)^(1/L); whole_sequence: prod_t rho_t
 
-The last, unclipped, is unbiased: `E_mu[ W R s ] = E_pi[ R s ]` (Theorem 12 without normalisation).
-All others are biased. Clipping and the smooth weights depend on the sign of A, so a row has a
-vector for each sign, and a further one for its penalty (`KINDS`):
+The level `whole_sequence` without clipping is unbiased: `E_mu[ W R s ] = E_pi[ R s ]` (Theorem 12
+without normalisation). All other weights are biased. Clipping and the smooth weights depend on the
+sign of A, so a row has a vector for each sign, and another vector for its penalty (`KINDS`):
 
     k3 in the loss   kappa_t = 1 - exp(r_t - l_t)
     k2 in the loss   kappa_t = l_t - r_t
     k1 in the reward Z - beta sum_t (o_t - r_t), no further vector
 
 If the sampler differs slightly from the model, as an inference engine does, omega is multiplied by
-a correction: with q = pi/mu of each token, or of the whole completion (`sequence_...`), min(q, cap)
-(`..._truncate`), or q and 0 where q > cap (`..._mask`), as TRL 1.16's
-`vllm_importance_sampling_mode`. If the loss has a ratio for each completion, TRL multiplies its
-(B, 1) losses by (B, T) corrections and sums over tokens, so that a completion's tokens share the
-mean of their corrections.
+a correction, as with TRL 1.16's `vllm_importance_sampling_mode`. Let q = pi/mu for each token, or
+for the whole completion (`sequence_...`). The correction is min(q, cap) (`..._truncate`), or q if
+q <= cap, else 0 (`..._mask`). If the loss has one ratio per completion, TRL multiplies its (B, 1)
+losses by (B, T) corrections and sums over tokens, so that all tokens of a completion have the mean
+of their corrections.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ from grpo_ustat.records import Array, Mask
 
 ALL, POSITIVE, NEGATIVE, PENALTY = KINDS = ("all", "positive", "negative", "penalty")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# tau of positive advantages, and of the others.
+# tau for positive advantages, and for other advantages.
 SAPO_TEMPERATURES = (1.0, 1.05)
-# k and lambda, each of advantages >= 0 and of the others.
+# k and lambda, each for advantages >= 0 and for negative advantages.
 VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)
-# Bounds of log W.
+# Lower and upper bound of log W.
 VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)
 
 
@@ -64,24 +66,24 @@ class TokenWeights:
     level: str = "none"
     # clip, cispo, sapo or vespo.
     form: str = "clip"
-    # Bounds of clipping; None: the ratio is not clipped.
+    # Clipping bounds; None: the ratio is not clipped.
     epsilon: float | None = None
     epsilon_high: float | None = None
-    # Coefficient of the penalty; 0 without one.
+    # Coefficient of the KL penalty; 0: no penalty.
     beta: float = 0.0
-    # Estimator and place of the penalty, see the module; None without one.
+    # Estimator of the KL penalty, and "loss" or "reward"; see the module. None: no penalty.
     kl_estimator: str | None = None
     kl_in: str | None = None
-    # Correction of the sampler's gap, one of `CORRECTIONS`; None: no correction.
+    # Correction for a sampler that differs from the model, one of `CORRECTIONS`; None: none.
     correction: str | None = None
-    # Cap of the correction's ratio q.
+    # Cap of the ratio q in the correction.
     cap: float = 3.0
-    # True if the tokens of a completion share the mean of their corrections.
+    # True if all tokens of a completion have the mean of their corrections.
     shared: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of vectors that a row has."""
+        """Kinds of the vectors of each row."""
         by_sign = self.level != "none" and (
             self.form in ("sapo", "vespo") or (self.form == "clip" and self.epsilon is not None)
         )
@@ -90,12 +92,12 @@ class TokenWeights:
 
     @property
     def unbiased(self) -> bool:
-        """True if the mean of `A omega u` is that of the current policy, for any two policies."""
+        """True if `A omega u` has the same expectation as under the current policy, for any mu."""
         exact = self.level == "whole_sequence" and self.form == "clip" and self.epsilon is None
         return exact and not self.beta and self.correction is None
 
 
-# Unbiased weights, with a variance that explodes.
+# Unbiased weights; their variance grows very large.
 EXACT = TokenWeights(level="whole_sequence")
 
 
@@ -109,14 +111,15 @@ def token_factors(
 ) -> Array:
     """Compute omega or, for a penalty, kappa, [N, T]; 0 for tokens that do not count.
 
-    omega is that of rows whose advantage has the sign of `kind`.
+    omega is computed for rows whose advantage has the sign of `kind`.
 
     Args:
+        weights: definition of the token weights.
         kind: one of `weights.kinds`.
-        own_NT: l, log-probabilities under the current policy.
-        old_NT: o, under the policy that wrote the rows.
+        own_NT: log-probabilities under the current policy, l.
+        old_NT: log-probabilities under the policy that wrote the rows, o.
         counts_NT: True for tokens that the policy wrote.
-        reference_NT: r, needed for a penalty.
+        reference_NT: log-probabilities under the reference model, r; only for a penalty.
 
     >>> own, old = np.log([[0.5, 0.5]]), np.log([[0.25, 0.5]])
     >>> counts, clipped = np.ones((1, 2), bool), TokenWeights("token", "clip", 0.2, 0.2)
@@ -161,7 +164,7 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
         high = weights.epsilon_high
         return ratio if high is None else np.minimum(ratio, high)
     if weights.form == "sapo":
-        # Imported here, so that a refused command line does not wait for it.
+        # Imported here, so that a refused command line does not wait for SciPy.
         from scipy.special import expit
 
         gate = expit(SAPO_TEMPERATURES[below] * (ratio - 1))
@@ -178,7 +181,7 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
 
 
 def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
-    """Return the factor of each kind of vector of rows, [K, ...]; 0 if the sign is another.
+    """Return the factor of each kind of vector, [K, ...]; 0 if the advantage has the other sign.
 
     >>> by_kind(np.array([2.0, -1.0]), ("positive", "negative", "penalty"), 0.5).tolist()
     [[2.0, 0.0], [0.0, -1.0], [-0.5, -0.5]]
@@ -195,5 +198,5 @@ def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
 def reward_penalty(
     weights: TokenWeights, old_NT: Array, reference_NT: Array, counts_NT: Mask
 ) -> Array:
-    """Compute beta times k1 of each completion, which is subtracted from its reward, [N]."""
+    """Compute beta times k1 of each completion, [N]; this penalty is subtracted from its reward."""
     return weights.beta * np.where(counts_NT, old_NT - reference_NT, 0.0).sum(axis=1)

@@ -1,4 +1,4 @@
-"""Counts of a group's outcomes as U-statistics: zero-variance groups, and pass@k."""
+"""U-statistics of the outcomes of a group: the zero-variance share and pass@k."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from grpo_ustat.records import Array, Integers
 def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
     """Estimate the probability that all rewards of a group are equal, per prompt [P].
 
-    Such a group adds nothing to the gradient. The estimate is the share of such groups among all
-    groups of G of the N completions, `sum_c C(n_c, G) / C(N, G)` over the counts n_c of equal
-    rewards, which is unbiased.
+    A group with equal rewards adds nothing to the gradient. The estimate is the share of groups
+    with equal rewards in all groups of G of the N completions, `sum_c C(n_c, G) / C(N, G)` over the
+    counts n_c of equal rewards. It is unbiased.
 
     >>> zero_variance_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
     [0.5]
@@ -27,17 +27,17 @@ def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
 
 
 def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> float:
-    """Estimate the zero-variance share, `p^G + (1-p)^G`, if all prompts have their average p.
+    """Estimate the zero-variance share if every prompt had the average p, `p^G + (1-p)^G`.
 
-    By convexity it is at most the actual share, the mean over x of `p_x^G + (1-p_x)^G`. The
-    difference comes from prompts of unequal difficulty, and larger groups do not remove it. The
-    estimate is unbiased for the given prompts: with `p = sum_x p_x / P`, the power p^G is G! times
-    the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`; prompts are independent and p_x^m
-    has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
+    By convexity this is at most the actual share, the mean over x of `p_x^G + (1-p_x)^G`. The
+    difference is caused by the unequal difficulty of prompts, and larger groups do not remove it.
+    The estimate is unbiased for the given prompts: with `p = sum_x p_x / P`, the power p^G is G!
+    times the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`. Prompts are independent, and
+    p_x^m has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
     `p_x^G + (1-p_x)^G` from G draws is 1 if they are equal, else 0.)
 
     Args:
-        successes_P: S, number of right completions among each prompt's G.
+        successes_P: number of right completions in each prompt's group of G, S.
         group_size: G.
 
     >>> zero_variance_share_if_equal(np.array([2, 0]), 2)
@@ -50,8 +50,8 @@ def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> floa
 
 
 def _power_of_mean(successes_P: Integers, size: int) -> float:
-    """Estimate p^G without bias, p the mean of the prompts' probabilities, see the caller."""
-    # Imported here, so that a refused command line does not wait for it.
+    """Estimate p^G without bias; p is the mean of the prompts' probabilities. See the caller."""
+    # Imported here, so that a refused command line does not wait for SciPy.
     from scipy.linalg import toeplitz  # pyright: ignore[reportUnknownVariableType]
     from scipy.special import binom
 
@@ -70,10 +70,10 @@ def _power_of_mean(successes_P: Integers, size: int) -> float:
 
 
 def pass_at_k(successes_P: Integers, count: int, k: int) -> Array:
-    """Estimate the probability that one of k completions is right, per prompt [P].
+    """Estimate the probability that at least one of k completions is right, per prompt [P].
 
-    It is `1 - C(n-c, k) / C(n, k)` with c right ones of n, the share of all subsets of k, and
-    unbiased (Chen et al. 2021).
+    The estimate is the share of subsets of k that contain a right completion,
+    `1 - C(n-c, k) / C(n, k)` for c right completions of n. It is unbiased (Chen et al. 2021).
 
     >>> pass_at_k(np.array([0, 1, 3]), 4, 2).tolist()
     [0.0, 0.5, 1.0]

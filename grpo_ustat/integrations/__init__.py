@@ -1,1 +1,1 @@
-"""Integrations with other trainers: a callback for TRL, and the tokens of verl's rollouts."""
+"""Integrations with other trainers: a callback for TRL, and a recorder of tokens for verl."""

@@ -1,8 +1,9 @@
-"""Tokens of verl's rollouts, as a Parquet file beside each of verl's dumps: see docs/verl.md.
+"""Recorder that writes the tokens of verl's rollouts to a Parquet file next to each dump of verl.
 
 verl imports this module if `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record` is set.
-With `trainer.rollout_data_dir` verl writes `K.jsonl` at step K, texts without special tokens;
-`K.parquet` then has the same rows token by token, and `grpo-ustat convert` reads it.
+With `trainer.rollout_data_dir`, verl writes texts without special tokens to `K.jsonl` at step K.
+This module writes the tokens of the same rows to `K.parquet`, which `grpo-ustat convert` reads. See
+docs/verl.md.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ SCHEMA = pyarrow.schema([
     ("old_log_probs", pyarrow.list_(pyarrow.float64())),
     ("min_global_steps", pyarrow.int64()), ("max_global_steps", pyarrow.int64()),
 ])  # fmt: skip
-# The uid of rows that fill up a batch.
+# Pattern of the uid of rows that pad a batch.
 PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")
-# Log-probabilities by the sampler, and by the trainer before its step.
+# Log-probabilities from the sampler, and from the trainer before its step.
 PER_TOKEN = ("rollout_log_probs", "old_log_probs")
-# First and last version of the weights, N of global_step_N.
+# First and last version of the weights that wrote a row, N in global_step_N.
 VERSIONS = ("min_global_steps", "max_global_steps")
 FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_scores", *PER_TOKEN)
 
 
 def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of a batch of verl's trainer, a `KVBatchMeta` with tensors in its TransferQueue.
+    """Yield the rows of a batch of verl's trainer, a `KVBatchMeta` with tensors in a TransferQueue.
 
-    The rows' `response_mask` is the mask of the agent loop, which verl keeps as `loss_mask`: verl's
+    `response_mask` in a row is the mask of the agent loop, which verl keeps as `loss_mask`. verl's
     own `response_mask` may also exclude off-policy tokens.
     """
     queue = import_module("transfer_queue")
@@ -66,9 +67,9 @@ def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of a batch of verl's older trainer, a `DataProto`.
+    """Yield the rows of a batch of verl's older trainer, a `DataProto`.
 
-    Prompts are padded on the left, responses on the right.
+    Prompts are padded on the left and responses on the right.
     """
     tensors, others = batch.batch, batch.non_tensor_batch
     width = tensors["prompts"].shape[1]
@@ -89,7 +90,7 @@ def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], step: int, folder: str) -> Path:
-    """Write the rows of a step as FOLDER/STEP.parquet, without rows that pad verl's batch."""
+    """Write the rows of a step to FOLDER/STEP.parquet, except for rows that pad verl's batch."""
     path = Path(folder) / f"{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     table_rows = [
@@ -103,14 +104,14 @@ def write_rows(rows: Sequence[Mapping[str, Any]], step: int, folder: str) -> Pat
 def recorded(
     method: Callable[..., None], rows: Callable[[Any], Iterator[dict[str, Any]]]
 ) -> Callable[..., None]:
-    """Make a trainer's `_log_rollout_data` write tokens as well.
+    """Wrap a trainer's `_log_rollout_data` so that it also writes tokens.
 
-    An error does not end training: it is printed, and verl's dump is written as before.
+    An error is printed and does not end training; verl still writes its dump.
     """
 
     @functools.wraps(method)
     def log_rollout_data(self: Any, *arguments: Any, **named: Any) -> None:
-        """Write the tokens, then verl's own dump."""
+        """Write the tokens, and then verl's dump."""
         values = inspect.signature(method).bind(self, *arguments, **named).arguments
         try:
             path = write_rows(

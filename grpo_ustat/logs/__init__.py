@@ -1,1 +1,1 @@
-"""Rollouts that other programs have logged: readers, one kind of row, conversion."""
+"""Rollouts logged by other programs: file formats, a common row type, and conversion."""

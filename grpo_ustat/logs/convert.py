@@ -1,4 +1,4 @@
-"""Conversion of any framework's rows to one Parquet file, with a count of rows left out and why."""
+"""Conversion of a framework's rows to one Parquet file, with the number of rows left out."""
 
 from __future__ import annotations
 
@@ -44,46 +44,47 @@ COLUMNS = (
 )  # fmt: skip
 
 BIAS = (
-    "rows were left out because of their content: if that depends on the reward, accuracy and "
-    "gradient of the other rows are biased"
+    "rows were left out because of their content: if this depends on the reward, accuracy and "
+    "gradient of the remaining rows are biased"
 )
 TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion, which keeps the rows of one policy: rows kept and left out."""
+    """Result of a conversion, which keeps the rows of one policy."""
 
     # Name of the framework.
     name: str
+    # Number of files that were read, and of their rows.
     files: int
     rows: int
-    # Rows written.
+    # Number of rows that were written.
     kept: int
-    # Prompts to which the written rows belong.
+    # Number of prompts of the written rows.
     groups: int
     # True if the token ids are logged.
     exact: bool
-    # Number of rows left out, by reason.
+    # Number of rows that were left out, by reason.
     reasons: Counter[str]
-    # Place of the first such row, by reason.
+    # Position of the first row that was left out, by reason.
     example: dict[str, str]
-    # Remarks on the rows that were kept.
+    # Remarks for the user.
     notes: tuple[str, ...] = ()
-    # Rollouts of a training step of the framework; None: not logged.
+    # Number of rollouts per training step of the run; None: not logged.
     step_rollouts: int | None = None
-    # Completions of the prompt that has most.
+    # Largest number of completions of a prompt.
     largest: int = 0
-    # The kept file and the checkpoint nearest to it; None: no checkpoint is beside it.
+    # File of the kept rows and the nearest checkpoint; None if the run has no checkpoint.
     pairing: Pairing | None = None
 
     @property
     def is_for_mse(self) -> bool:
-        """True if a prompt has as many completions as `mse` needs."""
+        """True if at least one prompt has as many completions as `mse` needs."""
         return self.largest >= MIN_COMPLETIONS
 
     def lines(self) -> list[str]:
-        """Return the lines for a person: the rows taken, then each reason for leaving rows out."""
+        """Return lines for the user: the number of kept rows, the reasons, and remarks."""
         tokens = "token-exact" if self.exact else "texts, to be tokenised again: inexact"
         lines = [
             f"{self.name}: {self.kept} of {self.rows} rows of {self.files} files taken, "
@@ -103,8 +104,8 @@ class Conversion:
             )
         elif self.groups < MIN_PROMPTS:
             lines.append(
-                f"  one prompt only, as in TRL's default batch on one GPU: a best G needs "
-                f"{MIN_PROMPTS} or more"
+                f"  there is only one prompt, as in TRL's default batch on one GPU: estimating the "
+                f"best G needs {MIN_PROMPTS} or more"
             )
         return lines
 
@@ -112,15 +113,16 @@ class Conversion:
 def convert(source: Path, framework: Format, target: Path, options: Options) -> Conversion:
     """Read a framework's files and write the rows that a study can use.
 
-    Rows left out are counted by reason: rows that the framework did not train on; copies, batches
-    that were written again, other runs and other policies (see `sieve`); rows that cannot be used,
-    such as those with rewards that are not finite or with half characters; groups of several
-    prompts; and prompts with few completions.
+    The rows that are left out are counted by reason: rows that the framework did not train on;
+    copies, batches that were written again, and rows of other runs and other policies (see
+    `sieve`); rows that cannot be used, for example with infinite rewards or lone surrogates; groups
+    with several prompts; and prompts with few completions.
 
     Args:
-        source: a file or a folder.
-        framework: the format of its files.
-        target: a Parquet file, which must not exist.
+        source: file or folder to read.
+        framework: format of the files.
+        target: Parquet file to write; it must not exist yet.
+        options: reading options.
     """
     _check(target, options)
     paths = files_of(source, framework)
@@ -130,12 +132,12 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     if not paths:
         pattern = framework.pattern.rpartition("/")[2]
         raise ConfigError(
-            f"{source} holds no {pattern}, the files of {framework.name}: name their folder, or "
-            "another format with --from"
+            f"{source} holds no {pattern}, the files of {framework.name}: name the folder that "
+            "holds them, or another format with --from"
         )
     paths, misnamed = split_by_name(source, framework, paths)
     notes = [
-        f"not read: {path}, because {framework.name} would name it otherwise" for path in misnamed
+        f"not read: {path}, because {framework.name} does not use such names" for path in misnamed
     ]
     notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
     rollouts, damaged = _rollouts_of(paths, framework, replace(options, source=source))
@@ -162,14 +164,14 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     usable = [row for group in groups for row in group]
     left_out = [row for row in rollouts if row.left_out]
     reasons = Counter(row.left_out for row in left_out)
-    # Rows in reverse order, so that the first row of each reason remains.
+    # The rows are in reverse order, so that the first row with each reason remains.
     example = {row.left_out: f"{row.path} {row.place}" for row in reversed(left_out)}
     if not usable:
         if options.reward and all(reason.startswith("--reward") for reason in reasons):
             raise ConfigError(f"{next(iter(reasons))}, in {source}")
         counts = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
         raise ConfigError(
-            f"{source}: none of {len(rollouts)} rows can be used: {counts or 'no rows'}"
+            f"{source}: none of {len(rollouts)} rows can be used: {counts or 'there are no rows'}"
         )
     remarks = Counter(row.note for row in usable if row.note)
     notes += [f"{count} taken: {remark}" for remark, count in remarks.items()]
@@ -187,7 +189,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
 
 
 def _check(target: Path, options: Options) -> None:
-    """Refuse a wrong target or group size before reading, and make the target's folder."""
+    """Refuse an invalid target or group size before reading, and make the target's folder."""
     if target.suffix != ".parquet":
         raise ConfigError(f"{target} does not end in .parquet: name a Parquet file to write")
     if target.exists():
@@ -208,7 +210,7 @@ def _check(target: Path, options: Options) -> None:
 def _rollouts_of(
     paths: Sequence[Path], framework: Format, options: Options
 ) -> tuple[list[Rollout], dict[Path, DamagedFile]]:
-    """Read the rows of all files; return them and the files that cannot be read."""
+    """Read the rows of all files; return the rows, and the errors of files that cannot be read."""
     rollouts: list[Rollout] = []
     damaged: dict[Path, DamagedFile] = {}
     for path in paths:
@@ -235,7 +237,7 @@ def _rollouts_of(
 
 
 def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
-    """Refuse rows of a run and a policy that are turns of one rollout; see `check_rollouts`."""
+    """Refuse rows that are turns of one rollout, by run and policy; see `check_rollouts`."""
     policies: dict[tuple[str, str | None], list[Rollout]] = {}
     for row in rows:
         policies.setdefault((row.run, row.policy_version), []).append(row)
@@ -249,11 +251,11 @@ def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
 
 
 def _fault(rollout: Rollout) -> str:
-    """Return the reason why a row cannot be used, from the row only; empty if it can."""
+    """Return the reason why the content of a row makes it unusable; empty if there is none."""
     if not is_number(rollout.reward):
         return "its reward is not a finite number"
     if not is_number(rollout.reward, MAX_REWARD):
-        return f"its reward is larger than {MAX_REWARD:g}, so that its square overflows"
+        return f"its reward is larger than {MAX_REWARD:g}, so its square overflows"
     texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
     if SURROGATE.search(json.dumps(texts, ensure_ascii=False, default=str)):
         return "a text has half of a character (a lone surrogate), which no file can hold"
@@ -281,11 +283,12 @@ def _fault(rollout: Rollout) -> str:
 
 
 def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
-    """Keep rows that are logged in the same way, because `mse` takes no mixture.
+    """Make all rows have the same fields and types, because `mse` accepts no mixture.
 
-    Either all rows have token ids or none has, likewise log-probabilities; prompts and completions
-    are all texts or all messages. Rows that lack a field of most others are left out. Token ids or
-    log-probabilities that only a minority has are dropped.
+    Afterwards all prompts have the same type (text or messages), and so have all completions. Token
+    ids are present in all rows or in none, and so are log-probabilities. Rows with a type that
+    differs from the commonest, or without a field that at least half of the rows have, are left
+    out. Token ids or log-probabilities that fewer rows have are dropped.
     """
     for name in ("prompt", "completion"):
         kinds = Counter(TYPE_NOUNS[type(getattr(row, name))] for row in rows)
@@ -311,10 +314,10 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
 def _write(
     target: Path, groups: list[list[Rollout]], exact: bool, metadata: dict[str, str]
 ) -> None:
-    """Write the rows as Parquet, without columns that are empty in all rows.
+    """Write the rows to a Parquet file, without columns that are empty in all rows.
 
-    The metadata holds the number of rollouts of a step and the number of updates of the policy that
-    wrote them, for `advise` and `mse`.
+    The file's metadata holds the number of rollouts per step, and the number of updates of the
+    policy that wrote the rows, for `advise` and `mse`.
     """
     import pyarrow
     from pyarrow import parquet
@@ -333,7 +336,7 @@ def _write(
     columns = {
         name: values for name, values in columns.items() if any(x is not None for x in values)
     }
-    # Without this column the end token shows which completions ended.
+    # Without this column, the end-of-sequence token shows which completions ended.
     if any(value is None for value in columns.get("ended", ())):
         del columns["ended"]
     table = pyarrow.table(columns)

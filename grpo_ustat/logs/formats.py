@@ -1,6 +1,6 @@
-"""Rollout formats of ten frameworks: file names and fields that identify them, and their rows.
+"""Rollout formats of ten frameworks: identification by file names and fields, and parsing of rows.
 
-"From" in an entry names the code that writes the file, as read in August 2026.
+The formats are those of the frameworks' code in August 2026.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import json_lines, natural_order, parsed_row
 from grpo_ustat.terminal.streams import single_line
 
-# Columns of every file that `convert` writes.
+# Columns that every file from `convert` has.
 OUTPUT_COLUMNS = {"prompt_id", "reward"}
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
 EVALUATION = "of an evaluation"
@@ -38,30 +38,30 @@ EVALUATION = "of an evaluation"
 NOT_AS_WRITTEN = "its row is not as the framework writes it"
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
-# Such as <|end|> and <end_of_turn>.
+# Special tokens, such as <|end|> and <end_of_turn>.
 SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"
-# A template may open a section of thoughts, or leave it empty.
+# Reasoning section that a template opens, or opens and closes.
 THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"
 OPENING_ROLE = r"^(?:system|developer|user)"
 TEMPLATE_ENDS = [
     re.compile(end, re.DOTALL)
     for end in (
-        # Alone on its line, or after a special token: ChatML, Gemma, Granite.
+        # The role on a line of its own, or after a special token: ChatML, Gemma, Granite.
         rf"(?:^|\n|{SPECIAL_TOKEN})[ \t]*(?P<rest>assistant|model){THOUGHTS}",
-        # Before a special token (Llama, Phi-4), or as part of one (Phi-3, Zephyr).
+        # The role before a special token (Llama, Phi-4), or within a special token (Phi-3, Zephyr).
         rf"(?P<rest>(?:assistant|model){SPECIAL_TOKEN}){THOUGHTS}",
         rf"(?P<rest>(?i:[<\[][|｜]assistant[|｜][>\]])){THOUGHTS}",
-        # Joined to the question by the loss of a special token: Llama, with a blank line after it;
-        # Phi-4 and gpt-oss, where another role begins the text.
+        # The role directly after the question, because a special token was removed: Llama, with a
+        # blank line after the role; Phi-4 and gpt-oss, if the text begins with another role.
         rf"[^\s/'\"(-](?P<rest>assistant)\n\n{THOUGHTS}",
         rf"{OPENING_ROLE}.*[^\s/'\"(-](?P<rest>assistant){THOUGHTS}",
         rf"{OPENING_ROLE}\s*\n.*(?P<rest>assistant){THOUGHTS}",
         r"(?P<rest></?think>)\s*$",
     )
 ]
-# {sample}_{rollout}_{output}
+# Names of the form {sample}_{rollout}_{output}.
 VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")
-# Letters of an id; texts are longer.
+# Maximum number of characters of an id; texts are longer.
 MAX_ID_LENGTH = 200
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
@@ -72,21 +72,21 @@ FIELD_TYPES = {
 
 
 class File:
-    """A file that is being read: its rows, and the facts about all rows that its path tells."""
+    """File that is being read, with its rows and the information in its path."""
 
     def __init__(self, path: Path, options: Options):
         self.path, self.options = path, options
-        # Place of the row that is being parsed.
+        # Position of the row that is being parsed.
         self.place = ""
-        # Facts of the previous line, in a file whose lines depend on it.
+        # State after the previous line, for formats whose lines depend on the previous line.
         self.before = dict[str, Any]()
         self.absolute_path = absolute(path)
-        # The folder, as the name of the run.
+        # The folder serves as the name of the run.
         self.run, self.stem = str(self.absolute_path.parent), path.stem
 
     @cached_property
     def content(self) -> Any:
-        """Rows of a Parquet file, or a pickle that is read as plain data."""
+        """Rows of a Parquet file, or the content of a pickle that is loaded as plain data."""
         if self.path.suffix == ".parquet":
             from pyarrow import parquet
 
@@ -95,7 +95,7 @@ class File:
 
         try:
             return torch.load(self.path, weights_only=True, map_location="cpu")
-        # Damaged files and files of other than plain data raise errors of many kinds.
+        # Many kinds of errors are raised for damaged files and for files with other data.
         except Exception as error:
             raise DamagedFile(
                 f"{self.path} holds more than plain data ({single_line(error, 120)}), so reading "
@@ -103,7 +103,7 @@ class File:
             ) from error
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        """Yield place and content of each row; content is None if a line is no JSON object."""
+        """Yield the position and content of each row; None if a line is not a JSON object."""
         if self.path.suffix == ".jsonl":
             with self.path.open(encoding="utf-8-sig", errors="replace") as file:
                 lines = ((f"line {n}", line) for n, line in enumerate(file))
@@ -119,7 +119,7 @@ class File:
 
     @cached_property
     def rewards(self) -> tuple[list[str], dict[str, float]]:
-        """Columns of a table that may hold rewards, and weights of those that do."""
+        """Columns of a table that may contain rewards, and weights of the columns of rewards."""
         rows = self.content
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         names, nulls = reward_columns(columns, TRL_COLUMNS)
@@ -128,10 +128,10 @@ class File:
 
     @property
     def is_evaluation(self) -> bool:
-        """True if the file's folder belongs to an evaluation.
+        """True if the file is in a folder of an evaluation.
 
-        The nearest folder above the file whose name says evaluation or training decides, up to the
-        parent of the source.
+        This is decided by the nearest parent folder with a word for evaluation or training in its
+        name. Folders up to the parent of the source are considered.
         """
         source, folder = self.options.source, self.absolute_path.parent
         top = folder if source is None or source.is_file() else absolute(source)
@@ -142,41 +142,41 @@ class File:
         return False
 
 
-# Fields of a Rollout. `rewards` in it is a pair: values by name, and weights without `--reward`.
+# Fields of a Rollout. Field `rewards` is a pair: values by name, and default weights by name.
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Format:
-    """Way in which a framework writes rollouts."""
+    """Format in which a framework writes rollouts."""
 
     name: str
-    # Returns the fields of the rollout, or of each of several, that a row describes.
+    # Function that returns the fields of the rollouts in a row, as a list if there may be several.
     parse: Callable[[Any, File], Fields | list[Fields]] = field(repr=False)
     # Glob pattern of the framework's files below a source folder.
     pattern: str
-    # Regular expression of the end of such a file's path; empty: the pattern is enough. Copies and
-    # attempts that were put aside, such as 5_old.jsonl, have other names.
+    # Regular expression for the end of a file's path; empty if the pattern suffices. It excludes
+    # copies and earlier attempts with other names, such as 5_old.jsonl.
     path_end: str = ""
-    # Some fields that every row of the framework has; empty: the file name identifies it.
+    # Fields that identify a row of the framework; empty if the file name identifies the format.
     fields: frozenset[str] = frozenset()
     # Remark for the user.
     note: str = ""
-    # True if the framework adds up the rewards that are present and ignores a null.
+    # True if the framework ignores null rewards in the sum of rewards.
     skips_null: bool = False
 
     def read(self, path: Path, options: Options) -> Iterator[Rollout]:
         """Yield the rollouts of a file.
 
-        A row in another format becomes a rollout with that fault, so that it is counted and the
-        others are read.
+        A row in another format becomes a rollout with a fault, so that the row is counted and the
+        remaining rows are read.
         """
         file = File(path, options)
         for place, row in file.rows():
             file.place = place
             try:
                 if row is None:
-                    raise ValueError("no JSON object, cut off perhaps")
+                    raise ValueError("not a JSON object, perhaps truncated")
                 parsed = self.parse(row, file)
                 records = [parsed] if isinstance(parsed, dict) else parsed
                 rollouts = [self._rollout(fields, place, file) for fields in records]
@@ -213,10 +213,10 @@ TRL_COLUMNS = {
 
 
 def _trl(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of GRPOTrainer's log: one completion, with a column for each reward function.
+    """Parse a row of GRPOTrainer's log: one completion with a column per reward function.
 
-    Token ids and the policy's step are present only if `grpo_ustat.integrations.trl.record` was
-    among the reward functions.
+    Token ids and the policy's step are present only if `grpo_ustat.integrations.trl.record` was one
+    of the reward functions.
     """
     (names, weights), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
     return dict(
@@ -230,11 +230,12 @@ def _trl(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
-    """Parse a line of `log_batched_dict_as_jsonl`: one completion.
+    """Parse a line of `log_batched_dict_as_jsonl`, which is one completion.
 
-    A value may be the only item of a list. Sequences are complete and padded, with the mask of
-    generated tokens. There is no group: completions of a prompt follow one another, and `idx`
-    counts them. Under dynamic sampling `filtered_rewards` holds the reward of the row.
+    A value may be wrapped in a list of one item. A sequence contains prompt, completion and
+    padding; a mask marks the generated tokens. Groups are not logged, but the completions of a
+    prompt are consecutive and `idx` numbers the lines. With dynamic sampling, `filtered_rewards` is
+    the reward of the row.
     """
     row = {k: x[0] if isinstance(x, list) and len(x) == 1 else x for k, x in packed.items()}
     file.before["idx"] = idx = int(row.get("idx", file.before.get("idx", -1) + 1))
@@ -255,11 +256,11 @@ def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
 
 
 def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
-    """Parse a line of `FileMonitor.log_episodes`: one episode.
+    """Parse a line of `FileMonitor.log_episodes`, which is one episode.
 
-    Each trace is a chain of nodes, and the policy wrote the sampled nodes. The reward is the
-    weighted sum of rewards. Folder `all` holds all rollouts that arrived, `effective` those trained
-    on; a launch has a run id.
+    Each trace is a chain of nodes, and the policy wrote the sampled nodes. The reward is a weighted
+    sum of rewards. Folder `all` contains all rollouts that arrived, and folder `effective` the
+    rollouts that were trained on. Each launch has a run id.
     """
     parts = file.absolute_path.parts
     rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
@@ -285,10 +286,10 @@ def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
 def _prime_trace(
     trace: Mapping[str, Any], episode: Mapping[str, Any], untrained: str, at: str
 ) -> Fields:
-    """Parse one agent's trace.
+    """Parse the trace of one agent.
 
-    The prompt ends where the policy's first token begins; log-probabilities are those of sampled
-    tokens only.
+    The prompt ends before the first token of the policy. A node has log-probabilities of its
+    sampled tokens only, or of all its tokens.
     """
     tokens, mask, logprobs, are_logged = list[int](), list[int](), list[float](), True
     for node in trace["nodes"]:
@@ -297,7 +298,7 @@ def _prime_trace(
         node_mask = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
         values = iter(node.get("logprobs") or ())
         if node.get("logprobs") and len(node["logprobs"]) == len(node_mask) != sum(node_mask):
-            # The node has log-probabilities of all its tokens.
+            # This node has log-probabilities of all its tokens.
             logprobs += [float(x) for x in values]
         else:
             logprobs += [float(next(values, math.nan)) if is_kept else 0.0 for is_kept in node_mask]
@@ -309,14 +310,14 @@ def _prime_trace(
     first, last = policy.get("start"), policy.get("end")
     parents, fault = [node.get("parent") for node in trace["nodes"]], ""
     if any(parent not in (None, i - 1) for i, parent in enumerate(parents) if i):
-        fault = "its nodes branch: no single sequence"
+        fault = "its nodes branch, so it is not a single sequence"
     elif first != last:
         fault = f"written by policies {first} to {last}"
     agent = trace.get("agent") or {}
     if not untrained and trace.get("ok", episode.get("ok")) is False:
         untrained = "it failed (ok is false)"
     elif not untrained and agent.get("trainable") is False:
-        untrained = "of an agent that is not trained"
+        untrained = "it is from an agent that is not trained"
     rewards = {name: (reward or {}).get("score") for name, reward in trace["rewards"].items()}
     weights = {name: (reward or {}).get("weight") for name, reward in trace["rewards"].items()}
     reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
@@ -335,7 +336,7 @@ def _prime_trace(
 
 
 def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a line of `save_traces`, which appends: one completion."""
+    """Parse a line of `save_traces`, which is one completion; the files are appended to."""
     step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
     return dict(
         group=str(row["prompt_idx"]),
@@ -352,7 +353,7 @@ def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
 def _slime(sample: Mapping[str, Any], file: File) -> Fields:
     """Parse a sample of `--save-debug-rollout-data`, a pickle read with `weights_only=True`.
 
-    Files of evaluations have `eval_` before their number, from `save_debug_rollout_data`.
+    The names of evaluation files have `eval_` before the number, as in `save_debug_rollout_data`.
     """
     before, number = file.stem.rstrip("0123456789"), file.content.get("rollout_id")
     tokens, group = list(sample["tokens"]), sample["group_index"]
@@ -378,9 +379,9 @@ def _slime(sample: Mapping[str, Any], file: File) -> Fields:
 
 
 def template_end(prompt: str) -> str:
-    r"""Return the word with which a prompt ends if a chat template wrote it, else "".
+    r"""Return the word at the end of a prompt that a chat template wrote, else "".
 
-    Chat templates leave that word on a line of its own or beside a special token.
+    A chat template ends with this word on a line of its own or next to a special token.
 
     >>> template_end("user\nHow many?\nassistant\n"), template_end("Who is the assistant")
     ('assistant', '')
@@ -389,22 +390,22 @@ def template_end(prompt: str) -> str:
 
 
 def _rollout_name(name: str) -> str:
-    """Return the part of verl's row name that all outputs of its rollout share."""
+    """Return the part of verl's row name that all outputs of a rollout have in common."""
     match = VERL_NAME.fullmatch(name)
     return match["rollout"] if match else name
 
 
 def _verl(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of `trainer.rollout_data_dir`'s {global_steps}.jsonl.
+    """Parse a row of {global_steps}.jsonl in `trainer.rollout_data_dir`.
 
-    Its texts have no special tokens, so they are never token-exact. If a chat template wrote the
-    prompt, the text also differs from the prompt that the model read. Files of
-    `trainer.validation_data_dir` have the same format in another folder.
+    The texts have no special tokens, so rows are never token-exact. If a chat template wrote the
+    prompt, the logged prompt also differs from the prompt that the model read. Files in
+    `trainer.validation_data_dir` have the same format.
     """
     step, uid = str(row.get("step", file.stem)), str(row.get("uid") or "")
     if rest := template_end(row["input"]):
         raise ConfigError(
-            f"{file.path} {file.place}: its prompt ends in {rest}, so a chat template wrote it; "
+            f"{file.path} {file.place}: the prompt ends in {rest}, so a chat template wrote it; "
             "verl logs it without special tokens, so the model read another text: log tokens with "
             "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
             "(docs/verl.md)"
@@ -420,10 +421,10 @@ def _verl(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of {global_steps}.parquet of `integrations.verl_record`: one completion.
+    """Parse a row of {global_steps}.parquet from `integrations.verl_record`.
 
-    It has the sampler's log-probabilities if verl keeps them, and the first and the last
-    `global_step` of the weights that wrote it.
+    The row is one completion. It has the sampler's log-probabilities if verl keeps them, and the
+    first and the last `global_step` of the weights that wrote the completion.
     """
     first, last = row["min_global_steps"], row["max_global_steps"]
     return dict(
@@ -440,8 +441,8 @@ def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
 def _areal(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a row of rollout/{version}/{task_id}.jsonl, to which AReaL appends.
 
-    Texts have special tokens, and their lengths are given. Evaluations are in eval-rollout/. A
-    resumed run numbers its tasks from the start.
+    Texts contain special tokens, and their lengths are logged. Evaluations are in eval-rollout/. A
+    resumed run restarts the numbering of tasks.
     """
     run, head, tail = (
         file.absolute_path.parent.parent,
@@ -459,10 +460,10 @@ def _areal(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Fields]:
-    """Parse a line of a log to which ms-swift appends, with columns as lists.
+    """Parse a line of a log to which ms-swift appends; its columns are lists.
 
-    A line at the same step as the previous line is the log of an evaluation; a line at an earlier
-    step belongs to a resumed run.
+    A line with the same step as the previous line is from an evaluation. A line with an earlier
+    step is from a resumed run.
     """
     other_columns = {"step", "prompt", "completion", "advantages", "entropy"}
     lists = {name: x for name, x in columns.items() if isinstance(x, list)}
@@ -544,19 +545,22 @@ FORMATS = {
 
 
 def absolute(path: Path) -> Path:
-    """Return the absolute path with links kept, because names of folders above tell evaluations."""
+    """Return the absolute path without resolving links.
+
+    The names of the folders in the path may indicate an evaluation.
+    """
     return Path(os.path.abspath(path))
 
 
 def parse_length(value: Any, name: str, largest: int) -> int:
-    """Return a length as logged, after a check that it is a whole number from 0 to `largest`."""
+    """Return a logged length, after a check that it is a whole number from 0 to `largest`."""
     if not isinstance(value, int | float) or value not in range(largest + 1):
         raise ValueError(f"{name} is not a whole number from 0 to {largest}")
     return int(value)
 
 
 def short_values(row: Any) -> dict[str, str | int]:
-    """Return short texts and whole numbers of a row by field; a list of one item counts as it."""
+    """Return the short texts and whole numbers in a row by field; unpack lists of one item."""
     if not isinstance(row, dict):
         return {}
     single = {
@@ -571,7 +575,7 @@ def short_values(row: Any) -> dict[str, str | int]:
 
 
 def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
-    """Find packed files, the source or below it, that would match a format when unpacked."""
+    """Find packed files at or below the source that would match a format after unpacking."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural_order)
     names = [framework.pattern.rpartition("/")[2] for framework in formats]
     return [
@@ -581,11 +585,11 @@ def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
 
 
 def files_of(source: Path, framework: Format) -> Sequence[Path]:
-    """Find a framework's files: the source itself, or the files of a folder.
+    """Find the files of a framework: the source itself, or files in a source folder.
 
-    A source file counts if its name or its fields are the framework's. In a folder, files with the
-    framework's file name count, in natural order, if their first row has the fields or cannot be
-    read; if no first row has the fields, all of them count.
+    A source file counts if its name or its fields match the format. In a folder, files whose names
+    match are considered, in natural order. They count if the first row has the fields of the format
+    or cannot be read. If no first row has these fields, all files with matching names count.
     """
     if source.is_file():
         is_named = source.match(framework.pattern.rpartition("/")[2])
@@ -604,7 +608,7 @@ def files_of(source: Path, framework: Format) -> Sequence[Path]:
 def split_by_name(
     source: Path, framework: Format, paths: Sequence[Path]
 ) -> tuple[Sequence[Path], Sequence[Path]]:
-    """Split files of a folder into those whose names match the framework exactly, and the others.
+    """Split files into files whose names match the framework exactly, and all other files.
 
     A single file may have any name.
     """
@@ -614,14 +618,15 @@ def split_by_name(
     exact = [path for path in paths if path_end.search(absolute(path).as_posix())]
     if not exact:
         raise ConfigError(
-            f"{source} holds {len(paths)} files, such as {paths[0].name}, that {framework.name} "
-            "would name otherwise, so several may be attempts of one step: name a single file"
+            f"{source} holds {len(paths)} files, such as {paths[0].name}, with names that "
+            f"{framework.name} does not use, so several may be attempts of one step: name a single "
+            "file"
         )
     return exact, [path for path in paths if path not in exact]
 
 
 def format_of(source: Path) -> Format | None:
-    """Return the format that a file, or a file below a folder, has by name and fields, or None."""
+    """Return the format that matches name and fields of a file at or below `source`, or None."""
     for framework in FORMATS.values():
         for path in files_of(source, framework):
             fields = first_fields(path)
@@ -631,9 +636,9 @@ def format_of(source: Path) -> Format | None:
 
 
 def first_fields(path: Path) -> set[str] | None:
-    """Return the names of the fields of a file's first row; None if it cannot be read.
+    """Return the names of the fields in the first row of a file; None if it cannot be read.
 
-    A pickle is not loaded: it is searched for the fields of slime.
+    A pickle is not loaded, but searched for the names of slime's fields.
     """
     fields: Iterable[str] = ()
     try:
@@ -654,21 +659,21 @@ def first_fields(path: Path) -> set[str] | None:
 
 
 def detect(source: Path) -> Format:
-    """Return the format of a file or folder, by file names and the fields of the first row."""
+    """Return the format of a file or folder, based on file names and the fields of first rows."""
     if source.is_file() and not source.stat().st_size:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
         raise ConfigError(f"{source} holds no file: name a folder with rollouts")
     if source.is_file() and (first_fields(source) or set()) >= OUTPUT_COLUMNS:
         raise ConfigError(
-            f"{source} is converted already (it has prompt_id): name it in grpo-ustat mse "
-            f"pool={source} model=CHECKPOINT, or in grpo-ustat advise {source}"
+            f"{source} is converted already (it has prompt_id): use it with grpo-ustat mse "
+            f"pool={source} model=CHECKPOINT, or grpo-ustat advise {source}"
         )
     if framework := format_of(source):
         return framework
     if packed := packed_files(source, FORMATS.values()):
         raise ConfigError(f"{packed[0]} is packed: unpack it first, as with gunzip")
     raise ConfigError(
-        f"{source} has the file names and fields of no known format: choose one with --from "
-        f"{'|'.join(FORMATS)}"
+        f"{source} does not have the file names and fields of a known format: choose a format with "
+        f"--from {'|'.join(FORMATS)}"
     )

@@ -1,7 +1,8 @@
-"""Pairing of a file of completions with the checkpoint that wrote it, and updates between the two.
+"""Pairing of a file of completions with a checkpoint, and the number of updates between them.
 
-TRL writes completions_K after K updates, of the batch that was drawn after K - 1: file 501 belongs
-to checkpoint-500. Likewise verl's K.jsonl was written by global_step_(K-1).
+After K updates TRL writes completions_K, with the batch that was sampled after K - 1 updates. So
+checkpoint-500 wrote the completions of file 501. In the same way, global_step_(K-1) wrote the
+completions of verl's K.jsonl.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from pathlib import Path
 from grpo_ustat.config.model import CHECKPOINT, checkpoints_of
 
 TRL_FILE = re.compile(r"^completions_(\d{5,})$")
-# Key in the metadata that `convert` writes.
+# Key in the Parquet metadata that `convert` writes.
 POLICY_STEP = "grpo_ustat.policy_step"
 TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """A file's rows and the checkpoint beside the run that is nearest to their policy."""
+    """File of completions with the checkpoint that is nearest to the policy that wrote it."""
 
     file: str
-    # Updates of the policy that wrote the rows.
+    # Number of updates of the policy that wrote the rows.
     policy_step: int
     checkpoint: Path
     checkpoint_step: int
 
     @property
     def is_exact(self) -> bool:
-        """True if the checkpoint wrote the rows."""
+        """True if the checkpoint is the policy that wrote the rows."""
         return self.policy_step == self.checkpoint_step
 
     @property
     def between(self) -> str:
-        """Distance of the policy from the checkpoint, in words; see `updates_between`."""
+        """Number of updates between policy and checkpoint, in words; see `updates_between`."""
         return updates_between(self.policy_step, self.checkpoint_step)
 
     def line(self) -> str:
-        """Return a line that names file and checkpoint.
+        """Return a line that names the file and the checkpoint.
 
-        If updates lie between them, it names the settings of TRL that prevent this.
+        If there are updates between them, the line also gives TRL settings that prevent this.
         """
         name = self.checkpoint.name
         if self.is_exact:
             return f"{self.file} was written by {name}"
-        line = f"{self.file} was written {self.between} {name}, the nearest"
+        line = f"{self.file} was written {self.between} {name}, the nearest checkpoint"
         state = _trainer_state(self.checkpoint)
         logging_steps, save_steps = state.get("logging_steps"), state.get("save_steps")
         if not isinstance(logging_steps, int) or not isinstance(save_steps, int):
@@ -60,7 +61,7 @@ class Pairing:
             return line
         file = -(-save_steps // logging_steps) * logging_steps
         return (
-            f"{line}; a checkpoint writes a file with logging_steps=1, or with save_steps="
+            f"{line}; to log completions of a checkpoint, use logging_steps=1, or save_steps="
             f"{file - 1} (checkpoint-{file - 1} writes completions_{file:05d})"
         )
 
@@ -68,15 +69,17 @@ class Pairing:
 def pairing_of(
     file: str, policy_step: int | None, checkpoints: Mapping[int, Path]
 ) -> Pairing | None:
-    """Pair a file with the checkpoint nearest to the policy that wrote it; of two, the earlier one.
+    """Pair a file with the checkpoint nearest to the policy that wrote it.
+
+    If two checkpoints are equally near, the earlier checkpoint is used.
 
     Args:
-        file: its name.
-        policy_step: updates of that policy; None if unknown.
-        checkpoints: the run's checkpoints, by their updates.
+        file: name of the file.
+        policy_step: number of updates of the policy that wrote the file; None if unknown.
+        checkpoints: checkpoints of the run by number of updates.
 
     Returns:
-        None if the policy is unknown or there is no checkpoint.
+        The pair, or None if the policy is unknown or there is no checkpoint.
     """
     if policy_step is None or not checkpoints:
         return None
@@ -85,7 +88,7 @@ def pairing_of(
 
 
 def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
-    """Return the updates between a policy and the nearest checkpoint; 0 if either is unknown.
+    """Return the number of updates between a policy and the nearest checkpoint; 0 if unknown.
 
     >>> updates_away(39, (20, 40)), updates_away(None, (20, 40)), updates_away(39, ())
     (1, 0, 0)
@@ -96,14 +99,14 @@ def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
 
 
 def run_folder_of(path: Path) -> Path:
-    """Return the folder of the run that wrote a file of TRL; the run's checkpoints are in it."""
-    # Path.resolve would replace links by their targets, which have other names.
+    """Return the folder of the TRL run that wrote a file; it contains the run's checkpoints."""
+    # Path.resolve would replace links by their targets, which may have other names.
     folder = Path(os.path.abspath(path)).parent
     return folder.parent if folder.name == "completions" else folder
 
 
 def updates_between(policy_step: int, checkpoint_step: int) -> str:
-    """Say in words how far a policy is from a checkpoint.
+    """Return the number of updates between a policy and a checkpoint, in words.
 
     >>> updates_between(509, 500), updates_between(499, 500)
     ('9 updates after', '1 update before')
@@ -114,10 +117,10 @@ def updates_between(policy_step: int, checkpoint_step: int) -> str:
 
 
 def logged_policy_step(path: Path) -> int | None:
-    """Return the updates of the policy that wrote a Parquet file, or None if unknown.
+    """Return the number of updates of the policy that wrote a Parquet file, or None if unknown.
 
-    The sources are, in this order, the note of `convert`, the `policy_step` of TRL's recorder, and
-    the number of TRL's file minus one.
+    The sources, in this order, are the metadata that `convert` writes, the `policy_step` column
+    that `record` logs in TRL, and the number in the name of TRL's file minus one.
     """
     from pyarrow import parquet
 
@@ -141,13 +144,13 @@ def pairing_of_file(path: Path) -> Pairing | None:
 
 
 def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
-    """Return the last of the Parquet files that are nearest to a checkpoint, in updates.
+    """Return the Parquet file that is the fewest updates away from a checkpoint.
 
-    Without checkpoints it is the last file.
+    If several files are equally near, or if there are no checkpoints, the last of them is returned.
 
     Args:
-        files: at least one, from the first to the last.
-        checkpoints: their updates.
+        files: one or more files in the order of training.
+        checkpoints: numbers of updates of the checkpoints.
     """
     if not checkpoints:
         return files[-1]
@@ -157,22 +160,22 @@ def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
 
 
 def model_to_name(path: Path) -> str:
-    """Return the override that names the model that wrote a Parquet file, as far as it is known.
+    """Return the override that selects the model that wrote a Parquet file, as far as it is known.
 
-    The sources are the file and the folders beside it.
+    The information comes from the file and from the folders beside it.
     """
     pairing, step, version = pairing_of_file(path), logged_policy_step(path), _version(path)
     if pairing is not None and pairing.is_exact:
         return shlex.quote(f"model={pairing.checkpoint}")
     if step is not None:
-        near = "" if pairing is None else f" (the nearest is {pairing.checkpoint})"
+        near = "" if pairing is None else f" (the nearest checkpoint is {pairing.checkpoint})"
         return f"model=FOLDER, the checkpoint of {step} updates that wrote them{near}"
     named = "" if version is None else f", policy_version {version}"
     return f"model=FOLDER, the checkpoint that wrote them{named}"
 
 
 def _version(path: Path) -> str | None:
-    """Return the `policy_version` of all rows of a Parquet file; None unless there is just one."""
+    """Return the `policy_version` of a Parquet file; None unless all rows have the same version."""
     from pyarrow import parquet
 
     try:
@@ -184,9 +187,9 @@ def _version(path: Path) -> str | None:
 
 
 def checkpoint_step(model: str) -> int | None:
-    """Return the updates of a checkpoint, from the name of its folder; None if it does not say.
+    """Return the number of updates of a checkpoint from its path; None if no folder has a number.
 
-    A folder above it counts too, as in verl's merged models.
+    The number may be in the name of a parent folder, as for verl's merged models.
 
     >>> checkpoint_step("out/checkpoint-500/"), checkpoint_step("global_step_8/actor/huggingface")
     (500, 8)
@@ -196,7 +199,7 @@ def checkpoint_step(model: str) -> int | None:
 
 
 def other_policy_sentence(path: Path, model: str) -> str:
-    """Return a warning if a checkpoint scores completions of another policy, else ""."""
+    """Return a warning if the scoring checkpoint did not write the completions, else ""."""
     written, scoring = logged_policy_step(path), checkpoint_step(model)
     if written is None or scoring is None or written == scoring:
         return ""
@@ -209,7 +212,7 @@ def other_policy_sentence(path: Path, model: str) -> str:
 
 
 def _trainer_state(checkpoint: Path) -> dict[str, object]:
-    """Read the state that Transformers' Trainer keeps with a checkpoint; empty if unreadable."""
+    """Read the state that the Transformers Trainer saves with a checkpoint; empty if unreadable."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Statistics of group sizes from rewards only: zero-variance groups and variances, not G*."""
+"""Statistics from rewards only: zero-variance groups by group size, and reward variances."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LOG_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 @dataclass(frozen=True)
 class RewardGroups:
-    """Rewards of each prompt's completions."""
+    """Rewards of the completions, by prompt."""
 
     # Name of the column with the rewards.
     column: str
-    # Rewards by prompt, at least two of each, all finite.
+    # Finite rewards of each prompt, at least two per prompt.
     groups: Sequence[Array]
-    # Number of prompts with one completion, which are left out.
+    # Number of prompts that are left out because they have one completion.
     single: int
-    # All columns of the file.
+    # Names of all columns in the file.
     columns: Sequence[str] = ()
 
 
@@ -38,17 +38,18 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     """Read the rewards of a file, grouped by prompt.
 
     Args:
-        path: a Parquet, CSV or JSON Lines file with a column that names the prompt (`prompt_id`,
+        path: Parquet, CSV or JSON Lines file with a column that identifies the prompt (`prompt_id`,
             `prompt`, `group_id`, `group` or `question`) and a column of rewards.
-        column: name of the rewards; None: the only numeric column that is no other part of a log.
+        column: name of the column of rewards. None: `reward`, or else the only numeric column that
+            is not a known column of a log.
     """
     columns = read_columns(path)
     check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     prompt = next((name for name in GROUP_COLUMNS if name in columns), None)
     if prompt is None:
         raise ConfigError(
-            f"{path} has columns {', '.join(columns)} and none of {', '.join(GROUP_COLUMNS)}: name "
-            "the column of the prompt like that"
+            f"{path} has columns {', '.join(columns)} and none of {', '.join(GROUP_COLUMNS)}: "
+            "rename the column that identifies the prompt"
         )
     if column is None:
         numeric = [
@@ -76,10 +77,10 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
         if not is_number(value, MAX_REWARD):
             raise ConfigError(
                 f"{path} row {row} (from 0): {column} is {value!r:.40}, not a finite number "
-                f"of at most {MAX_REWARD:g}: mend or drop it"
+                f"of at most {MAX_REWARD:g}: correct or drop it"
             )
         if name is None:
-            raise ConfigError(f"{path} row {row} (from 0): {prompt} is null: mend or drop it")
+            raise ConfigError(f"{path} row {row} (from 0): {prompt} is null: correct or drop it")
         groups.setdefault(key, []).append(float(value))
     rewards_by_prompt = [np.array(group) for group in groups.values() if len(group) > 1]
     if not rewards_by_prompt:
@@ -93,14 +94,14 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
 
 
 def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | None:
-    """Estimate the share of zero-variance groups of a size, with an interval over prompts.
+    """Estimate the share of zero-variance groups of a given size, with an interval over prompts.
 
     Args:
         groups: rewards by prompt.
-        size: G; prompts with fewer completions are left out.
+        size: group size G; prompts with fewer completions are left out.
 
     Returns:
-        None if fewer than two prompts have so many completions.
+        The share, or None if fewer than two prompts have at least G completions.
     """
     values = [zero_variance_share(group[None], size)[0] for group in groups if len(group) >= size]
     if len(values) < 2:
@@ -119,9 +120,10 @@ def share_text(share: Interval) -> str:
 
 
 def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
-    """Describe the rewards, a line each: their number, zero-variance groups, variances.
+    """Describe the rewards in lines: their number, the zero-variance groups, and the variances.
 
     Args:
+        rewards: rewards by prompt.
         group_size: group size in use; None if unknown.
     """
     groups = rewards.groups

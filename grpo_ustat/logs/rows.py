@@ -1,13 +1,16 @@
-"""A row of any framework's rollouts, its reward and its faults, and the rows of a table.
+"""Common row type for logged rollouts; functions to read tables, check rows and compute rewards.
 
-`convert`, TRL, our own training or a user wrote the table. There are two kinds. Token-exact tables,
-as `grpo-ustat convert` writes them, have `prompt_id`, `prompt_ids`, `completion_ids` (token ids,
-end token included), `reward`, `ended`, and perhaps `loss_mask` (1 on tokens that the policy wrote),
-`logprobs` (of the sampler, a number per token) and `policy_version`. Tables like TRL's completions
-log have `prompt` and `completion`, texts or conversations (lists of messages with `role` and
-`content`), and one column of rewards; `step`, `advantage` and the columns of our own
-completions.parquet may be there too. Rows count from 0. `import_rollouts` says how `mse` uses the
-rows.
+A table may come from `convert`, TRL, our own training or a user. There are two kinds of tables:
+
+- Token-exact tables, such as those that `grpo-ustat convert` writes, have the columns `prompt_id`,
+  `prompt_ids`, `completion_ids` (token ids including the end-of-sequence token), `reward` and
+  `ended`. They may have `loss_mask` (1 on tokens that the policy wrote), `logprobs` (one
+  log-probability of the sampler per token) and `policy_version`.
+- Tables like TRL's completions log have `prompt` and `completion`, which are texts or conversations
+  (lists of messages with `role` and `content`), and one column of rewards. They may have `step`,
+  `advantage` and the columns of our own completions.parquet.
+
+Rows are numbered from 0. `import_rollouts` describes how `mse` uses the rows.
 """
 
 from __future__ import annotations
@@ -25,100 +28,104 @@ from grpo_ustat.records import MAX_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
 
-# Columns that hold no rewards: TRL's, then ours.
+# Columns that contain no rewards: TRL's columns, then ours.
 KNOWN_COLUMNS = (
     "step", "prompt", "completion", "advantage",
     "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
     "prompt_ids", "completion_ids", "loss_mask", "logprobs", "policy_version", "policy_step",
 )  # fmt: skip
-# Columns of token-exact rows.
+# Columns that only token-exact tables have.
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids")
-# Key in the metadata that `convert` writes.
+# Key in the Parquet metadata that `convert` writes.
 STEP_ROLLOUTS = "grpo_ustat.step_rollouts"
-# A single prompt does not show how far gradients of different prompts differ.
+# Minimum number of prompts: a single prompt does not show how gradients differ between prompts.
 MIN_PROMPTS = 2
-# Completions of a prompt: the jackknife leaves three, which unbiased estimators need.
+# Minimum number of completions per prompt: unbiased estimators need three, and the jackknife leaves
+# one out.
 MIN_COMPLETIONS = 4
 
 
 class DamagedFile(ConfigError):
-    """A file that cannot be read at all, while others may be readable."""
+    """Error for a file that cannot be read at all, although other files may be readable."""
 
 
 @dataclass
 class Rollout:
-    """One completion as it was logged."""
+    """A completion as it was logged."""
 
     path: Path
-    # Place in the file, for messages, such as `line 3`.
+    # Position in the file for messages, such as `line 3`.
     place: str
-    # The framework's name of the group, unique in a run and policy.
+    # Name of the group in the framework, unique within a run and a policy.
     group: str = ""
-    # nan if there is none.
+    # NaN if the row has no reward.
     reward: float = math.nan
-    # Training run of the completion: a folder, and whatever distinguishes several runs in it.
+    # Training run: a folder, with anything that distinguishes several runs in the folder.
     run: str = ""
-    # Training step for which it was written; None: not logged.
+    # Training step that used the completion; None: not logged.
     step: str | None = None
-    # The framework's own name of the row in its run; None: it has none.
+    # Name of the row within its run, given by the framework; None: no name.
     sample: str | None = None
-    # Unit that is appended to a file at once, such as a step. If a name occurs twice in one batch,
-    # a resumed run has written it again. None: files are written from scratch, or names differ.
+    # Unit, such as a step, whose rows are appended to a file together. If the name of a row occurs
+    # twice in a batch, a resumed run has written the batch again. None: files are not appended to,
+    # or names are never repeated.
     batch: str | None = None
-    # True if its file holds all rows that arrived, beside another file of those trained on.
+    # True if the file contains all rows that arrived, and another file contains the trained rows.
     arrived: bool = False
-    # Reason why the framework did not train on it; empty: it did.
+    # Reason why the framework did not train on the row; empty if it did.
     untrained: str = ""
-    # Reason why it cannot be used; empty: it can.
+    # Reason why the row cannot be used; empty if it can be used.
     fault: str = ""
-    # Reason why it was not taken; empty: it was, or nothing is decided yet.
+    # Reason why the row was left out; empty if it was kept or if this is not decided yet.
     left_out: str = ""
-    # Remark to show if it is used.
+    # Remark for the user, shown if the row is kept.
     note: str = ""
-    # Token ids, end token included; None: only texts were logged.
+    # Token ids including the end-of-sequence token; None: only texts were logged.
     prompt_ids: list[int] | None = None
     completion_ids: list[int] | None = None
-    # 1 on tokens of the completion that the policy wrote; None: all.
+    # 1 on completion tokens that the policy wrote; None: the policy wrote all tokens.
     loss_mask: list[int] | None = None
-    # Log-probabilities of the completion's tokens, by the sampler; None: not logged.
+    # The sampler's log-probabilities of the completion tokens; None: not logged.
     logprobs: list[float] | None = None
-    # True if the policy wrote its end token, False if it was cut; None: not logged.
+    # True if the completion has an end-of-sequence token, False if it was truncated; None: not
+    # logged.
     ended: bool | None = None
-    # Length in tokens, end token included, if only texts were logged; None: not logged.
+    # Length in tokens including the end-of-sequence token, if only texts were logged; None: not
+    # logged.
     length: int | None = None
-    # Version of the weights that wrote it; None: not logged.
+    # Version of the weights that wrote the completion; None: not logged.
     policy_version: str | None = None
-    # Updates of these weights since training began; None: unknown.
+    # Number of updates of these weights since the start of training; None: unknown.
     policy_step: int | None = None
-    # Texts, or lists of messages; None: not logged. Completions of a table are texts, and so are
-    # the prompts of a table with token ids.
+    # Text or list of messages; None: not logged. Completions that were read from a table are texts,
+    # and so are prompts of a table with token ids.
     prompt: Any = None
     completion: Any = None
-    # Short texts and whole numbers of its row by field, some of which may be ids.
+    # Short texts and whole numbers in the row, by field; some of them may be ids.
     possible_ids: dict[str, str | int] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
-        """True if the token ids are known, not only the text."""
+        """True if the token ids are known."""
         return self.completion_ids is not None
 
 
 @dataclass(frozen=True)
 class Options:
-    """Facts that a framework's files do not contain."""
+    """Reading options, which give information that a framework does not log."""
 
-    # Completions of a prompt, for rows without a group.
+    # Number of completions per prompt, for rows without a group.
     group_size: int | None = None
-    # The column or key of rewards if there are several, or several with weights, as in
+    # Name of the reward if there are several, or several names with weights, such as
     # `right=1,form=0.5`.
     reward: str | None = None
-    # Version of the policy whose rollouts are kept; None: the last one.
+    # Version of the policy whose rollouts are kept; None: the last version.
     version: str | None = None
-    # The file or folder that is read; `convert` sets it.
+    # File or folder to read; set by `convert`.
     source: Path | None = None
 
     def weights(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the weight of each requested reward; a name of `names` is never split.
+        """Return the weight of each requested reward; a name in `names` is never split.
 
         >>> Options(reward="right,form=0.5").weights(["right", "form"])
         {'right': 1.0, 'form': 0.5}
@@ -129,7 +136,7 @@ class Options:
         fault = ""
         for name, equals, weight in terms:
             if not name.strip():
-                fault = fault or f"{name + equals + weight!r} names no reward"
+                fault = fault or f"{name + equals + weight!r} has no reward name"
             elif equals and not math.isfinite(_weight(weight)):
                 fault = fault or f"{weight!r} is not a finite weight of {name}"
         counts = Counter(name for name, _, _ in terms)
@@ -144,7 +151,7 @@ class Options:
 
 
 def _weight(text: str) -> float:
-    """Parse a weight as typed; nan if it is no number."""
+    """Parse a weight that a user typed; return NaN if it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -157,18 +164,19 @@ def reward_of(
     default_weights: Mapping[str, float],
     skips_null: bool = False,
 ) -> dict[str, Any]:
-    """Compute a row's reward: the sum of rewards with the weights of `--reward`, else the defaults.
+    """Compute a row's reward: the sum of its rewards with the weights of `--reward`.
 
     Args:
         values: rewards by name.
-        default_weights: weights by name, used without `--reward`.
-        skips_null: the framework adds the rewards that are present and ignores a null.
+        options: reading options; `reward` gives the weights.
+        default_weights: weights by name, used if there is no `--reward`.
+        skips_null: True if the framework ignores null rewards in the sum.
 
     Returns:
-        `reward`, and if some or all of it is missing `fault` or `note`, as in `Rollout`.
+        The fields `reward` and `note` of a `Rollout`, or its `fault` if there is no reward.
     """
     rewards = dict(values)
-    # `--reward` may also name a key of a dictionary; a column of the same name goes first.
+    # `--reward` may also name a key of a dictionary; a column with the same name takes precedence.
     if options.reward is not None:
         for keys in [value for value in values.values() if isinstance(value, dict)]:
             rewards |= {key: x for key, x in keys.items() if isinstance(rewards.get(key, {}), dict)}
@@ -176,20 +184,20 @@ def reward_of(
     if absent := [name for name in weights if name not in rewards]:
         names = ", ".join(name for name, x in rewards.items() if isinstance(x, int | float | None))
         asked = f"--reward {absent[0]}: " if options.reward else f"{absent[0]}: "
-        return {"fault": f"{asked}its row has no such reward (its numbers: {names or 'none'})"}
+        return {"fault": f"{asked}the row has no such reward (numbers in it: {names or 'none'})"}
     if parts := [value for name in weights if isinstance(value := rewards[name], dict)]:
         return {"fault": f"its reward has parts {', '.join(parts[0])}: name one with --reward"}
     null = [name for name in weights if rewards[name] is None]
     note = ""
     if skips_null and 0 < len(null) < len(weights):
         weights = {name: weight for name, weight in weights.items() if name not in null}
-        note = f"reward {', '.join(null)} is null and left out of the sum, as the framework does"
+        note = f"reward {', '.join(null)} is null and not in the sum, as in the framework"
     total = sum(weight * as_float(rewards[name]) for name, weight in weights.items() if weight)
     return {"reward": total if weights else math.nan, "note": note}
 
 
 def as_float(value: Any) -> float:
-    """Return a reward as logged; nan if it is no number, infinite if no float is so large."""
+    """Return a logged reward; NaN if it is not a number, infinity if no float is so large."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -199,10 +207,10 @@ def as_float(value: Any) -> float:
 def reward_columns(
     columns: Mapping[str, list[Any]], other_columns: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Find columns that may hold rewards; ids and `other_columns` do not.
+    """Find columns that may contain rewards, except columns of ids and `other_columns`.
 
-    They are returned in two lists: columns in which most values that are not null are numbers, and
-    columns that hold only nulls.
+    Returns:
+        Columns in which most non-null values are numbers, and columns that contain only nulls.
     """
     present = {
         name: [value for value in values if value is not None]
@@ -219,15 +227,15 @@ def reward_columns(
 def default_weights(
     place: object, names: list[str], nulls: list[str], options: Options
 ) -> dict[str, float]:
-    """Give weight 1 to the only column of rewards.
+    """Return weight 1 for the only column of rewards.
 
-    No column has a weight if `--reward` is typed or all rewards are null. Without any column of
-    rewards the error is a ValueError, as for a row in another format.
+    The result is empty if `--reward` is given or if all rewards are null. If there is no column of
+    rewards, a ValueError is raised, as for a row in another format.
     """
     if options.reward is not None or (nulls and not names):
         return {}
     if not names:
-        raise ValueError("no column of numbers, so no rewards")
+        raise ValueError("there is no column of numbers, and so no rewards")
     if len(names) > 1:
         raise ConfigError(
             f"{place} has several columns of numbers, {', '.join(names)}: name the rewards with "
@@ -246,7 +254,7 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
             columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
         else:
             if path.suffix == ".csv":
-                # Excel begins a file with a byte-order mark.
+                # Files from Excel begin with a byte-order mark.
                 rows = csv_rows(path.read_text(encoding="utf-8-sig"))
             else:
                 rows = [row for _, row in json_lines(path)]
@@ -262,31 +270,31 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read every row of a table of one policy's rollouts, in its order."""
+    """Read all rows of a table with rollouts of one policy, in the order of the table."""
     columns = read_columns(path)
     _check_turns(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
-    # Completions of a study have no steps.
+    # In the completions of a study all steps are null.
     if set(columns.get("step", ())) == {None}:
         del columns["step"]
     steps = columns.get("step", [0])
     _refuse(path, "step", ["is null" if step is None else None for step in steps])
     if len(set(steps)) > 1:
         raise ConfigError(
-            f"{path} holds steps {min(steps)} to {max(steps)}, each of another policy: keep the "
+            f"{path} holds steps {min(steps)} to {max(steps)}, each from another policy: keep the "
             f"rows of one step, such as {max(steps)}"
         )
     versions = sorted(set(map(str, columns.get("policy_version", ()))))
     if len(versions) > 1:
         raise ConfigError(
             f"{path} holds rollouts of {len(versions)} policies, policy_version {versions[0]} to "
-            f"{versions[-1]}: a study measures one policy, so keep the rows of one"
+            f"{versions[-1]}: a study measures one policy, so keep the rows of one policy"
         )
     ended = [value for value in columns.get("ended", ()) if value is not None]
     if wrong := [value for value in ended if not isinstance(value, bool)]:
         raise ConfigError(
             f"{path}: column ended holds {type(wrong[0]).__name__}, not true (the end token was "
-            "written) or false (the completion was cut): write it as booleans"
+            "written) or false (the completion was truncated): write booleans"
         )
     count = len(columns[rewards])
     if is_exact:
@@ -302,7 +310,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
             pairs = zip(columns[name], columns["completion_ids"], strict=True)
             _refuse(path, name, [per_token_fault(value, len(ids)) for value, ids in pairs])
         logprobs = columns.get("logprobs", ())
-        # Log-probabilities of some rows do not show which policy wrote the other rows.
+        # Log-probabilities of some rows do not show which policy wrote the remaining rows.
         if any(logprobs):
             nulls = ["is null, other rows have it" if value is None else None for value in logprobs]
             _refuse(path, "logprobs", nulls)
@@ -326,9 +334,9 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def check_columns(path: Path) -> None:
-    """Refuse a Parquet file whose columns are not those of rollouts.
+    """Refuse a Parquet file that lacks the columns of rollouts.
 
-    KNOWN_COLUMNS are not read, except the prompts if other columns may be ids.
+    The KNOWN_COLUMNS are not read, except for the prompts if other columns may contain ids.
     """
     from pyarrow import parquet
 
@@ -350,14 +358,14 @@ def check_columns(path: Path) -> None:
 def _check_turns(
     path: Path, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Refuse a table whose rows are turns, see `check_rollouts` and `check_turn_numbers`."""
+    """Refuse a table whose rows are turns; see `check_rollouts` and `check_turn_numbers`."""
     check_rollouts(path, prompts, columns)
     if prompts is not None:
         check_turn_numbers(path, "prompt", prompts, columns)
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
-    """Return the column of rewards, after a check that the table has the columns of a study."""
+    """Return the column of rewards; refuse a table that lacks a column that a study needs."""
     names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
     texts = [name for name in ("prompt", "completion") if name not in columns]
     tokens = [name for name in TOKEN_COLUMNS if name not in columns]
@@ -383,20 +391,20 @@ def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
 
 
 def _refuse(path: Path, field: str, faults: Sequence[str | None]) -> None:
-    """Raise the error for a field's first faulty row, with the number of the others."""
+    """Raise an error for the first faulty row of a field, with the number of other faulty rows."""
     rows = [row for row, fault in enumerate(faults) if fault]
     if rows:
-        more = f", and {len(rows) - 1} more rows have such a fault" if len(rows) > 1 else ""
+        more = f", and {len(rows) - 1} more rows are faulty" if len(rows) > 1 else ""
         raise ConfigError(
-            f"{path} row {rows[0]} (from 0): {field} {faults[rows[0]]}{more}: mend or drop them"
+            f"{path} row {rows[0]} (from 0): {field} {faults[rows[0]]}{more}: correct or drop them"
         )
 
 
 def step_rollouts(path: Path) -> int | None:
-    """Return the number of rollouts of the training step that wrote a file; None if unknown.
+    """Return the number of rollouts per step in the run that wrote a file; None if unknown.
 
-    The sources are the note of `convert`, or the rows of the last step in TRL's log, which holds a
-    whole batch.
+    The sources are the metadata that `convert` writes, or the number of rows of the last step in
+    TRL's log, which contains whole batches.
     """
     from pyarrow import parquet
 
@@ -406,7 +414,7 @@ def step_rollouts(path: Path) -> int | None:
         if noted is not None:
             return int(noted)
         if not {"step", "advantage"} <= set(schema.names) or "completion_index" in schema.names:
-            # A log with completion_index is of our training, which logs some groups of a step.
+            # A log with completion_index is from our training, which logs some groups per step.
             return None
         steps = parquet.read_table(path, columns=["step"])["step"].to_pylist()
     except (OSError, ValueError):
@@ -416,27 +424,27 @@ def step_rollouts(path: Path) -> int | None:
 
 
 def reward_fault(value: Any) -> str | None:
-    """Return the reason why a value is no reward; None if it is one."""
+    """Return the reason why a value is not a valid reward; None if it is valid."""
     if value is None:
         return "is null: no reward"
     if not is_number(value):
         return f"is {value}: not a finite reward"
     is_large = not is_number(value, MAX_REWARD)
-    return f"is {value}: larger than {MAX_REWARD:g}, its square overflows" if is_large else None
+    return f"is {value}: larger than {MAX_REWARD:g}, so its square overflows" if is_large else None
 
 
 def ids_fault(value: Any) -> str | None:
-    """Return the reason why a value is no list of token ids; None if it is one."""
+    """Return the reason why a value is not a list of token ids; None if it is valid."""
     if value is None:
         return "is null"
     if not isinstance(value, list) or not value:
         return f"is {value!r:.40}, not a list of token ids"
     wrong = [item for item in value if type(item) is not int or not 0 <= item < 2**63]
-    return f"holds {wrong[0]!r:.20}, which is no token id" if wrong else None
+    return f"holds {wrong[0]!r:.20}, which is not a token id" if wrong else None
 
 
 def per_token_fault(value: Any, length: int) -> str | None:
-    """Return the reason why a value is neither null nor a finite number per token, or None."""
+    """Return the reason why a value is invalid, or None if it is null or one number per token."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != length:
@@ -447,7 +455,7 @@ def per_token_fault(value: Any, length: int) -> str | None:
 
 
 def prompt_fault(value: Any) -> str | None:
-    """Return the reason why a value is no prompt of a study; None if it is one."""
+    """Return the reason why a value cannot be the prompt in a study; None if it can be."""
     if isinstance(value, str):
         return None if value else "is empty"
     fault = _conversation_fault(value)
@@ -457,7 +465,7 @@ def prompt_fault(value: Any) -> str | None:
 
 
 def completion_fault(value: Any) -> str | None:
-    """Return the reason why a value is no completion of the policy only; None if it is one."""
+    """Return the reason why a value is not a completion by the policy only; None if it is."""
     if isinstance(value, str):
         return None
     fault = _conversation_fault(value)
@@ -468,7 +476,7 @@ def completion_fault(value: Any) -> str | None:
 
 
 def _conversation_fault(value: Any) -> str | None:
-    """Return the reason why a value is not a list of text messages; None if it is one."""
+    """Return the reason why a value is not a list of text messages; None if it is valid."""
     if value is None:
         return "is null"
     if not isinstance(value, list):

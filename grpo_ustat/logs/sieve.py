@@ -1,12 +1,14 @@
-"""Selection of rows of one policy, each sample once, and their groups.
+"""Selection of the rows of one policy, without copies, and their groups.
 
-Each step marks the rows that it leaves out with the reason, and returns the others. In this order:
-copies are counted once, rows that were written again replace the earlier ones, one run is chosen,
-then one policy, and only then groups are formed. The definition of a copy: **two rows are the same
-sample if the framework gives both the same name and they agree to the bit, or if it names no rows
-and a complete group with equal content is in another file too; equal completions of a group in one
-file are separate samples, and all count.** (Two samples of a short answer have the same tokens, and
-may well have the same log-probabilities.)
+Each step marks the rows that it leaves out with a reason and returns the remaining rows. The steps
+are, in this order: remove copies, replace rows that a resumed run wrote again, choose one run,
+choose one policy, form groups.
+
+Definition of a copy: **two rows are the same sample if the framework gives both the same name and
+they are bit-identical. If the framework does not name rows, they are the same sample if a complete
+group with equal content is also in another file. Equal completions of a group in one file are
+separate samples, and all of them count.** (Two samples of a short answer have the same tokens, and
+possibly the same log-probabilities.)
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ COPY = "a copy of a row that is counted"
 
 
 def remaining_rows(rows: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rows that no step has left out."""
+    """Return the rows that have not been left out."""
     return [row for row in rows if not row.left_out]
 
 
 def copy_digest(row: Rollout) -> bytes:
-    """Compute a digest of all fields that two copies share."""
+    """Compute a digest of all fields that are equal in two copies."""
     shared = (
         row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
         row.completion_ids or row.completion, row.logprobs, row.reward,
@@ -40,9 +42,9 @@ def copy_digest(row: Rollout) -> bytes:
 
 
 def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
-    """Leave out copies, as defined at the top of the module.
+    """Leave out copies, as defined in the module docstring.
 
-    If a run logs which rows it trained on, only those are kept.
+    If a run logs which rows it trained on, all other rows are left out too.
     """
     contents = [copy_digest(row) for row in rows]
     shipped: dict[str, set[str | bytes]] = {}
@@ -54,7 +56,7 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
     for row, digest in zip(rows, contents, strict=True):
         if row.arrived and row.run in shipped:
             reason = COPY if (row.sample or digest) in shipped[row.run] else row.untrained
-            row.left_out = reason or "in all but not in effective: it was not trained on"
+            row.left_out = reason or "in folder all but not in effective: it was not trained on"
         elif row.sample is None:
             files = nameless.setdefault((row.run, row.policy_version, row.group), {})
             files.setdefault(row.path, []).append((row, digest))
@@ -77,8 +79,8 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
 def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
     """Leave out rows of a batch that a resumed run wrote again.
 
-    A name that occurs again begins a new attempt. The kept attempt of a batch is the last that has
-    at least half as many rows as the largest, because an attempt that has just begun is incomplete.
+    A repeated name starts a new attempt at the batch. The last attempt with at least half as many
+    rows as the largest attempt is kept, because an attempt that has just begun is incomplete.
     """
     attempts: dict[tuple[str, str], list[dict[str, Rollout]]] = {}
     for row in rows:
@@ -93,12 +95,12 @@ def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
         for row in (row for attempt in batch_attempts[:last] for row in attempt.values()):
             row.left_out = "written again later: the run was resumed before it"
         for row in (row for attempt in batch_attempts[last + 1 :] for row in attempt.values()):
-            row.left_out = "written again, but with less than half of the rows it would replace"
+            row.left_out = "written again, but with less than half as many rows as before"
     return remaining_rows(rows)
 
 
 def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
-    """Keep the rows of the run that was read last among the runs with usable rows."""
+    """Keep the rows of one run: the run of the last usable row."""
     usable = [
         row for row in rows
         if not row.untrained and not row.fault and version in (None, row.policy_version)
@@ -114,10 +116,10 @@ def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
 
 
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
-    """Return the number of rollouts of a training step, the median over steps.
+    """Return the median number of rollouts per training step; None if no step is logged.
 
-    None if no step is logged. If most groups have the commonest size, the median is rounded to
-    whole groups of it, because a few rows may be missing.
+    If most groups have the same size, the median is rounded to a multiple of this size, because a
+    few rows may be missing.
     """
     steps = Counter(row.step for row in rows if row.step is not None)
     if not steps:
@@ -134,11 +136,12 @@ def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
 def of_one_policy(
     rows: Sequence[Rollout], version: str | None, checkpoints: Collection[int] = ()
 ) -> list[Rollout]:
-    """Keep the rows of `version`, else of the last policy with a complete batch.
+    """Keep the rows of policy `version`, or of the last policy with a complete batch.
 
-    A batch is complete if the policy has at least half as many rows in groups of several as the
-    policy with most, because a step that has just begun has few. If the run has checkpoints, the
-    policy is the last of those whose updates are nearest to a checkpoint.
+    Rows in groups of one are not counted here. A policy has a complete batch if it has at least
+    half as many rows as the policy with the most rows, because a step that has just begun has few
+    rows. If the run has checkpoints, the policy that is the fewest updates away from a checkpoint
+    is kept; of several such policies, the last.
     """
     groups = Counter((row.policy_version, row.group) for row in rows)
     sizes: Counter[str | None] = Counter()
@@ -170,21 +173,22 @@ def of_one_policy(
     for row in rows:
         if row.policy_version != chosen:
             row.left_out = (
-                f"of another policy than {chosen}, which is kept{nearest} (--version takes another)"
+                f"of another policy than {chosen}, which is kept{nearest} (--version to change it)"
             )
     return remaining_rows(rows)
 
 
 def _age(version: str | None) -> tuple[list[int], str]:
-    """Return the numbers of a policy's version, which order the policies."""
+    """Return a sort key for versions of the policy: the numbers in the version, then its text."""
     return [int(number) for number in re.findall(r"\d+", version or "")], version or ""
 
 
 def in_groups(rows: Sequence[Rollout]) -> list[list[Rollout]]:
     """Group the completions by prompt.
 
-    A group of a step has one prompt, and groups of the same prompt are joined. Prompts with fewer
-    completions than `mse` needs are left out; if all have fewer, prompts with one completion are.
+    A group within a step must have a single prompt. Groups with the same prompt are merged. Prompts
+    with fewer completions than `mse` needs are left out. If no prompt has enough, only prompts with
+    a single completion are left out.
     """
     groups: dict[tuple[str | None, str], list[Rollout]] = {}
     for row in rows:

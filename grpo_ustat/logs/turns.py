@@ -1,10 +1,10 @@
-"""Refusal of rows that are turns of one rollout, and so no samples of a question.
+"""Refusal of rows that are turns of one rollout and not independent samples for a question.
 
-A log of an agent may have a row per turn, each with the reward of the rollout. The prompt of a
-later turn contains the earlier turns, so that every row would count as a separate question.
-Such a log is recognised by its content. A prompt of a usable log has several completions, and so
-occurs in several rows of one id or under several ids. Prompts of the turns of one rollout differ,
-and each extends the one before, or occurs under no other id.
+The log of an agent may have a row for each turn, with the reward of the whole rollout. The prompt
+of a later turn contains the earlier turns, so each row would count as a separate question. Such a
+log is recognised by its content. In a usable log a prompt has several completions, so it occurs in
+several rows with the same id, or with several ids. The turns of one rollout have different prompts,
+and each prompt extends the previous prompt or occurs with no other id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 
-# Names of a rollout's id in verl-agent, rLLM, SkyRL, AReaL and ROLL.
+# Names of columns with the id of a rollout in verl-agent, rLLM, SkyRL, AReaL and ROLL.
 ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?|sessions?|conversations?|dialogs?|dialogues?|"
     r"interactions?|requests?|eids?|uids?)(_?(id|ids|uid|uuid|idx|index|key|no|num|number))?"
@@ -26,12 +26,13 @@ TURN_NAME = re.compile(
     r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
-# Names of a turn's number: `turns` may count the turns of a rollout, `step_id` training steps.
+# Names of columns with the number of a turn. It excludes names such as `turns`, which may count the
+# turns of a rollout, and `step_id`, which may count training steps.
 SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
-# Names of a number that may start again in each group.
+# Names of columns with an index that may start from 0 in each group.
 INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
-# Fields that are no ids of rollouts.
+# Fields that never contain ids of rollouts.
 CONTENT = frozenset(
     {"prompt", "prompt_id", "prompt_ids", "completion", "completion_ids", "reward", "step"}
     | {"input", "output", "gts", "question", "answer", "text", "content"}
@@ -39,7 +40,7 @@ CONTENT = frozenset(
 
 
 def is_id(name: str) -> bool:
-    """Return True if a column is named like an id or a number of a turn, and so holds no rewards.
+    """Return True if a column has the name of an id or of a turn number, and so has no rewards.
 
     >>> [is_id(name) for name in ("trajectory_id", "turn", "sample_idx", "accuracy", "turn_reward")]
     [True, True, True, False, False]
@@ -53,9 +54,9 @@ def check_rollouts(
     """Refuse rows that are turns of one rollout.
 
     Args:
-        place: place of the rows, for messages.
-        prompts: prompt of every row as text, token ids or messages; None: not logged.
-        columns: values of every row by name; only texts and whole numbers count.
+        place: source of the rows, for messages.
+        prompts: prompt of each row as text, token ids or messages; None: not logged.
+        columns: values of all rows by column name; only texts and whole numbers are used.
     """
     ids = {
         name: [x if isinstance(x, str | int) and not isinstance(x, bool) else None for x in values]
@@ -66,7 +67,7 @@ def check_rollouts(
     evidence = _evidence_of_ids(ids, keys) or _evidence_of_numbers(ids, keys)
     if evidence:
         raise ConfigError(
-            f"{place}: its rows are turns of one rollout ({evidence}), and each would count as a "
+            f"{place}: the rows are turns of one rollout ({evidence}), and each would count as a "
             "separate question: write one row per rollout, with all turns in completion_ids "
             "(loss_mask 0 on tokens that the policy did not write) and the final reward"
         )
@@ -75,16 +76,16 @@ def check_rollouts(
 def check_turn_numbers(
     place: object, name: str, groups: Sequence[object], columns: Mapping[str, Sequence[object]]
 ) -> None:
-    """Refuse rows that differ in the number of a turn within a group.
+    """Refuse groups in which rows have different turn numbers.
 
-    If a log has only rewards, or logs each turn with the question as its prompt, nothing else
-    distinguishes turns from rollouts.
+    If a log contains only rewards, or has the question as the prompt of each turn, only the turn
+    number distinguishes turns from rollouts.
 
     Args:
-        place: place of the rows, for messages.
+        place: source of the rows, for messages.
         name: name of the column with the groups.
-        groups: group of every row.
-        columns: values of every row by name.
+        groups: group of each row.
+        columns: values of all rows by column name.
     """
     for column, values in columns.items():
         if not SINGLE_TURN_NAME.fullmatch(column.lower()):
@@ -100,7 +101,7 @@ def check_turn_numbers(
 
 
 def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
-    """Return prompts of one kind in a form to compare and hash; None if their kinds differ."""
+    """Return prompts in a form that can be compared and hashed; None if their types differ."""
     if len({type(prompt) for prompt in prompts}) != 1:
         return None
     if isinstance(prompts[0], str):
@@ -113,15 +114,14 @@ def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
 
 
 def _extends(later: Any, earlier: Any) -> bool:
-    """Return True if a prompt begins with another one and is longer."""
+    """Return True if a prompt begins with an earlier prompt and is longer."""
     return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
 
 def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """Return the column of ids that shows turns of rollouts, with an example, or "".
+    """Return the column of ids that reveals turns of rollouts, with an example, or "".
 
-    A column shows them if, of the values that several rows share, most belong to a rollout of
-    several turns.
+    A column reveals them if most of the ids with several rows belong to a rollout of several turns.
     """
     numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
     for name, values in ids.items():
@@ -136,7 +136,7 @@ def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | Non
         ids_of = Counter(
             key for places in rows.values() for key in {keys[row] for row in places if keys}
         )
-        # Every prompt has a row of each index.
+        # Skip an index within groups: every prompt then has a row with each index.
         if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
             continue
         rollouts = []
@@ -154,13 +154,13 @@ def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | Non
 def _are_turns(
     prompts: Sequence[Any] | None, ids_of: Mapping[Any, int], is_named: bool, is_counted: bool
 ) -> bool:
-    """Return True if several rows of one id are turns of a rollout.
+    """Return True if the rows with one id are turns of a rollout.
 
     Args:
         prompts: prompts of the rows; None: not logged.
-        ids_of: the number of ids under which each prompt occurs.
-        is_named: the column is named as a rollout's id.
-        is_counted: another column numbers the rollout's turns.
+        ids_of: number of ids with which each prompt occurs.
+        is_named: True if the column has a name for the id of a rollout.
+        is_counted: True if another column numbers the turns of the rollout.
     """
     if prompts is None:
         return is_counted
@@ -174,16 +174,16 @@ def _are_turns(
 
 
 def _are_distinct(values: Sequence[Any], places: Sequence[int]) -> bool:
-    """Return True if the rows at `places` have values, all different."""
+    """Return True if the values in the rows `places` are all present and all different."""
     distinct = {values[row] for row in places}
     return None not in distinct and len(distinct) == len(places)
 
 
 def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """Return the column that numbers turns, in words, or "".
+    """Describe the column that numbers turns, or return "" if there is none.
 
-    In such a column most prompts of later turns extend the prompt of an earlier turn. There is none
-    if each row has another id of a rollout.
+    With such a column most prompts of later turns extend the prompt of an earlier turn. If the rows
+    have different rollout ids, they are not turns.
     """
     named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
     if keys is None or any(_are_distinct(values, range(len(keys))) for values in named):
@@ -209,9 +209,9 @@ def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] |
 
 
 def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Find, for each key, the other keys with which it begins.
+    """Find, for each key, the other keys that are prefixes of the key.
 
-    In sorted order these directly precede it.
+    In sorted order a key comes after its prefixes, and only keys with the same prefix lie between.
     """
     prefixes: dict[Any, list[Any]] = {}
     stack: list[Any] = []

@@ -401,7 +401,7 @@ def test_the_end_says_what_to_do(capsys):
     assert "num_generations" in lines[0] and lines[0].startswith("grpo_ustat: ")
     assert "from 24 groups of steps 8 to 14" in lines[1] and "measuring took" in lines[1]
     assert lines[0].startswith(
-        "grpo_ustat: Your loss (dapo, std of the group): its relative efficiency is not decided"
+        "grpo_ustat: Your loss (dapo, std of the group): the relative efficiency is not decided"
     )
 
 

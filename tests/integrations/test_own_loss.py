@@ -80,8 +80,8 @@ UNMEASURED = {
     "entropy bonus": {"entropy_coef": 0.01},
     "adaptive": {"use_adaptive_entropy": True},
     "delta=0.9 clips every ratio": {"delta": 0.9},
-    "loss_type=next is no loss of TRL 1.16": {"loss_type": "next"},
-    "scale_rewards=rank is none of none, group, batch": {"scale_rewards": "rank"},
+    "loss_type=next is not a loss of TRL 1.16": {"loss_type": "next"},
+    "scale_rewards=rank is not one of none, group, batch": {"scale_rewards": "rank"},
 }
 
 
@@ -159,12 +159,13 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
 def test_what_is_not_decided_is_said():
     few = own_loss(a_pool(40), DAPO, 128, "dapo, std of the group")
     assert few.line() == (
-        "Your loss (dapo, std of the group): not decided yet, 48 groups are needed, 40 measured."
+        "Your loss (dapo, std of the group): not decided yet; 48 groups are needed, 40 were "
+        "measured."
     )
     assert (few.numbers(), few.smaller_sizes(), few.decided) == ({}, "", False)
-    assert "4 groups are needed, 3 measured" in own_loss(a_pool(3), GRPO, 64, "").line()
+    assert "4 groups are needed, 3 were measured" in own_loss(a_pool(3), GRPO, 64, "").line()
     assert own_loss(a_pool(8), GRPO, 4, "").reason == (
-        "an update of 4 rollouts is no multiple of num_generations=8"
+        "an update of 4 rollouts is not a multiple of num_generations=8"
     )
     weak = own_loss(a_pool(30, signal=0.0), GRPO, 64, "grpo")
     assert "relative efficiency is not decided from 30 groups" in weak.line()

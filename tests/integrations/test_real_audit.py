@@ -87,7 +87,7 @@ def test_tokens_of_another_number_of_micro_batches(tmp_path, steps, steps_per_ge
         ({"fault": 0.5}, "divided once more by gradient_accumulation_steps = 2"),
         ({"fault": -1.0}, "the sign is reversed"),
         ({"dropout": 0.01}, "likely dropout, "),
-        ({"entropy_coef": 0.1}, "likely the bonus for entropy, entropy_coef=0.1"),
+        ({"entropy_coef": 0.1}, "likely the entropy bonus, entropy_coef=0.1"),
         ({"top_entropy_quantile": 0.2}, "likely top_entropy_quantile=0.2, which leaves tokens out"),
     ],
 )

@@ -68,9 +68,9 @@ def logged_rows(folder, step):
 @pytest.mark.parametrize(
     "steps, line",
     [  # as TRL's defaults, 10 and 500; then as the line says
-        ((2, 4, 5), "completions_00004 was written 1 update before checkpoint-4, the nearest; a "
-         "checkpoint writes a file with logging_steps=1, or with save_steps=3 (checkpoint-3 writes "
-         "completions_00004)"),
+        ((2, 4, 5), "completions_00004 was written 1 update before checkpoint-4, the nearest "
+         "checkpoint; to log completions of a checkpoint, use logging_steps=1, or save_steps=3 "
+         "(checkpoint-3 writes completions_00004)"),
         ((2, 3, 4), "completions_00004 was written by checkpoint-3"),
         ((1, 4, 5), "completions_00005 was written by checkpoint-4"),
     ],
@@ -305,7 +305,7 @@ def test_nothing_was_measured_with_its_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trl_run, "questions", lambda: rows[:3])
     _, callback = trl_run.train(tmp_path, max_steps=2, save_steps=100)
     (line,) = callback.summary()
-    assert "train_dataset has 3 prompts, fewer than the 8 of a generation batch" in line
+    assert "train_dataset has 3 prompts, but a generation batch needs 8" in line
 
 
 def train_on_two_processes(folder, **changes):

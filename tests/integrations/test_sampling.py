@@ -27,12 +27,12 @@ NAMED = {
     "top_p=0.9 leaves tokens out": changed(top_p=0.9),
     "top_k=50 leaves tokens out": changed(top_k=50),
     "min_p=0.1 leaves tokens out": changed(min_p=0.1),
-    "use repetition_penalty=1, or leave it out.": changed(
+    "Use repetition_penalty=1, or leave it out.": changed(
         args_generation_kwargs={"repetition_penalty": 1.1}
     ),
     "presence_penalty=0.5 moves": changed(args_generation_kwargs={"presence_penalty": 0.5}),
     "temperature=0.5 moves": changed(args_generation_kwargs={"temperature": 0.5}),
-    "1.attention_dropout is 0.1: TRL computes its loss with dropout": changed(model=drops(0.1)),
+    "1.attention_dropout is 0.1. TRL computes its loss with dropout": changed(model=drops(0.1)),
     "TRL samples with other masks": changed(model=torch.nn.Sequential(torch.nn.Dropout(0.5))),
     "TRL samples without dropout": changed(model=drops(0.1), use_vllm=True),
 }

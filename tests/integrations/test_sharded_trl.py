@@ -151,7 +151,7 @@ def test_training_ends_in_the_same_weights(run, case):
     fault = {
         "fails": "RuntimeError: no rule for this layer",
         "fails by layer": "RuntimeError: no rule for this layer",
-        "no memory": f"{NO_MEMORY}, and for those of one layer at a time: {INSTEAD}",
+        "no memory": f"{NO_MEMORY}, and of one layer at a time: {INSTEAD}",
     }.get(case)
     lines = [line for line in said[case].splitlines() if line.startswith("grpo_ustat")]
     if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all

@@ -47,7 +47,7 @@ from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores.backward import completion_scores
 from grpo_ustat.policy.scores.check import check_scores
 
-NO_MEMORY = f"{sharding.NO_MEMORY}, and for those of one layer at a time: {sharding.INSTEAD}"
+NO_MEMORY = f"{sharding.NO_MEMORY}, and of one layer at a time: {sharding.INSTEAD}"
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 9, 8, 7, 3]])
 ROWS = IDS, torch.ones_like(IDS), torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -282,7 +282,9 @@ def test_layers_that_share_weights_cannot_have_them_in_turn():
     first, second = separate_layers(model)[:2]
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
     assert separate_layers(model) == []
-    made_of = pytest.raises(ConfigError, match="by_layer=True, but Qwen2ForCausalLM is not made of")
+    made_of = pytest.raises(
+        ConfigError, match="by_layer=True, but Qwen2ForCausalLM does not consist of"
+    )
     with made_of, scored_weights(trainer_of(model), by_layer=True):
         pass
 

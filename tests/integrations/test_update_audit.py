@@ -228,7 +228,7 @@ def test_tokens_of_generation_batches_are_told_from_those_of_the_update():
         ("grpo", 0.5, {"use_liger_kernel": True},
          "Liger's loss is divided once more by gradient_accumulation_steps = 2"),
         ("grpo", 0.4, {"gradient_accumulation_steps": 5},
-         "the window of 2 micro-batches is divided by 5, as a full one"),
+         "the window of 2 micro-batches is divided by 5, like a full window"),
         ("grpo", -1.0, {}, "the sign is reversed"),
     ],
 )  # fmt: skip
@@ -275,8 +275,8 @@ def test_what_cannot_be_compared_is_said_and_training_goes_on():
     trainer.update([batch.inputs(range(12))], batch.gradient(loss))
     says = [one.sentence.removeprefix("The gradient was not compared: ") for one in audit.results]
     assert says[:2] == [
-        "1 of its 12 completions have no scores",
-        "4 of its 12 completions belong to no measured group",
+        "1 of the update's 12 completions have no scores",
+        "4 of the update's 12 completions are not in a measured group",
     ]
     assert says[2].startswith("KeyError") and says[3].startswith("AttributeError")
     assert "bias was scored but is not trained" in says[4]

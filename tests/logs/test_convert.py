@@ -257,7 +257,7 @@ def open_instruct_rows(changes):
         ({1: {"prompt_tokens": [1]}}, 5, "its group has several prompts"),
         ({1: {"reward": None}}, 9, "its reward is not a finite number"),
         ({1: {"reward": "failed"}}, 9, "its reward is not a finite number"),
-        ({1: {"response_tokens": [7, -1]}}, 9, "it holds -1, which is no token id"),
+        ({1: {"response_tokens": [7, -1]}}, 9, "it holds -1, which is not a token id"),
         ({1: {"response_tokens": None}}, 9, "its row is not as the framework writes it (TypeError"),
         ({1: {"logprobs": None}}, 9, "it has no logprobs, which others have"),
         (
@@ -274,13 +274,17 @@ def open_instruct_rows(changes):
         ),
         ({1: {"logprobs": -0.5}}, 9, "its row is not as the framework writes it (logprobs is floa"),
         ({1: {"logprobs": "ab"}}, 9, "its row is not as the framework writes it (logprobs is str"),
-        ({1: {"reward": 1e300}}, 9, "its reward is larger than 1e+50, so that its square over"),
-        ({1: {"reward": -(10**60)}}, 9, "its reward is larger than 1e+50, so that its square ov"),
+        ({1: {"reward": 1e300}}, 9, "its reward is larger than 1e+50, so its square over"),
+        ({1: {"reward": -(10**60)}}, 9, "its reward is larger than 1e+50, so its square ov"),
         ({1: {"reward": 10**400}}, 9, "its reward is not a finite number"),
-        ({1: {"response_tokens": [7, 2**63]}}, 9, "it holds 9223372036854775808, which is no tok"),
-        ({1: {"response_tokens": [7, True]}}, 9, "it holds True, which is no token id"),
-        ({1: {"response_tokens": [7, 9.5]}}, 9, "it holds 9.5, which is no token id"),
-        ({1: {"response_tokens": "ab"}}, 9, "it holds 'a', which is no token id"),
+        (
+            {1: {"response_tokens": [7, 2**63]}},
+            9,
+            "it holds 9223372036854775808, which is not a tok",
+        ),
+        ({1: {"response_tokens": [7, True]}}, 9, "it holds True, which is not a token id"),
+        ({1: {"response_tokens": [7, 9.5]}}, 9, "it holds 9.5, which is not a token id"),
+        ({1: {"response_tokens": "ab"}}, 9, "it holds 'a', which is not a token id"),
         ({1: {"response_tokens": 7}}, 9, "its row is not as the framework writes it (TypeError"),
     ],
 )
@@ -303,7 +307,7 @@ def test_the_policy_is_chosen_before_groups_are_formed(tmp_path):
     conversion = convert(tmp_path, FORMATS["prime_rl"], tmp_path / "o.parquet", Options())
     assert conversion.kept == 5 and dict(conversion.reasons) == {
         "written by policies 1 to 2": 1,
-        "of another policy than 2, which is kept (--version takes another)": 1,
+        "of another policy than 2, which is kept (--version to change it)": 1,
         "its prompt has fewer than 4 completions": 3,
     }  # fmt: skip
 
@@ -483,7 +487,7 @@ def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt,
     with pytest.raises(ConfigError) as refused:
         convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
     assert str(refused.value) == (
-        f"{tmp_path}/3.jsonl line 0: its prompt ends in {rest}, so a chat template wrote it; verl "
+        f"{tmp_path}/3.jsonl line 0: the prompt ends in {rest}, so a chat template wrote it; verl "
         "logs it without special tokens, so the model read another text: log tokens with "
         "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
         "(docs/verl.md)"

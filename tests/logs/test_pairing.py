@@ -42,18 +42,18 @@ def run_of_trl(folder, files, checkpoints, logging_steps, save_steps, prompts=4)
     "files, checkpoints, steps, line, model",
     [  # TRL's defaults first: no file has its checkpoint, and that of 499 updates is nearest
         (range(10, 1001, 10), (500,), (10, 500), "completions_00500 was written 1 update before "
-         "checkpoint-500, the nearest; a checkpoint writes a file with logging_steps=1, or with "
-         "save_steps=499 (checkpoint-499 writes completions_00500)", 500),
+         "checkpoint-500, the nearest checkpoint; to log completions of a checkpoint, use "
+         "logging_steps=1, or save_steps=499 (checkpoint-499 writes completions_00500)", 500),
         ((510, 520), (500,), (10, 500), "completions_00510 was written 9 updates after "
-         "checkpoint-500, the nearest; a checkpoint writes a file with logging_steps=1, or with "
-         "save_steps=499 (checkpoint-499 writes completions_00500)", 500),
+         "checkpoint-500, the nearest checkpoint; to log completions of a checkpoint, use "
+         "logging_steps=1, or save_steps=499 (checkpoint-499 writes completions_00500)", 500),
         (range(495, 520), (500, 505), (1, 5), "completions_00506 was written by checkpoint-505",
          505),
         ((2, 4, 6, 8, 10, 11), (5, 10, 11), (2, 5), "completions_00011 was written by "
          "checkpoint-10", 10),
         ((2, 4, 6, 8, 10, 11), (5, 11), (2, 5), "completions_00006 was written by checkpoint-5", 5),
         ((8,), (5,), (2, 5), "completions_00008 was written 2 updates after checkpoint-5, the "
-         "nearest", 5),
+         "nearest checkpoint", 5),
     ],
 )  # fmt: skip
 def test_the_file_nearest_to_a_checkpoint_is_kept_and_its_checkpoint_named(
@@ -111,7 +111,7 @@ def test_next_command_after_a_log_of_one_prompt(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["convert", "run", "out.parquet"])
     main()
     out = capsys.readouterr().out.splitlines()
-    assert out[-3].startswith("  one prompt")
+    assert out[-3].startswith("  there is only one prompt")
     command, _, comment = out[-1].partition("  # ")
     assert command.startswith("next: grpo-ustat mse model=run/checkpoint-5 dataset=jsonl ")
     assert "DATA.jsonl" in comment

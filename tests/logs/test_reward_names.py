@@ -81,7 +81,7 @@ def test_a_row_without_its_fields_is_counted_and_the_others_are_read(tmp_path):
         file.write('{"input": "1 2", "outp')
     conversion, _ = converted(tmp_path / "a")
     assert (conversion.rows, conversion.kept) == (17, 10)  # the first prompt has three left
-    assert left_out(conversion, "KeyError: 'output'") == left_out(conversion, "cut off") == 1
+    assert left_out(conversion, "KeyError: 'output'") == left_out(conversion, "truncated") == 1
     assert left_out(conversion, "not a finite number") == 2
 
 
@@ -132,9 +132,9 @@ def test_a_reward_of_prime_rl_without_a_weight_counts_once(tmp_path, weight):
     [
         ("acc=1,acc=2", "acc is named 2 times"),
         ("score, score", "score is named 2 times"),
-        ("", "^--reward '': '' names no reward"),
-        ("acc,", "^--reward acc,: '' names no reward"),
-        ("=1", "'=1' names no reward"),
+        ("", "^--reward '': '' has no reward name"),
+        ("acc,", "^--reward acc,: '' has no reward name"),
+        ("=1", "'=1' has no reward name"),
         ("acc=nan", "'nan' is not a finite weight of acc"),
         ("acc=inf", "'inf' is not a finite weight of acc"),
     ],

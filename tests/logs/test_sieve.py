@@ -128,7 +128,7 @@ def test_samples_that_were_masked_are_left_out_and_do_not_shift_groups(tmp_path)
     path.write_text("\n".join([*broken[:5], broken[5][:40], *broken[6:]]) + "\n")
     conversion, _ = converted(tmp_path / "a", options=Options(group_size=SIZE))
     assert (conversion.kept, conversion.groups) == (13, 3)
-    assert left_out(conversion, "sample_loss_mask") == left_out(conversion, "cut off") == 1
+    assert left_out(conversion, "sample_loss_mask") == left_out(conversion, "truncated") == 1
     assert conversion.step_rollouts == 15
 
 

@@ -17,7 +17,7 @@ from grpo_ustat.logs.formats import FORMATS, Options
 from grpo_ustat.logs.rewards import read_rewards
 from grpo_ustat.logs.rows import check_columns, read_rollouts
 
-REFUSED = r"its rows are turns of one rollout \(.*one row per rollout"
+REFUSED = r"the rows are turns of one rollout \(.*one row per rollout"
 
 
 def rollouts(turns, samples=4, own=True, rebuilt=False):

@@ -155,7 +155,7 @@ ROW = {
     "changes, message",
     [
         ({"completion_ids": []}, r"row 1 \(from 0\): completion_ids is \[\], not a list of token"),
-        ({"prompt_ids": [1, -2]}, r"prompt_ids holds -2, which is no token id"),
+        ({"prompt_ids": [1, -2]}, r"prompt_ids holds -2, which is not a token id"),
         ({"logprobs": [-0.1]}, r"logprobs has 1 numbers, the completion 2 tokens"),
         ({"logprobs": [-0.1, float("nan")]}, r"logprobs holds nan, not a finite number"),
         ({"logprobs": None}, r"row 1 \(from 0\): logprobs is null, other rows have it"),

@@ -157,7 +157,7 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"step": [1, 2] * 24}, "holds steps 1 to 2, each of another policy"),
+        ({"step": [1, 2] * 24}, "holds steps 1 to 2, each from another policy"),
         (
             {"second_reward": [1.0] * 48},
             "several columns of rewards, accuracy_reward, second_reward",
@@ -227,10 +227,10 @@ def talk(*messages):
     "changes, message",
     [
         ({"reward": {5: float("nan"), 9: float("nan")}},
-         r"row 5 \(from 0\): reward is nan: not a finite reward, and 1 more rows have such"),
+         r"row 5 \(from 0\): reward is nan: not a finite reward, and 1 more rows are faulty"),
         ({"reward": {4: -1e300}}, r"row 4 \(from 0\): reward is -1e\+300: larger than 1e\+50"),
         ({"reward": {31: float("inf")}}, r"row 31 \(from 0\): reward is inf"),
-        ({"reward": {0: None}}, r"row 0 \(from 0\): reward is null: no reward: mend or drop"),
+        ({"reward": {0: None}}, r"row 0 \(from 0\): reward is null: no reward: correct or drop"),
         ({"reward": ["1"] * 32}, "missing: a column of rewards, which are numbers; found prompt"),
         ({"prompt": None, "completion": None},
          r"missing: prompt and completion \(or prompt_ids and completion_ids\); found reward, e"),
@@ -298,7 +298,7 @@ def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):
         ("rows", {"policy_step": [39] * 32}, (20, 39), "model=checkpoint-39"),
         ("completions_00041", {}, (20, 40), "model=checkpoint-40"),
         ("completions_00040", {}, (20, 40), "model=FOLDER, the checkpoint of 39 updates that "
-         "wrote them (the nearest is checkpoint-40)"),
+         "wrote them (the nearest checkpoint is checkpoint-40)"),
     ]),
 )  # fmt: skip
 def test_a_file_without_a_named_model_is_refused_with_the_one_that_wrote_it(

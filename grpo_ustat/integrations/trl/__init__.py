@@ -1,12 +1,12 @@
-"""Gradient noise of a TRL GRPOTrainer during training, and token-exact completion logs.
+"""Gradient noise of a TRL `GRPOTrainer` during training, and token-exact completion logs.
 
     from grpo_ustat.integrations.trl import GradientNoiseCallback, record
 
     trainer = GRPOTrainer(..., reward_funcs=[reward, record])
     trainer.add_callback(GradientNoiseCallback(trainer, every=10))
 
-No module here imports TRL: all calls go through the trainer that is passed in. TRL's version is
-checked at import, because the attributes in use exist from 1.16 on.
+No module in this package imports TRL: all calls go through the trainer that the user passes. TRL's
+version is checked at import, because the attributes in use exist from version 1.16.
 """
 
 from importlib import metadata

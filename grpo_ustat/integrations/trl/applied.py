@@ -1,7 +1,7 @@
 """Sketch of the gradient that is about to be clipped and applied, for any sharding.
 
-Each rank adds its part only: the sum over ranks is the sketch of the full gradient, and no rank
-needs to hold that gradient.
+Each rank adds only its part. The sum over ranks is the sketch of the full gradient, and no rank
+needs to hold the full gradient.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ import torch
 from grpo_ustat.integrations.trl.sharding import WRAPPED, sharding_of
 from grpo_ustat.policy.scores.sketch import Sketch
 
-# Entries of a gradient that are sketched at a time, in float64.
+# Number of gradient entries that are sketched at once, in float64.
 ENTRIES_AT_ONCE = 2**24
-# Part of the names of a compiled model's parameters.
+# Component in the parameter names of a compiled model.
 COMPILED = "_orig_mod"
 
 Shard = tuple[str, int, torch.Tensor]
-"""The name of a parameter, the place of the first entry, and entries of its gradient, flat."""
+"""Name of a parameter, index of the first entry, and consecutive entries of its flat gradient."""
 
 
 def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
-    """Add this rank's share of minus the gradient, the direction of ascent; all ranks call it.
+    """Add the sketch of this rank's share of minus the gradient, the direction of ascent.
 
-    A LookupError means that a parameter of the sketch is not trained, or that its gradient is not
-    accessible.
+    All ranks must call this function.
 
     Args:
-        out_1R: sum of shares, which is changed.
-        trainer: between the last backward pass of an update and clipping.
-        sketch: by the names of trained parameters without wrappers; others are left out.
+        out_1R: sum of sketches; updated in place.
+        trainer: trainer between the last backward pass of an update and clipping.
+        sketch: sketch for parameters by name, without wrappers; other parameters are left out.
+
+    Raises:
+        LookupError: a parameter of the sketch is not trained, or its gradient is not accessible.
     """
     scale, names = 1 / gradient_scale(trainer), sketch.signs.sizes.keys()
     if missing := names - {name for name, _ in _trained(_model(trainer))}:
@@ -59,13 +61,13 @@ def shards(trainer: Any) -> Iterator[Shard]:
 
 
 def _model(trainer: Any) -> torch.nn.Module:
-    """Return the module that holds the parameters, by which FSDP1 gathers them."""
+    """Return the module that holds the parameters; with FSDP1 it is the wrapped model."""
     model, fsdp1 = trainer.model, sharding_of(trainer) == "FSDP1"
     return model if fsdp1 else trainer.accelerator.unwrap_model(model)
 
 
 def gradient_scale(trainer: Any) -> float:
-    """Return the factor of float16's loss that is still in the gradient."""
+    """Return the float16 loss scale that is still a factor of the gradient."""
     accelerator = trainer.accelerator
     if is_deepspeed(trainer):
         optimizer = accelerator.deepspeed_engine_wrapped.engine.optimizer
@@ -93,7 +95,10 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
-    """Yield shares with FSDP2, or with one process or DDP, whose ranks hold equal gradients."""
+    """Yield this rank's shares with FSDP2, DDP or a single process.
+
+    With DDP all ranks hold the same gradients, so each parameter is added by one rank.
+    """
     from torch.distributed.tensor import DTensor
 
     for place, (name, parameter) in enumerate(_trained(model)):
@@ -105,9 +110,9 @@ def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[
 
 
 def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
-    """Yield a part along the first axis, once if replicas hold the same part.
+    """Yield this rank's part along the first axis, from only one of the replicas.
 
-    A tensor that is sharded along another axis is gathered, and one rank adds it.
+    A tensor that is sharded along another axis is gathered, and yielded only if `gathers` is True.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -132,7 +137,7 @@ def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
 def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
     """Yield this rank's part of each parameter with ZeRO-3.
 
-    With other stages each gradient is gathered, one at a time.
+    With other stages the gradients are gathered one at a time, and one rank yields each of them.
     """
     from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
         safe_get_full_grad,
@@ -142,7 +147,7 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
     for place, (name, parameter) in enumerate(_trained(model)):
         sharded: Any = getattr(parameter, "ds_tensor", None)
         if sharded is None:
-            # All ranks must call this function.
+            # All ranks must call `safe_get_full_grad`.
             gradient = safe_get_full_grad(parameter)
             if gradient is not None and place % world == rank:
                 yield name, 0, gradient.flatten()
@@ -156,9 +161,10 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
 
 
 def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
-    """Yield full gradients of FSDP1, each `world`-th parameter; all ranks must iterate to the end.
+    """Yield full gradients with FSDP1, for every `world`-th parameter.
 
-    Without `use_orig_params` FSDP1 keeps the gradients of a unit in a single tensor.
+    All ranks must iterate to the end. Without `use_orig_params` FSDP1 keeps the gradients of a unit
+    in a single tensor, so they cannot be read.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

@@ -1,4 +1,4 @@
-"""Comparison of TRL's gradient before clipping with the gradient that its arguments declare."""
+"""Comparison of TRL's gradient before clipping with the gradient that the arguments declare."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ from grpo_ustat.records import Array, BaselineContext, Mask
 from grpo_ustat.terminal.streams import single_line
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt and of its completion."""
+"""Token ids of a prompt and of a completion."""
 MicroBatch = tuple[Mapping[str, Any], RandomStates]
-"""The inputs of a loss, and the states of the generators before it."""
+"""Inputs of a loss, and states of the random generators before the loss."""
 UpdateScores = Callable[[Sequence[tuple[MicroBatch, Array]]], Mapping[str, Array]]
-"""Sketches of the scores of an update's rows on this rank, [B, R].
+"""Function that returns sketches of the scores of an update's rows on this rank, [B, R].
 
-The arguments are micro-batches, each with the signs of its rows' declared weights. Key "" has the
-scores of the declared model; other keys describe another model, and have the scores of that model.
-All ranks call it together."""
+The argument is a list of micro-batches, each with the signs of the declared weights of its rows.
+Key "" of the result has the scores of the declared model. Each other key describes another model
+and has the scores of that model. All ranks must call the function together."""
 OWN_NORMALISER = "a loss that divides by the tokens of each generation batch"
 
 
 class UpdateResult(NamedTuple):
     """Result of the comparison for one update."""
 
-    # Updates before it.
+    # Number of updates before this update.
     step: int
     # Ratio and cosine of the applied and the declared gradient; NaN if they were not compared.
     ratio: float
     cosine: float
-    # True if rounding explains the difference; None if they were not compared.
+    # True if rounding explains the difference; None if the gradients were not compared.
     agrees: bool | None
-    # The finding, or the reason why there is none.
+    # Finding, or the reason why there is no finding.
     sentence: str
 
 
 class Row(NamedTuple):
-    """A row that an update consumed."""
+    """Row that an update consumed."""
 
-    # A digest of its tokens.
+    # Digest of the row's tokens.
     key: bytes
-    # Tokens that count in the loss, 0 for a row that is masked completely.
+    # Number of tokens that count in the loss; 0 for a row that is completely masked.
     tokens: int
-    # Tokens of its generation batch, as TRL counts them.
+    # Number of tokens in the row's generation batch, as TRL counts them.
     batch_tokens: float
 
 
@@ -80,29 +80,29 @@ class Consumed(NamedTuple):
 
 
 class NotComparedError(Exception):
-    """Reason why the update's gradient cannot be compared, raised on all ranks."""
+    """Error that is raised on all ranks if the gradient of an update cannot be compared."""
 
 
 class UpdateAudit:
     """Comparison of the gradient of an update with `sum_r W_r s_r`, from sketches of both.
 
-    W are the weights of the declared loss, computed from rewards and not from TRL's advantages; s_r
-    are the scores that `expect` receives. The rows of an update are read from the micro-batches
+    W_r are the weights of the declared loss, computed from rewards and not from TRL's advantages.
+    s_r are the scores that `expect` receives. The rows of an update are read from the micro-batches
     that reach `compute_loss`, so the comparison includes the effects of shuffling,
-    `steps_per_generation` and short last windows. The gradient is read when it is complete and not
-    yet clipped: before the accelerator clips it, and before the step of a DeepSpeed engine, which
-    clips it itself.
+    `steps_per_generation` and a short last window of micro-batches. The gradient is read when it is
+    complete but not yet clipped: before the accelerator clips it, or before the step of a DeepSpeed
+    engine, in which the engine clips it.
 
-    Training does not change. Ranks communicate only at updates that follow an `expect`, so either
-    all ranks call it or none.
+    Training does not change. Ranks communicate only at updates that follow a call of `expect`, so
+    either all ranks or no ranks must call it.
 
     Args:
-        trainer: a `trl.GRPOTrainer`, before `train()`; its `compute_loss`, its accelerator's
-            `clip_grad_norm_` and a DeepSpeed engine's `step` are wrapped.
-        sketch: of the scores, by the names of the model's parameters without wrappers.
-        loss: the declared one.
-        rescored: scores of the rows as an update reads them, which replace those that `expect`
-            receives; None: those count.
+        trainer: `trl.GRPOTrainer` before `train()`; its `compute_loss`, the `clip_grad_norm_` of
+            its accelerator and the `step` of a DeepSpeed engine are wrapped.
+        sketch: sketch of the scores, for the model's parameters by name, without wrappers.
+        loss: declared loss.
+        rescored: function that scores rows with the inputs of the update; its scores replace the
+            scores that `expect` receives. None to use the scores from `expect`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class UpdateAudit:
     ):
         self.trainer, self.sketch, self.loss = trainer, sketch, loss
         self.rescored = rescored
-        # Results of all updates that were expected, in order, the same on all ranks.
+        # Results for all expected updates in order, the same on all ranks.
         self.results: list[UpdateResult] = []
         self._step = -1
         self._inputs: list[MicroBatch] = []
@@ -125,12 +125,12 @@ class UpdateAudit:
             trainer.accelerator.clip_grad_norm_ = self._clipping
 
     def expect(self, scores: Mapping[Key, np.ndarray], groups: Sequence[Group]) -> None:
-        """Announce a generation batch that was measured: the next update is compared.
+        """Announce a measured generation batch, so that the next update is compared.
 
         Args:
-            scores: sketches of the scores of completions, those that this rank has; groups with
-                equal rewards need none, nor do `rescored` rows.
-            groups: all groups of the generation batch, on every rank.
+            scores: sketches of the scores that this rank has, by completion. Groups with equal
+                rewards need no scores, and no scores are needed with `rescored`.
+            groups: all groups of the generation batch, the same on every rank.
         """
         if self._expected_at != self.trainer.state.global_step:
             self._forget()
@@ -148,7 +148,7 @@ class UpdateAudit:
                 reward_weights_F=self.trainer.reward_weights.double().cpu().numpy(),
             )
             by_baseline = advantages_by_baseline(self.loss, rewards_PG, context)
-        # As in `_update`, training goes on after any error.
+        # Training continues after any error, as in `_update`.
         except Exception as error:
             self._fault = f"{type(error).__name__}: {error}"
             return
@@ -160,7 +160,7 @@ class UpdateAudit:
                 )
 
     def _recording(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss of a micro-batch, and keep its rows until the update."""
+        """Compute TRL's loss for a micro-batch, and keep the rows until the update."""
         if self.trainer.model.training:
             if self._step != self.trainer.state.global_step:
                 self._step, self._inputs = self.trainer.state.global_step, []
@@ -181,12 +181,12 @@ class UpdateAudit:
         return self._engine_step(*args, **kwargs)
 
     def _update(self) -> None:
-        """Compare the gradients of an update that was expected, and forget its rows."""
+        """Compare the gradients if the update was expected, and discard the rows of the update."""
         if self._inputs and self._expected_at == self._step:
             try:
                 audit = self._compare()
                 finding = (audit.ratio, audit.cosine, audit.agrees, audit.sentence())
-            # Any error is the same on all ranks, and training goes on.
+            # Any error is the same on all ranks, and training continues.
             except Exception as error:
                 is_expected = isinstance(error, NotComparedError)
                 text = single_line(error if is_expected else f"{type(error).__name__}: {error}")
@@ -196,18 +196,22 @@ class UpdateAudit:
         self._forget()
 
     def _forget(self) -> None:
-        """Expect nothing."""
+        """Discard the expected batches, so that no update is compared."""
         self._expected_at, self._fault = -1, ""
         self._scores.clear()
         self._advantages.clear()
 
     def _compare(self) -> GradientAudit:
-        """Audit the present update; NotComparedError on all ranks if one of them cannot."""
+        """Audit the current update.
+
+        Raises:
+            NotComparedError: a rank cannot compare the gradients; raised on all ranks.
+        """
         accelerator = self.trainer.accelerator
         consumed: Any
         try:
             consumed = self._fault or self._consumed()
-        # The other ranks wait for this rank's answer.
+        # The error is sent to the other ranks, which wait for this rank.
         except Exception as error:
             consumed = f"{type(error).__name__}: {error}"
         consumed_by_rank = _of_all_ranks(consumed)
@@ -229,7 +233,9 @@ class UpdateAudit:
         is_here_N = np.array([rank == accelerator.process_index for rank in scorer_N])
         declared_N = weights.pop(self.loss.name)
         if missing := int((unscored_N & (declared_N != 0)).sum()):
-            raise NotComparedError(f"{missing} of its {len(row_N)} completions have no scores")
+            raise NotComparedError(
+                f"{missing} of the update's {len(row_N)} completions have no scores"
+            )
         weights = {
             text: weights_N for text, weights_N in weights.items()
             if not (unscored_N & (weights_N != 0)).any()
@@ -252,7 +258,7 @@ class UpdateAudit:
                     np.concatenate([weights_WO @ scores_OR, *others_CR])
                 )
                 rows_sq_1 += float(weights_WO[0] ** 2 @ np.square(scores_OR).sum(axis=1))
-        # As above.
+        # The error is sent to the other ranks, which wait for this rank.
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"
         _of_all_ranks(fault)
@@ -273,14 +279,15 @@ class UpdateAudit:
     def _own_scores(
         self, row_N: Sequence[Row], is_here_N: Mask, declared_N: Array
     ) -> Mapping[str, Array]:
-        """Return the scores of this rank's rows, [O, R], by model, see `UpdateScores`.
-
-        If a rank cannot score its rows, all ranks raise NotComparedError.
+        """Return the scores of this rank's rows, [O, R], by model; see `UpdateScores`.
 
         Args:
             row_N: rows of all ranks.
             is_here_N: True for rows whose scores this rank has.
-            declared_N: declared weights.
+            declared_N: declared weights of the rows.
+
+        Raises:
+            NotComparedError: a rank cannot score its rows; raised on all ranks.
         """
         if self.rescored is None:
             scores_OR = [
@@ -293,7 +300,7 @@ class UpdateAudit:
         fault, scores = None, {}
         try:
             scores = self.rescored(list(zip(self._inputs, signs, strict=True)))
-        # As above.
+        # The error is sent to the other ranks, which wait for this rank.
         except Exception as error:
             is_plain = isinstance(error, ConfigError)
             fault = str(error) if is_plain else f"{type(error).__name__}: {error}"
@@ -324,14 +331,14 @@ class UpdateAudit:
         return Consumed(rows, set(self._scores))
 
     def _weights(self, rows: list[list[Row]], row_N: list[Row]) -> dict[str, Array]:
-        """Compute weights of the rows for the declared loss and for others.
+        """Compute the weights of the rows for the declared loss and for other losses.
 
-        The keys are the name of the declared loss, and descriptions of the others.
+        The keys are the name of the declared loss and descriptions of the other losses.
         """
         places = {key: list(advantages) for key, advantages in self._advantages.items()}
         if unknown := sum(not places.get(row.key) for row in row_N):
             raise NotComparedError(
-                f"{unknown} of its {len(row_N)} completions belong to no measured group"
+                f"{unknown} of the update's {len(row_N)} completions are not in a measured group"
             )
         by_row = [places[row.key].pop(0) if len(places[row.key]) > 1 else places[row.key][0]
                   for row in row_N]  # fmt: skip
@@ -341,7 +348,7 @@ class UpdateAudit:
         }
         size, loss = len(rows[0]), self.loss
         if any(len(micro_batch) != size for micro_batch in rows):
-            raise NotComparedError("its micro-batches have several sizes")
+            raise NotComparedError("the update's micro-batches have different sizes")
         length_N = np.array([row.tokens for row in row_N])
         weight_N = token_weights(
             loss.loss_type, length_N, loss.max_completion_length,
@@ -361,7 +368,7 @@ class UpdateAudit:
         return weights | other_losses(loss, advantage_N, weight_N, length_N)
 
     def _faults(self) -> list[Fault]:
-        """List known faults of trainers that multiply the gradient by a number."""
+        """List known faults of trainers that multiply the gradient by a constant."""
         trainer, faults = self.trainer, []
         args, window = trainer.args, len(self._inputs)
         high = getattr(trainer, "epsilon_high", math.inf)
@@ -376,12 +383,14 @@ class UpdateAudit:
             for fault in divided(window, "gradient_accumulation_steps")
         ]
         if window != steps:
-            sentence = f"the window of {window} micro-batches is divided by {steps}, as a full one"
+            sentence = (
+                f"the window of {window} micro-batches is divided by {steps}, like a full window"
+            )
             faults.append(Fault(window / steps, sentence))
         return faults + divided(trainer.accelerator.num_processes, "processes")
 
     def _hints(self) -> list[str]:
-        """List settings of this run that change the gradient other than by weights of rows."""
+        """List settings of this run that change the gradient in other ways than by row weights."""
         trainer, hints = self.trainer, []
         args = trainer.args
         dropout = active_dropout(trainer.model) if self.rescored is None else None
@@ -392,28 +401,30 @@ class UpdateAudit:
                 f"the penalty, beta={trainer.beta:g}, which is not in the declared gradient"
             )
         if getattr(args, "entropy_coef", 0):
-            hints.append(f"the bonus for entropy, entropy_coef={args.entropy_coef:g}")
+            hints.append(f"the entropy bonus, entropy_coef={args.entropy_coef:g}")
         if (share := getattr(trainer, "top_entropy_quantile", 1.0)) < 1:
             hints.append(f"top_entropy_quantile={share:g}, which leaves tokens out")
         correction = "vllm_importance_sampling_correction"
         if getattr(trainer, "use_vllm", False) and getattr(trainer, correction, False):
-            hints.append(f"weights against vLLM's probabilities, {correction}")
+            hints.append(f"importance weights against vLLM's probabilities, {correction}")
         if getattr(trainer, "aux_loss_enabled", False):
             hints.append("the auxiliary loss of the router")
         return [f"likely {hint}" for hint in hints] or [NOT_OF_ROWS]
 
 
 def digest(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bytes:
-    """Return a digest of a completion of a prompt, 16 bytes."""
+    """Return a 16-byte digest of a prompt and its completion."""
     parts = [np.array([len(prompt_ids)]), np.array(prompt_ids), np.array(completion_ids)]
     tokens = np.concatenate([part.astype(np.int64) for part in parts])
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
 def _of_all_ranks(item: Any) -> list[Any]:
-    """Gather an item of each rank, in rank order.
+    """Gather one item from each rank, in rank order.
 
-    If a rank's item is a text, it describes an error, and all ranks raise NotComparedError with it.
+    Raises:
+        NotComparedError: the item of a rank is a text, which describes an error; raised on all
+            ranks.
     """
     items = gather_object([item])
     if faults := [text for text in items if isinstance(text, str)]:

@@ -1,4 +1,4 @@
-"""Noise of the gradient of a TRL run, measured from the completions on which it trains."""
+"""Gradient noise of a TRL run, measured from the completions on which the run trains."""
 
 from __future__ import annotations
 
@@ -75,23 +75,23 @@ from grpo_ustat.policy.scores.groups import GroupScores
 from grpo_ustat.records import Array
 from grpo_ustat.terminal.streams import visible
 
-# Windows in an average, if there are so many.
+# Minimum number of windows in an average, if there are enough windows.
 MIN_WINDOWS = 4
-# Bytes of the sketches that are kept for the run's loss.
+# Maximum size in bytes of the sketches that are kept to measure the run's loss.
 POOL_BYTES = 2**27
 PREFIX = "grpo_ustat"
 TRL_POSITIONS = (
     "positions that count the padding before a prompt: TRL's loss passes no positions to the "
-    "model, so absolute positions are shifted, which they are not in sampling. Use "
+    "model, so absolute positions are shifted, unlike during sampling. Use "
     "per_device_train_batch_size=1 and prompts of equal length, or a model with rotary positions"
 )
-# Estimates whose interval may have no upper end.
+# Estimates with intervals that may have no upper end.
 RATIOS = ("gstar", "noise_scale", "noise_scale_best")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the measurement, fixed at the start; see `GradientNoiseCallback`."""
+    """Options of the measurement; see `GradientNoiseCallback`."""
 
     every: int
     audit_every: int | None
@@ -114,54 +114,55 @@ class Options:
 class AuditProgress:
     """Progress of the comparison of applied and declared gradients."""
 
-    # Update from which on the next one is compared, and the update that was announced last.
+    # First update at which the next comparison is due, and the update that was announced last.
     due: float = 0
     step: int = -1
-    # Comparisons whose numbers were logged.
+    # Number of comparisons that were logged.
     logged: int = 0
-    # True once a finding, or the reason why there is none, was printed.
+    # True if a finding, or the reason why there is none, was printed.
     was_printed: bool = False
-    # True if TRL's loss passes no positions to the model and that shifts them.
+    # True if positions are shifted because TRL's loss passes no positions to the model.
     shifts: bool = False
 
 
 class GradientNoiseCallback(TrainerCallback):
     """Measurement of the gradient noise of a `GRPOTrainer` during training.
 
-    It reports how noisy the gradient is, the relative efficiency of the run's loss, any difference
-    between the applied and the declared gradient, and the best group size.
+    The callback reports how noisy the gradient is, the relative efficiency of the run's loss, any
+    difference between the applied and the declared gradient, and the best group size.
 
-    One in `every` generation batches is scored: one more forward and backward pass over the
-    completions of groups whose rewards differ, without further sampling. Batches of fewer than four
-    groups are pooled with the next batches into windows of 16 groups, see `windows`. C1, C2, C3 and
-    the noise scale describe the leave-one-out gradient of the summed reward, in the precision of
-    the weights, with the model's dropout on as in the loss. Training does not change: random
-    states, gradients, modes and parameters are kept. An error ends only the measurement, and is
-    reported in a line.
+    One in `every` generation batches is scored. Scoring takes one additional forward and backward
+    pass over the completions of groups whose rewards differ, and no additional sampling. Batches of
+    fewer than four groups are pooled with later batches into windows of 16 groups; see `windows`.
+    C1, C2, C3 and the noise scale describe the leave-one-out gradient of the summed reward, in the
+    precision of the weights, with the model's dropout on as in the loss. Training does not change:
+    random states, gradients, modes and parameters are preserved. An error ends only the measurement
+    and is reported in a line.
 
-    The callback adds metrics to TRL's: `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`,
-    `noise_scale` (in rollouts, at the run's group size), `noise_scale_best` (at G*),
-    `zero_variance` and `seconds`; all except the last are running means over the second half of the
-    windows, at least four of them. `grpo_ustat/step/...` are the constants of a single window,
-    `loss/...` the relative efficiency of the run's loss, `audit/ratio` and `audit/cosine` compare
-    the applied and the declared gradient; `sampler_gap` is the mean difference of vLLM's and the
-    model's log-probabilities of a token of the batch, in nats.
+    The callback adds metrics to TRL's metrics. `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`,
+    `noise_scale` (in rollouts, at the run's group size), `noise_scale_best` (at G*) and
+    `zero_variance` are running means over the windows in the second half of training so far, at
+    least four of them. `seconds` is the time spent on measuring. `grpo_ustat/step/...` are the
+    constants of a single window, and `loss/...` give the relative efficiency of the run's loss.
+    `audit/ratio` and `audit/cosine` compare the applied and the declared gradient. `sampler_gap` is
+    the mean absolute difference between vLLM's and the model's log-probabilities of a token in the
+    batch, in nats.
 
     Args:
-        trainer: a `trl.GRPOTrainer`, before `train()`; its method `_generate_and_score_completions`
-            is wrapped.
-        every: one in `every` generation batches is measured; at least 1.
-        audit_every: updates between two comparisons of the applied and the declared gradient;
-            None: only the first measured update.
-        completions_at_once: completions in a pass of the model; None: a group. Halved if memory
-            runs out.
-        sketch: numbers that are kept of a completion's score, for products between prompts.
-        parameters: a regular expression, such as "norm"; only parameters whose names contain a
-            match are measured, which takes less time. None: all.
-        by_layer: give layers their weights, and their graphs, one at a time; otherwise this is done
+        trainer: `trl.GRPOTrainer` before `train()`; its method `_generate_and_score_completions` is
+            wrapped.
+        every: interval between measured generation batches, at least 1; 1 measures every batch.
+        audit_every: number of updates between comparisons of the applied and the declared gradient;
+            None to compare only the first measured update.
+        completions_at_once: number of completions per pass of the model, halved if memory runs out;
+            None for a whole group.
+        sketch: dimension of the sketch of a completion's score, used for products between prompts.
+        parameters: regular expression, such as "norm". Only parameters whose names contain a match
+            are measured, which takes less time. None for all parameters.
+        by_layer: True to gather weights and build graphs layer by layer. If False, this is done
             only for a sharded model whose full weights do not fit in a rank's memory.
-        strict: raise an error for a trainer that cannot be measured; otherwise a line gives the
-            reason, and the run continues without measuring.
+        strict: True to raise an error for a trainer that cannot be measured. If False, a line gives
+            the reason, and the run continues without measuring.
     """
 
     def __init__(
@@ -182,19 +183,19 @@ class GradientNoiseCallback(TrainerCallback):
         self.windows: list[Window] = []
         self.own_loss: OwnLoss | None = None
         self.audit: UpdateAudit | None = None
-        # Warnings about sampling, and the reason why measuring ended.
+        # Warnings about sampling, and the reason why the measurement ended.
         self.warnings: list[str] = []
         self.fault = ""
-        # Precision of the weights in the last measurement, and how they were gathered.
+        # Precision of the weights in the last measurement, and the way in which they were gathered.
         self.precision = self.way = ""
         self.seconds = 0.0
         self._begin = time.perf_counter()
-        # Generation batches so far, and the number after which the next is measured.
+        # Number of generation batches so far, and the number after which the next one is measured.
         self._seen = self._due = 0
         self._open, self._audit = OpenWindow(), AuditProgress()
-        # Groups of the last windows, on the main process.
+        # Groups of the recent windows; only on the main process.
         self._kept: list[ScoredGroup] = []
-        # Measured completions, and those without a reward.
+        # Number of measured completions, and number of completions without a finite reward.
         self._rewards = np.zeros(2, dtype=int)
         try:
             check_trainer(trainer)
@@ -213,17 +214,17 @@ class GradientNoiseCallback(TrainerCallback):
         trainer._generate_and_score_completions = self._measured
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Start the clock, and measure the first batch."""
+        """Start the clock and make a measurement due at the first batch."""
         self._seen = self._due = 0
         self._audit.due = state.global_step
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Report the audit's first finding, and each update in which gradients differ."""
+        """Report the first finding of the audit, and each update in which the gradients differ."""
         results = self.audit.results[self._audit.logged :] if self.audit is not None else []
         for result in results:
             self._audit.logged += 1
-            # Both gradients are 0, which shows nothing.
+            # Both gradients are 0, so the comparison is repeated at a later update.
             if result.agrees and np.isnan(result.cosine):
                 self._audit.due = state.global_step
                 continue
@@ -246,7 +247,7 @@ class GradientNoiseCallback(TrainerCallback):
             self._print(f"{PREFIX}: no summary: {reason_of(error)}")
 
     def _measured(self, inputs: Any) -> dict[str, Any]:
-        """Call TRL's own generation, and score its completions if they are due."""
+        """Call TRL's generation, and score the completions if a measurement is due."""
         output = self._generate(inputs)
         step = self.trainer.state.global_step
         if not self.trainer.model.training or self.fault:
@@ -270,7 +271,7 @@ class GradientNoiseCallback(TrainerCallback):
             if self._open.is_full:
                 self._due = self._seen + (self.options.every - 1) * self._open.batches
                 self._close()
-        # The error is the same on all ranks, see `from_all_ranks`.
+        # The error is the same on all ranks; see `from_all_ranks`.
         except Exception as error:
             self.fault = reason_of(error)
             self._print(f"{PREFIX}: stopped measuring at step {step}: {self.fault}")
@@ -279,9 +280,9 @@ class GradientNoiseCallback(TrainerCallback):
     def _measure(
         self, model: Any, layers: LayersInStep | None, output: Mapping[str, Any], step: int
     ) -> None:
-        """Add a generation batch's groups to the window, and announce them to the audit.
+        """Add the groups of a generation batch to the window, and announce them to the audit.
 
-        Completions are sent to the rank that scores their group, so that each group is complete.
+        Each rank receives all completions, so that the groups it scores are complete.
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         rows = from_all_ranks(lambda: self._own_rows(output))
@@ -309,10 +310,10 @@ class GradientNoiseCallback(TrainerCallback):
                     self._follow(model, groups)
 
     def _follow(self, model: Any, groups: Sequence[Group]) -> None:
-        """Measure the policy's change since the first group of the window whose rewards differ.
+        """Measure the change of the policy since the window's first group with unequal rewards.
 
-        Only the main process does this. An error there becomes a note, because other ranks go on
-        training.
+        Only the main process calls this method. An error becomes a note and is not raised, because
+        the other ranks continue training.
         """
         try:
             if self._open.first is not None:
@@ -335,13 +336,15 @@ class GradientNoiseCallback(TrainerCallback):
         groups: Sequence[Group],
         scored: Mapping[int, GroupScores],
     ) -> None:
-        """Have the next update compared with the gradient that the loss declares for these groups.
+        """Schedule the comparison of the next update with the gradient that the loss declares.
+
+        If the loss is computed in a narrower precision than the weights, scores are computed again
+        in that precision.
 
         Args:
-            model, layers: the scored model, see `scored_weights`.
+            model, layers: scored model; see `scored_weights`.
             groups: all groups of the generation batch.
-            scored: scores of groups by place, the same on all ranks. If the loss is computed in a
-                narrower precision, scores are computed again in that precision.
+            scored: scores by index of the group, the same on all ranks.
         """
         trainer = self.trainer
         chosen = self.options.parameters is not None
@@ -355,7 +358,7 @@ class GradientNoiseCallback(TrainerCallback):
                 with in_precision_of_loss(trainer, model, layers, narrow):
                     same = {place: groups[place] for place in scored}
                     scored = self.scorer.all_scores(model, same, layers)
-            # All ranks raise it.
+            # All ranks raise the same error.
             except ConfigError as error:
                 reason = str(error)
         if reason is not None:
@@ -377,7 +380,7 @@ class GradientNoiseCallback(TrainerCallback):
         self.audit.expect(sketches, groups)
 
     def _rescored(self, micro_batches: Sequence[tuple[MicroBatch, Array]]) -> Mapping[str, Array]:
-        """Score rows as TRL's loss read them, with its dropout masks; see `audit.UpdateScores`."""
+        """Score rows with the inputs and dropout masks of TRL's loss; see `audit.UpdateScores`."""
         start, trainer = time.perf_counter(), self.trainer
         self.scorer.ratio_gaps[:] = 0
         with (
@@ -388,7 +391,7 @@ class GradientNoiseCallback(TrainerCallback):
         ):  # fmt: skip
             if layers is not None:
                 raise ConfigError(
-                    "scored layer by layer, it cannot repeat the loss's dropout masks"
+                    "scores are computed layer by layer, without the loss's dropout masks"
                 )
             scores = {
                 text: np.concatenate(
@@ -403,9 +406,9 @@ class GradientNoiseCallback(TrainerCallback):
         return scores
 
     def _ratios(self) -> str:
-        """Report how far ratios pi/pi_old are from 1 because of two draws of masks.
+        """Return a sentence on how far dropout masks move pi/pi_old from 1.
 
-        The sentence follows another sentence; all ranks call this method.
+        The sentence is appended to another sentence. All ranks must call this method.
         """
         if self.audit is None or self.audit.rescored is None:
             return ""
@@ -414,12 +417,12 @@ class GradientNoiseCallback(TrainerCallback):
             return ""
         return (
             f". TRL draws dropout masks for pi_old too: |log pi/pi_old| is {gap / tokens:.3f} nats "
-            f"per token on average, {100 * cut / tokens:.1f} % of tokens are clipped, and C1, C2, "
-            "C3 do not include this"
+            f"per token on average, and {100 * cut / tokens:.1f} % of tokens are clipped. C1, C2 "
+            "and C3 do not include this effect"
         )
 
     def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
-        """Return the rows of this rank; the first of each group has the images of its prompt."""
+        """Return the rows of this rank; the first row of a group has the images of the prompt."""
         trainer = self.trainer
         rows = completions_of(output, tokenizer_of(trainer).pad_token_id)
         before = trainer.accelerator.process_index * len(rows)
@@ -431,10 +434,11 @@ class GradientNoiseCallback(TrainerCallback):
         ]
 
     def _is_scored(self, group: Group) -> bool:
-        """Return True if a group's scores count.
+        """Return True if the scores of a group are needed.
 
-        They count if its rewards differ, if the loss normalises each reward and some reward
-        differs, or, after a warning about sampling, in the mean score of the first window.
+        They are needed if the summed rewards differ, or if the loss normalises each reward and the
+        rewards of some function differ. After a warning about sampling, the scores of all groups
+        are needed for the mean score of the first window.
         """
         if self.warnings and not self.windows:
             return True
@@ -442,7 +446,7 @@ class GradientNoiseCallback(TrainerCallback):
         return group.varies or (each and group.varies_by_function)
 
     def _close(self) -> None:
-        """End the window: add the terms of its groups, if there are two, and log the estimates."""
+        """Close the open window and log the estimates; discard a window without two groups."""
         ended, self._open = self._open, OpenWindow()
         groups = ended.groups
         if len(groups) < 2:
@@ -467,13 +471,14 @@ class GradientNoiseCallback(TrainerCallback):
         self._log(self.windows[-1])
 
     def judge_own_loss(self, draws: int = 100) -> None:
-        """Estimate the relative efficiency of the run's loss, from the groups that are kept.
+        """Estimate the relative efficiency of the run's loss from the groups that are kept.
 
-        Only the main process does this. An error becomes the reason why the efficiency is unknown,
-        because other ranks go on training.
+        Only the main process calls this method. An error becomes the reason why the efficiency is
+        unknown and is not raised, because the other ranks continue training.
 
         Args:
-            draws: pairs of batches for a loss whose weights depend on all rows of a batch.
+            draws: number of pairs of batches for a loss whose weights depend on all rows of a
+                batch.
         """
         if not self._kept:
             return
@@ -495,7 +500,7 @@ class GradientNoiseCallback(TrainerCallback):
         self.seconds += time.perf_counter() - start
 
     def recent(self) -> list[Window]:
-        """Return the windows of the second half of the measured steps, at least the last four."""
+        """Return the windows in the second half of the steps so far, but at least the last four."""
         if not self.windows:
             return []
         last = self.windows[-1].last
@@ -503,9 +508,9 @@ class GradientNoiseCallback(TrainerCallback):
         return max(half, self.windows[-MIN_WINDOWS:], key=len)
 
     def estimate(self) -> NoiseEstimate | None:
-        """Return averages over `recent()`, with intervals; None if nothing was measured.
+        """Return averages over `recent()` with intervals; None if nothing was measured.
 
-        Intervals that `withheld` names have no numbers.
+        Intervals that `withheld` names are undetermined.
         """
         size, steps = self.trainer.num_generations, [window.terms for window in self.recent()]
         if not steps:
@@ -515,9 +520,9 @@ class GradientNoiseCallback(TrainerCallback):
         return replace(estimate, intervals={**estimate.intervals, **unknown})
 
     def withheld(self) -> dict[str, str]:
-        """Name the intervals that are not reported, each with the reason.
+        """Return the names of the intervals that are not reported, with the reasons.
 
-        They are withheld if a window's policies are too far apart.
+        An interval is withheld if the policies within a window are too far apart.
         """
         size, recent = self.trainer.num_generations, self.recent()
         drift = max((window.drift for window in recent), default=0.0)
@@ -526,9 +531,9 @@ class GradientNoiseCallback(TrainerCallback):
         return withheld(noise_estimate([window.terms for window in recent], size), size, drift)
 
     def _log(self, window: Window) -> None:
-        """Write to TRL's metrics, and print a line on the main process."""
+        """Write to TRL's metrics and print a line on the main process."""
         estimate = self.estimate()
-        # There is at least this window.
+        # There is at least one window.
         assert estimate is not None
         step_intervals = noise_estimate([window.terms], self.trainer.num_generations).intervals
         values = {
@@ -542,22 +547,24 @@ class GradientNoiseCallback(TrainerCallback):
         metrics = self.trainer._metrics["train"]
         for name, value in values.items():
             if np.isfinite(value):
-                # TRL averages lists, and a mean of ratios is no ratio, so the list has one item.
+                # TRL averages lists, but a mean of ratios is not a ratio of means, so the list has
+                # a single item.
                 metrics[f"{PREFIX}/{name}"] = [float(value)]
         line = step_line(estimate.intervals, self.own_loss)
         way = f"scored {self.way}; " if self.way else ""
         self._print(f"{PREFIX} step {window.last}: {line}; {way}{self._cost()} so far")
 
     def _cost(self) -> str:
-        """Return the time spent on measuring, and its share of the time since training began."""
+        """Return the time spent on measuring, also as a share of the time since training began."""
         share = 100 * self.seconds / (time.perf_counter() - self._begin)
         return f"{self.seconds:.1f} s, {share:.0f} % of the time"
 
     def summary(self) -> list[str]:
-        """Summarise the present estimates in lines, on the main process.
+        """Return lines that summarise the current estimates.
 
-        They give the relative efficiency of the run's loss, advice to keep, raise or lower the
-        group size, its basis, and the cost.
+        They contain the relative efficiency of the run's loss (estimated only on the main process),
+        advice to keep, raise or lower the group size, the estimates behind the advice, and the cost
+        of measuring.
         """
         estimate = self.estimate()
         if estimate is None:
@@ -577,7 +584,7 @@ class GradientNoiseCallback(TrainerCallback):
         return [f"{PREFIX}: {first}", *others, *missing, *self.scorer.notes]
 
     def _why_nothing(self) -> str:
-        """Explain why there are no two groups to measure, and what to do."""
+        """Explain why fewer than two groups were measured, and suggest a remedy."""
         trainer, size = self.trainer, self.trainer.num_generations
         if not self._seen:
             return without_batches(trainer)
@@ -587,17 +594,17 @@ class GradientNoiseCallback(TrainerCallback):
             functions = " and ".join(names) or "no reward function"
             return (
                 f"{without} of {rows} completions had no finite reward ({functions} gave None, NaN "
-                f"or infinity), and a group needs {size} of them: let a reward function return a "
-                "number for every completion, 0 where it cannot judge"
+                f"or infinity), but a group needs finite rewards for all {size} completions: let a "
+                "reward function return a number for every completion, 0 if it cannot judge"
             )
         return (
-            f"training ended after {rows // size} group of {size} completions, and two are needed: "
-            "take more steps, or more prompts per step"
+            f"training ended after {rows // size} group of {size} completions, but two groups are "
+            "needed: use more steps, or more prompts per step"
         )
 
     def _print(self, *lines: str) -> None:
-        # An object of another class, which is refused, has no accelerator.
+        # A refused trainer of another class may have no accelerator.
         accelerator = getattr(self.trainer, "accelerator", None)
         if accelerator is None or accelerator.is_main_process:
-            # tqdm writes above its progress bars.
+            # tqdm.write does not break progress bars.
             tqdm.write("\n".join(map(visible, lines)))

@@ -1,7 +1,7 @@
-"""Completions that TRL generated in a batch, in complete groups, with their rewards.
+"""Complete groups of the completions in a TRL generation batch, with their rewards.
 
-TRL returns the rows of a generation batch in rank order, the G completions of a prompt one after
-another; a group may begin on one rank and end on the next. TRL itself gathers the rewards.
+TRL returns the rows of a generation batch in rank order, with the G completions of a prompt in
+consecutive rows. A group may begin on one rank and end on the next rank. TRL gathers the rewards.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from grpo_ustat.records import Array, Prompt, Rollouts
 
 @dataclass(frozen=True)
 class Completion:
-    """One row of a generation batch, without padding."""
+    """Row of a generation batch, without padding."""
 
-    # Token ids, end token included.
+    # Token ids including the end-of-sequence token.
     prompt_ids: list[int]
     completion_ids: list[int]
-    # True for each token of the completion that the policy wrote; None: it wrote all.
+    # True for each completion token that the policy wrote; None: the policy wrote all tokens.
     written: list[bool] | None = None
-    # True if TRL's loss counts it; False if `mask_truncated_completions` masked it.
+    # True if the row counts in TRL's loss; False if `mask_truncated_completions` masked it.
     counted: bool = True
-    # Images of its prompt, see `images.row_images`; only a group's first row has them.
+    # Images of the prompt, see `images.row_images`; present only in the first row of a group.
     images: dict[str, torch.Tensor] | None = None
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids of the prompt, and of the completion."""
+        """Token ids of the prompt and of the completion."""
         return tuple(self.prompt_ids), tuple(self.completion_ids)
 
     @property
     def length(self) -> int:
-        """Tokens that the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return len(self.completion_ids) if self.written is None else sum(self.written)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The G completions of a prompt and their rewards."""
+    """The G completions of a prompt with their rewards."""
 
     completions: list[Completion]
-    # The weighted sums of their rewards.
+    # Weighted sum of the rewards of each completion.
     rewards_G: Array
-    # Rewards by reward function, NaN where it returned None.
+    # Rewards by reward function; NaN if the function returned None.
     rewards_GF: Array
 
     @property
     def varies(self) -> bool:
-        """True if its rewards differ; if not, its gradient is 0 for any scores."""
+        """True if the summed rewards differ; if not, the gradient is 0 whatever the scores are."""
         return bool((self.rewards_G != self.rewards_G[0]).any())
 
     @property
     def varies_by_function(self) -> bool:
-        """True if the rewards of some function differ, though their sums may not."""
+        """True if the rewards of at least one function differ, even if the sums are equal."""
         same_GF = (self.rewards_GF == self.rewards_GF[0]) | np.isnan(self.rewards_GF)
         return not same_GF.all()
 
     def rollouts(self) -> Rollouts:
-        """Return its completions as a batch of one prompt."""
+        """Return the completions as a batch with one prompt."""
         lengths = [len(completion.completion_ids) for completion in self.completions]
         tokens_GT = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
         mask_GT = np.arange(max(lengths)) < np.array(lengths)[:, None]
@@ -88,15 +88,16 @@ class Group:
 def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion]:
     """Parse the rows that `_generate_and_score_completions` returned.
 
-    A completion that `mask_truncated_completions` has masked completely is recovered as it was
-    written: a truncated completion ends in neither an end token nor padding, so it ends at its last
-    token that is not padding. Its score counts: all formulas here need scores whose mean over a
-    prompt's completions is 0, and scores that are set to 0 by length have another mean.
+    Completions that `mask_truncated_completions` masked are recovered. A truncated completion has
+    no end-of-sequence token, so it ends at its last token that is not padding. Its score is needed:
+    all formulas here assume scores with expectation 0 over the completions of a prompt, and this
+    would not hold if scores were set to 0 depending on length.
 
     Args:
-        output: `prompt_ids`, `prompt_mask` (padded on the left), `completion_ids`,
-            `completion_mask` (on the right) and perhaps `tool_mask`, 1 on the policy's tokens.
-        pad_token: id of the padding.
+        output: dictionary with `prompt_ids` and `prompt_mask` (padded on the left),
+            `completion_ids` and `completion_mask` (padded on the right), and possibly `tool_mask`,
+            which is 1 on the policy's tokens.
+        pad_token: id of the padding token.
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     prompts, prompt_masks, completions, masks = (output[name].cpu() for name in names)
@@ -117,15 +118,15 @@ def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion
 def logged_rewards(
     logged: Mapping[str, Sequence[float]], weights: torch.Tensor, rows: int
 ) -> tuple[Array, Array]:
-    """Compute the weighted sum of each row's rewards, as TRL adds them up, and the rewards.
+    """Return the weighted sum of each row's rewards, as in TRL, and the rewards by function.
 
-    The sum is NaN if a row has no reward. The rewards by function are [rows, functions].
+    The sum is NaN if a row has no reward. The rewards have the shape [rows, functions].
 
     Args:
-        logged: rewards of all ranks' last rows by reward function, in their order; NaN where it
-            returned None.
+        logged: rewards of the last rows on all ranks, by reward function, in row order. A value is
+            None or NaN if the function returned None.
         weights: weights of the reward functions.
-        rows: number of rows of this generation batch, all ranks together.
+        rows: number of rows of this generation batch on all ranks.
     """
     columns = []
     for name, values in logged.items():
@@ -143,18 +144,19 @@ def logged_rewards(
 
 
 def tokenizer_of(trainer: Any) -> Any:
-    """Return the tokenizer of a trainer, also if it is inside a processor of images."""
+    """Return the tokenizer of a trainer, even if it is part of an image processor."""
     return getattr(trainer, "_tokenizer", trainer.processing_class)
 
 
 def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
-    """Sum |log-probability of the sampler - log-probability of the model| over the policy's tokens.
+    """Return the sum of |log-probability by the sampler - by the model|, and the token count.
 
-    The second value is their number; it is 0 if TRL logs no sampler, which it does only for vLLM.
+    The sum is over tokens that the policy wrote. TRL logs the sampler's log-probabilities only with
+    vLLM; otherwise the count is 0.
 
     Args:
-        output: from `_generate_and_score_completions`. A token that vLLM could not score is NaN,
-            and left out.
+        output: result of `_generate_and_score_completions`. Tokens that vLLM could not score have
+            NaN and are left out.
     """
     sampled_BT, own_BT = (
         output.get(name) for name in ("sampling_per_token_logps", "old_per_token_logps")
@@ -171,11 +173,11 @@ def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
 def whole_groups(
     completions: Sequence[Completion], rewards_R: Array, rewards_RF: Array, group_size: int
 ) -> tuple[list[Group], int]:
-    """Form the groups of a generation batch with finite rewards, and count the others.
+    """Return the groups of a generation batch with finite rewards, and the number of other groups.
 
     Args:
-        completions: all ranks' rows, in rank order.
-        rewards_R, rewards_RF: their rewards, see `logged_rewards`.
+        completions: rows of all ranks, in rank order.
+        rewards_R, rewards_RF: rewards of the rows; see `logged_rewards`.
         group_size: G.
     """
     if len(completions) % group_size:
@@ -188,7 +190,7 @@ def whole_groups(
         if any(row.prompt_ids != rows[0].prompt_ids for row in rows):
             raise ConfigError(
                 f"rows {start} to {start + group_size - 1} are one group but have several prompts: "
-                "environments that change the prompt cannot be measured"
+                "a run with environments that change the prompt cannot be measured"
             )
         if not all(row.prompt_ids and row.completion_ids for row in rows):
             raise ConfigError(

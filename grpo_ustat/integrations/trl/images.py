@@ -1,4 +1,4 @@
-"""The images of a row of a generation batch, in TRL's format."""
+"""Images of a row in a generation batch, in TRL's format."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 from grpo_ustat.config.schema import ConfigError
 
-# Inputs with an entry per image on the first axis.
+# Model inputs with one entry per image on the first axis.
 BY_IMAGE = ("image_grid_thw", "image_sizes", "image_position_ids")
-# Inputs with an entry per token.
+# Model inputs with one entry per token.
 BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 
 
 def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
-    """Return the model's inputs for a row in addition to its tokens, for `completion_scores`.
+    """Return the image inputs of the model for a row, on the CPU, for `completion_scores`.
 
-    They are on the CPU; there are none if the batch has no images. All rows of a group have the
-    same images. The images of a batch follow one another, `num_images` to a row: TRL's
-    `_get_per_token_logps_and_entropies` splits them in the same way.
+    The result is empty if the row has no images. All rows of a group have the same images. The
+    images of a batch are concatenated in row order, and `num_images[i]` of them belong to row i, as
+    in TRL's `_get_per_token_logps_and_entropies`.
 
     Args:
-        output: from `_generate_and_score_completions`.
-        row: its index on this rank.
+        output: result of `_generate_and_score_completions`.
+        row: index of the row on this rank.
     """
     if "pixel_values" not in output:
         return {}
@@ -39,8 +39,8 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
             types_T = output[name][row]
             if types_T[width:].any():
                 raise ConfigError(
-                    "a tool put images into a completion, so the images of its group differ, which "
-                    "cannot be measured: let tools return text"
+                    "a tool put images into a completion, so the images within its group differ. "
+                    "This cannot be measured: let tools return text"
                 )
             images[name] = types_T[:width][real]
     for name in BY_IMAGE:
@@ -48,16 +48,16 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
             images[name] = output[name][first:last]
     pixels, by_row = output["pixel_values"], slice(row, row + 1)
     if "image_grid_thw" in output:
-        # The patches of all images follow one another.
+        # The patches of all images are concatenated.
         sizes = output["image_grid_thw"].prod(dim=-1)
         start = int(sizes[:first].sum())
         place = slice(start, start + int(sizes[first:last].sum()))
     elif "num_tiles" in output:
-        # The tiles of all images follow one another.
+        # The tiles of all images are concatenated.
         start = sum(output["num_tiles"][:row])
         place = slice(start, start + output["num_tiles"][row])
     elif pixels.dim() == 5 or len(pixels) != sum(counts):
-        # Each row has its images, padded.
+        # The first axis is the row, with padded images.
         place = by_row
     else:
         place = slice(first, last)

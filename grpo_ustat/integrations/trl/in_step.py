@@ -1,8 +1,9 @@
-"""Layers of a sharded model that have their weights one at a time, gathered by ranks in step.
+"""Layer-by-layer gathering of the weights of a sharded model, with all ranks in step.
 
-Gathering needs all ranks, but each rank scores its own groups: shorter groups, none, or one that
-fails. So a round has a fixed sequence of gatherings, through the layers and back. A rank that does
-not use a gathering, or never reaches it, gathers and drops.
+All ranks must take part in each gathering, but each rank scores its own groups, and a rank may have
+shorter groups, no group, or a group that fails. So a round has a fixed sequence of gatherings, from
+the first layer to the last and back. A rank that does not need a gathering, or never reaches it,
+gathers the weights and releases them.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from grpo_ustat.policy.output_layer import causal, replaced_forward
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 
 Gathered = tuple[list[int], AbstractContextManager[object]]
-"""Bytes of each allocation of a gathering, and a block within which the full weights are there."""
+"""Size in bytes of each allocation, and a context in which the full weights are available."""
 
 Gather = Callable[[nn.Module, Sequence[nn.Module]], Gathered]
-"""Gathers the weights of a module, except those of some modules within it."""
+"""Function that gathers the weights of a module, except for the weights of some inner modules."""
 
 
 class LayersInStep:
-    """Layers of a model, each of which has its weights only within a block of `weights`.
+    """Layers of a model that have their weights only within a block of `weights`.
 
     Args:
-        layers: in the order in which the model calls them.
-        gather: gathers their weights.
+        layers: layers in the order in which the model calls them.
+        gather: function that gathers the weights of a layer.
     """
 
     def __init__(self, layers: Sequence[nn.Module], gather: Gather):
         self.layers, self._gather = layers, gather
         self._places: dict[nn.Module, list[_Place]] = {}
-        # Layers still to be gathered in this round.
+        # Layers that are still to be gathered in this round.
         self._ahead: deque[nn.Module] = deque()
         self._largest: list[int] = []
         self._reserve: list[torch.Tensor] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Keep layers without weights within the block; all ranks enter together."""
+        """Take the weights out of all layers within the block; all ranks must enter together."""
         try:
             for layer in self.layers:
                 sizes, gathered = self._gather(layer, ())
@@ -62,9 +63,13 @@ class LayersInStep:
 
     @contextmanager
     def round(self, sweeps: int, backward: bool = True) -> Iterator[None]:
-        """Allow passes through the layers, so many times, forward or forward and backward.
+        """Allow a number of passes through the layers within the block.
 
-        All ranks enter and leave together, whatever they do or fail to do within.
+        All ranks enter and leave together, even if a rank does not complete its passes.
+
+        Args:
+            sweeps: number of passes.
+            backward: True if each forward pass is followed by a backward pass.
         """
         sweep = [*self.layers, *reversed(self.layers)] if backward else self.layers
         self._ahead.extend([*sweep] * sweeps)
@@ -88,10 +93,10 @@ class LayersInStep:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Give a layer its weights while it is called, within the block."""
+        """Give each layer its weights while the layer is called, within the block."""
 
         def compute(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-            """Return a layer's forward that gathers its weights first."""
+            """Return a forward function that gathers the layer's weights first."""
 
             def gathered(*args: Any, **kwargs: Any) -> Any:
                 """Return the output of the layer."""
@@ -113,7 +118,7 @@ class LayersInStep:
     def _gathered(self, layer: nn.Module) -> Iterator[None]:
         """Give a layer its full weights within the block."""
         places, self._reserve = self._places[layer], []
-        # FSDP1 would consider a stand-in as a weight that was changed.
+        # FSDP1 would mistake a stand-in for a changed weight.
         for place in places:
             place.put(place.sharded)
         try:
@@ -130,9 +135,9 @@ class LayersInStep:
             self._reserve = self._reserved()
 
     def _reserved(self) -> list[torch.Tensor]:
-        """Allocate memory for the next layer's weights, if there is enough.
+        """Reserve memory for the weights of the next layer, if there is enough.
 
-        A rank whose memory ran out in a gathering would leave the others waiting.
+        If a rank ran out of memory during a gathering, the other ranks would wait forever.
         """
         try:
             device = next(iter(self.layers[0].parameters())).device
@@ -144,10 +149,10 @@ class LayersInStep:
 
 
 class _Place:
-    """The place of a trainable parameter in a layer.
+    """Place of a trainable parameter in a layer.
 
-    Its stand-in always has the parameter's shape, and is NaN while the layer has no weights, so
-    that any computation from it would be noticed.
+    A stand-in parameter always has the shape of the original. Its values are NaN while the layer
+    has no weights, so that any computation with them would be noticed.
     """
 
     def __init__(self, module: nn.Module, name: str, stand_in: nn.Parameter):
@@ -159,7 +164,7 @@ class _Place:
         self.module._parameters[self.name] = parameter
 
     def fill(self) -> nn.Parameter:
-        """Put the stand-in here, with the present parameter's weights; return the parameter."""
+        """Replace the current parameter by the stand-in with its weights; return the parameter."""
         parameter = self.module._parameters[self.name]
         assert parameter is not None
         self.stand_in.data = parameter.data
@@ -167,14 +172,14 @@ class _Place:
         return parameter
 
     def leave(self) -> None:
-        """Put the stand-in here, without weights; the sharded parameter is kept."""
+        """Replace the sharded parameter, which is kept, by the stand-in without weights."""
         self.sharded = self.module._parameters[self.name]
         self.stand_in.data = _nothing(self.stand_in)
         self.put(self.stand_in)
 
 
 def _places(layer: nn.Module) -> list[_Place]:
-    """Return the places of a layer's trainable parameters; shared parameters share a stand-in."""
+    """Return the places of a layer's trainable parameters; a shared parameter has one stand-in."""
     stand_ins: dict[int, nn.Parameter] = {}
     places: list[_Place] = []
     for module in layer.modules():
@@ -190,10 +195,10 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def separate_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model that can have their weights one at a time.
+    """Return the layers of a model whose weights can be gathered layer by layer.
 
-    There are none if the model is not made of such layers, or if a layer shares a weight with
-    another module.
+    The list is empty if the model does not consist of such layers, or if a layer shares a weight
+    with a module outside the layer.
     """
     by_layer = LayerByLayer(causal(model))
     layer_of = {module: layer for layer in by_layer.layers for module in layer.modules()}

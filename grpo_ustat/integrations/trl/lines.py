@@ -1,4 +1,4 @@
-"""Output lines of the callback, in plain words."""
+"""Output lines of the callback."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from grpo_ustat.integrations.trl.objective import OwnLoss
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.pages.advice import group_size_advice, pair_advice
 
-# An upper end of this many times the estimate, or more, is not reported.
+# The upper end of an interval is reported only if it is below this multiple of the estimate.
 MAX_RATIO_OF_UPPER_END = 100
 
 
 def step_line(intervals: Mapping[str, Interval], own_loss: OwnLoss | None) -> str:
-    """Summarise the present estimates, without a full stop."""
+    """Summarise the current estimates in a line without a full stop."""
     line = numbers(intervals)
     if own_loss is not None and own_loss.decided and own_loss.efficiency is not None:
         efficiency = in_words(own_loss.efficiency.efficiency_same_g, digits=2)
@@ -34,20 +34,20 @@ def end_lines(
     scores: str,
     cost: str,
 ) -> list[str]:
-    """Write the answer in the first line, its basis in the second, and further remarks.
+    """Return the summary: advice in the first line, the data behind it in the second, and remarks.
 
     Args:
-        estimate: estimate from these windows.
-        windows: the recent windows.
-        own_loss: relative efficiency of the run's loss.
+        estimate: estimate from the recent windows.
+        windows: recent windows.
+        own_loss: relative efficiency of the run's loss; None if it was not estimated.
         group_size, rollouts: G and n of the run.
         scores: description of the scores and their precision.
-        cost: cost of measuring.
+        cost: time spent on measuring, in words.
     """
     gstar = estimate.intervals["gstar"]
     _, advice, _ = group_size_advice(estimate.law, gstar, group_size, rollouts)
     if math.isnan(gstar.low) and not math.isnan(estimate.intervals["c2"].low):
-        advice = f"It is not known if num_generations = {group_size} is best."
+        advice = f"It is not known whether num_generations = {group_size} is the best size."
     if estimate.assumption2:
         advice = pair_advice(gstar)
     answer = advice
@@ -57,25 +57,27 @@ def end_lines(
     lines = [
         answer,
         f"{numbers(estimate.intervals)}; from {groups} groups of steps {windows[0].first} to "
-        f"{windows[-1].last}, averaged over these; {scores}; measuring took {cost}.",
+        f"{windows[-1].last}, averaged over these steps; {scores}; measuring took {cost}.",
     ]
     if own_loss is not None and (sizes := own_loss.smaller_sizes()):
         lines.append(sizes)
     if estimate.heavy:
-        lines.append("Few groups carry most of the weight: intervals may cover less than 90 %.")
+        lines.append(
+            "A few groups dominate the estimates, so 95 % intervals may cover less than 90 %."
+        )
     if unknown := sum(window.unknown for window in windows):
         lines.append(f"Groups left out because a completion has no reward: {unknown}.")
     return lines
 
 
 def numbers(intervals: Mapping[str, Interval]) -> str:
-    """State G*, the noise scale and the share of groups with equal rewards, in words."""
+    """Describe G*, the noise scale and the share of groups with equal rewards."""
     share = intervals["zero_variance"]
     if share.estimate == 1:
         return "all groups have equal rewards, so there is no gradient to measure"
     best = in_words(intervals["gstar"], MIN_GSTAR, digits=1)
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
-        # Pairs give only bounds of G*.
+        # Groups of 2 give only bounds of G*.
         _, low, high = intervals["gstar"]
         assumed = intervals["gstar_assumption2"].estimate
         best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} under Assumption 2)"
@@ -87,7 +89,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
 
 
 def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
-    """Format an estimate with its interval, or its lower end if only that is known, or "unknown".
+    """Format an estimate with its interval; if there is no useful upper end, only the lower end.
 
     >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
     ('5.2 [4.3, 9.8]', 'at least 32')

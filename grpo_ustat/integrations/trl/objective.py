@@ -1,7 +1,7 @@
-"""Relative efficiency of a run's loss: the loss that TRL's arguments define, the result in words.
+"""Relative efficiency of the loss that the arguments of a TRL run define, with the result in words.
 
-TRL 1.16 applies, at the first update of a batch, the row weights of `estimators.row_weights`; other
-effects of its arguments on the gradient are named by `unmeasured` or `described`.
+At the first update of a batch, TRL 1.16 applies the row weights of `estimators.row_weights`. Other
+effects of the arguments on the gradient are reported by `unmeasured` or `described`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
-# TRL adds this to a standard deviation.
+# Number that TRL adds to a standard deviation.
 EPSILON = 1e-4
 EACH_REWARD = "normalize_then_sum"
-# Pairs of batches for losses whose weights depend on all rows of a batch.
+# Number of pairs of batches for losses whose weights depend on all rows of a batch.
 DRAWS = 100
-# Baselines by `scale_rewards`.
+# Names of baselines by `scale_rewards`.
 BASELINE_NAMES = {"none": "group_mean", "group": "group_std", "batch": "batch_std"}
 WORDS = {
     "group_mean": "no std", "group_std": "std of the group", "batch_std": "std of the batch",
@@ -37,11 +37,12 @@ WORDS = {
 def loss_of(trainer: Any) -> Loss:
     """Return the loss that a trainer's arguments declare, at the first update of a batch.
 
-    `importance_sampling_level`, `epsilon` and `delta` of 1 or more change nothing there, since
-    every ratio is 1; `cispo` without `epsilon_high` has its documented gradient times a constant.
+    At this update every importance ratio is 1, so `importance_sampling_level`, `epsilon` and a
+    `delta` of 1 or more have no effect. The gradient of `cispo` without `epsilon_high` is the
+    documented gradient times a constant.
 
     Args:
-        trainer: a `trl.GRPOTrainer` for which `unmeasured` returns None.
+        trainer: `trl.GRPOTrainer` for which `unmeasured` returns None.
     """
     args = trainer.args
     each = args.multi_objective_aggregation == EACH_REWARD
@@ -58,16 +59,16 @@ def loss_of(trainer: Any) -> Loss:
 
 
 def unmeasured(trainer: Any) -> str | None:
-    """Return the reason why a trainer's loss cannot be measured, or None if it can."""
+    """Return the reason why a trainer's loss cannot be measured, or None if it can be."""
     args = trainer.args
     for method in ("_compute_loss", "_generate_and_score_completions"):
         owners = [kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind)]
         if owners and owners[0] != "GRPOTrainer":
             return f"{owners[0]} overrides {method}"
     if args.loss_type not in LOSS_TYPES:
-        return f"loss_type={args.loss_type} is no loss of TRL 1.16"
+        return f"loss_type={args.loss_type} is not a loss of TRL 1.16"
     if args.scale_rewards not in BASELINE_NAMES:
-        return f"scale_rewards={args.scale_rewards} is none of {', '.join(BASELINE_NAMES)}"
+        return f"scale_rewards={args.scale_rewards} is not one of {', '.join(BASELINE_NAMES)}"
     if args.top_entropy_quantile < 1:
         return (
             f"top_entropy_quantile={args.top_entropy_quantile} leaves out tokens by their entropy"
@@ -80,29 +81,29 @@ def unmeasured(trainer: Any) -> str | None:
 
 
 def rollouts_of(trainer: Any) -> int:
-    """Return n, the completions of one optimizer update, all ranks together."""
+    """Return n, the number of completions per optimizer update on all ranks together."""
     args = trainer.args
     ranks = trainer.accelerator.num_processes
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
 
 
 def without_batches(trainer: Any) -> str:
-    """Explain why a training run had no generation batch, and what to do."""
+    """Explain why a training run had no generation batch, and suggest a remedy."""
     args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
     needed = args.generation_batch_size // trainer.num_generations
     count = len(dataset) if isinstance(dataset, Sized) else None
     if count is None or count >= needed:
-        return "there was no generation batch of training"
+        return "there was no generation batch during training"
     return (
-        f"train_dataset has {count} prompt{'s' * (count != 1)}, fewer than the {needed} of a "
-        f"generation batch ({args.generation_batch_size} completions in groups of "
-        f"{trainer.num_generations}), and TRL makes no smaller batch: give {needed} or more, or "
-        "lower per_device_train_batch_size or steps_per_generation"
+        f"train_dataset has {count} prompt{'s' * (count != 1)}, but a generation batch needs "
+        f"{needed} ({args.generation_batch_size} completions in groups of "
+        f"{trainer.num_generations}), and TRL makes no smaller batch: use {needed} prompts or "
+        "more, or lower per_device_train_batch_size or steps_per_generation"
     )
 
 
 def described(trainer: Any) -> str:
-    """Describe the loss in a few words, with its parts that are not measured.
+    """Describe the loss in a few words, and name its terms that are not measured.
 
     >>> from types import SimpleNamespace as Some
     >>> args = Some(loss_type="dapo", scale_rewards="group", mask_truncated_completions=True,
@@ -123,24 +124,24 @@ def described(trainer: Any) -> str:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """Relative efficiency of a run's loss, from groups on which it trained."""
+    """Relative efficiency of a run's loss, from groups on which the run trained."""
 
-    # The loss, see `described`.
+    # Description of the loss; see `described`.
     words: str
     # G and n of the run.
     group_size: int
     rollouts: int
     # Number of groups that were measured.
     groups: int
-    # The reason why the efficiency is unknown, in words.
+    # Reason why the efficiency is unknown, in words.
     reason: str | None = None
-    # True if by theory its direction is the direction of the gradient.
+    # True if, by theory, the expected update has the direction of the gradient.
     unbiased: bool = False
-    # Objective of the unbiased gradient, in words; empty if the run has a single reward.
+    # Objective of the unbiased gradient, in words; empty unless rewards are normalised separately.
     compared: str = ""
-    # Efficiency at G; None if `reason` explains why not.
+    # Relative efficiency at G; None if it is unknown for the given `reason`.
     efficiency: RelativeEfficiency | None = None
-    # Efficiency of groups of g against groups of G, by g < G; the intervals are simultaneous, 95 %
+    # Efficiency of groups of g relative to groups of G, by g < G, with simultaneous 95 % intervals
     # (Bonferroni).
     against: dict[int, Interval] = field(default_factory=dict[int, Interval])
 
@@ -153,32 +154,35 @@ class OwnLoss:
 
     @property
     def cosine(self) -> Interval:
-        """The cosine of its mean and the gradient; NaN if its sign is unknown."""
+        """Cosine of the expected update and the gradient; NaN unless the efficiency is decided."""
         if self.efficiency is None or not self.decided:
             return Interval(math.nan, 0.0, 1.0)
         return Interval(*(math.sqrt(max(0.0, square)) for square in self.efficiency.direction))
 
     @property
     def better(self) -> int | None:
-        """The best of the smaller sizes that are significantly better; None if there is none."""
+        """Best of the smaller group sizes that are significantly better; None if there is none."""
         better = {g: x.estimate for g, x in self._finite_sizes.items() if x.low > 1}
         return max(better, key=lambda g: better[g], default=None)
 
     @property
     def none_better(self) -> bool:
-        """True if no smaller size with an interval is better by over `TOLERABLE_EXTRA_ERROR`."""
+        """True if every upper end shows that no smaller size is better by more than the tolerance.
+
+        The tolerance is `TOLERABLE_EXTRA_ERROR`; sizes without an interval are ignored.
+        """
         if self.better is not None:
             return False
         return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._finite_sizes.values())
 
     def line(self) -> str:
-        """State the efficiency and the direction, or why there is none, in a sentence."""
+        """Return a sentence with the efficiency and the direction, or why they are unknown."""
         loss = f"Your loss ({self.words})"
         if self.efficiency is None:
             return f"{loss}: {self.reason}."
         if not self.decided:
             return (
-                f"{loss}: its relative efficiency is not decided from {self.groups} groups"
+                f"{loss}: the relative efficiency is not decided from {self.groups} groups"
                 f"{self._noise()}."
             )
         direction = "unbiased" if self.unbiased else f"cos {_two_digits(self.cosine)}"
@@ -188,10 +192,10 @@ class OwnLoss:
         )
 
     def smaller_sizes(self) -> str:
-        """State the effect of smaller groups on this loss, in a sentence.
+        """Return a sentence on the effect of smaller groups on this loss.
 
-        It is empty if the effect is unknown, or if the direction is unbiased, because the loss then
-        has the best size of the unbiased gradient.
+        The result is empty if the effect is unknown. It is also empty if the direction is unbiased,
+        because the best size is then the same as for the unbiased gradient.
         """
         if not self.decided or self.unbiased or not self._finite_sizes:
             return ""
@@ -209,7 +213,7 @@ class OwnLoss:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return the known numbers, by name, for a tracker."""
+        """Return the known numbers by metric name, for a tracker."""
         if self.efficiency is None:
             return {}
         values = {
@@ -221,11 +225,11 @@ class OwnLoss:
 
     @property
     def _finite_sizes(self) -> dict[int, Interval]:
-        """The entries of `against` that have an interval."""
+        """Entries of `against` that have an interval."""
         return {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
 
     def _noise(self) -> str:
-        """State the share of an update that is noise, in words; empty if it is unknown."""
+        """Return a clause on the share of an update that is noise; empty if it is unknown."""
         assert self.efficiency is not None
         share, low, high = (100 * x for x in self.efficiency.noise)
         if not math.isfinite(share):
@@ -235,15 +239,15 @@ class OwnLoss:
 
 
 def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int = DRAWS) -> OwnLoss:
-    """Estimate the efficiency of a loss at the group size of a pool, and in smaller groups.
+    """Estimate the efficiency of a loss at the group size of a pool and at smaller group sizes.
 
     Args:
-        pool: groups on which a run trained, G = N; scores may be 0 for groups whose rewards are
-            equal under every reward function. With `EACH_REWARD` a pool of `with_functions`.
-        loss: see `loss_of`.
-        rollouts: n of an update.
-        words: see `described`.
-        draws: pairs of batches for losses whose weights depend on all rows of a batch.
+        pool: groups on which a run trained, G = N. Scores may be 0 for groups whose rewards are
+            equal for every reward function. With `EACH_REWARD`, a result of `with_functions`.
+        loss: loss of the run; see `loss_of`.
+        rollouts: number of rollouts per update, n.
+        words: description of the loss; see `described`.
+        draws: number of pairs of batches for losses whose weights depend on all rows of a batch.
     """
     groups, size = pool.rewards_PN.shape
     fault = refusal(pool, loss, size, rollouts)
@@ -267,15 +271,16 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
 
 
 def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
-    """Return a pool whose reward functions count as TRL counts them in `EACH_REWARD`.
+    """Return a pool with rewards by function, treated as TRL treats them with `EACH_REWARD`.
 
-    A function that returned None for all completions of a group does not count in it, as if its
-    rewards were equal. If it returned None for some completions, TRL normalises the others among
-    themselves: this is no baseline of complete groups, so the group is left out.
+    If a function returned None for all completions of a group, it has no effect on the group, as if
+    its rewards were equal. If a function returned None for only some completions of a group, TRL
+    normalises its remaining rewards among themselves. This is not a baseline of complete groups, so
+    the group is left out.
 
     Args:
-        pool: pool with the functions' rewards, NaN where a function returned None.
-        weights_F: weights of the functions.
+        pool: pool with rewards by function, NaN if a function returned None.
+        weights_F: weights of the reward functions.
     """
     assert pool.rewards_PNF is not None
     none_PF = np.isnan(pool.rewards_PNF).sum(axis=1)
@@ -292,26 +297,27 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
 def ratio_factors(
     trainer: Any, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, sign_B: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return factors of tokens' gradients in TRL 1.16's loss where pi/pi_old is not 1.
+    """Return the factors of token gradients in TRL 1.16's loss if pi/pi_old is not 1.
 
-    They multiply the gradients of the tokens' log-probabilities, in addition to the weights of
-    `row_weights`. None if the loss type is not covered.
+    The factors multiply the gradients of the tokens' log-probabilities, in addition to the weights
+    of `row_weights`.
 
     Args:
-        trainer: a `trl.GRPOTrainer`.
-        log_ratio_BT: log pi - log pi_old of the tokens.
+        trainer: `trl.GRPOTrainer` with the arguments of the loss.
+        log_ratio_BT: log pi - log pi_old of each token.
         mask_BT: 1 on tokens that count.
-        sign_B: sign of the advantages, -1 or 1, by which ratios are clipped.
+        sign_B: sign of each row's advantage, -1 or 1, which determines the clipping of ratios.
 
     Returns:
-        [B, T], or [B, 1] with `importance_sampling_level="sequence"`.
+        Factors, [B, T], or [B, 1] with `importance_sampling_level="sequence"`. None if the loss
+        type is not covered.
     """
     args, loss_type = trainer.args, trainer.args.loss_type
     log_BT, sign_B1 = log_ratio_BT.detach(), sign_B.to(log_ratio_BT)[:, None]
     if trainer.importance_sampling_level == "sequence":
         log_BT = ((log_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0))[:, None]
     if loss_type == "cispo":
-        # A cap below 1 multiplies the gradient by a number, a fault that the audit names.
+        # The division removes a constant factor, which the audit reports as a fault.
         return log_BT.exp().clamp(max=trainer.epsilon_high) / min(1.0, trainer.epsilon_high)
     with torch.enable_grad():
         ratio_BT = log_BT.requires_grad_().exp()
@@ -329,7 +335,7 @@ def ratio_factors(
 
 
 def _smaller(size: int) -> list[int]:
-    """Return the half of a group size, its half, and so on, while they are integers of 2 or more.
+    """Return the sizes from repeated halving of a group size, as long as they are integers >= 2.
 
     >>> _smaller(16), _smaller(12), _smaller(5)
     ([2, 4, 8], [3, 6], [])
@@ -342,11 +348,11 @@ def _smaller(size: int) -> list[int]:
 
 
 def _reason(fault: Refusal, size: int, rollouts: int) -> str:
-    """Phrase a refusal in the terms of training."""
+    """Return the reason for a refusal in terms of a training run."""
     if fault.kind in ("questions", "coupled questions"):
-        return f"not decided yet, {fault.needed} groups are needed, {fault.available} measured"
+        return f"not decided yet; {fault.needed} groups are needed, {fault.available} were measured"
     if fault.kind == "no multiple":
-        return f"an update of {rollouts} rollouts is no multiple of num_generations={size}"
+        return f"an update of {rollouts} rollouts is not a multiple of num_generations={size}"
     return f"it cannot be measured here ({fault.kind})"
 
 

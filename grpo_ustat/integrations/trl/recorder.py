@@ -1,4 +1,4 @@
-"""A reward function that gives no reward and logs the tokens of every completion."""
+"""Reward function that gives no reward and logs the tokens of every completion."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def record(
     log_extra: Any,
     **_: Any,
 ) -> list[None]:
-    """Return None for each completion, and log its tokens: a TRL reward function.
+    """Return None for each completion and log its tokens; this is a TRL reward function.
 
-    It has no effect on training; the logged tokens make completions token-exact. Add it to the
-    reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
+    The function has no effect on training. The logged tokens make the completions token-exact. Add
+    it to the reward functions of a `GRPOTrainer` with `log_completions=True`. TRL's
     `completions/completions_00010.parquet` then has the columns `prompt_ids`, `completion_ids` and
-    `policy_step`, the number of updates of the policy that wrote them: `checkpoint-<policy_step>`.
+    `policy_step`. The last is the number of updates of the policy that wrote the completions, which
+    is `checkpoint-<policy_step>`.
     """
     # `log_extra` is a method of the trainer.
     trainer = log_extra.__self__
@@ -28,7 +29,7 @@ def record(
         raise ConfigError(
             "grpo_ustat.integrations.trl.record cannot log a run with tools, environments or a "
             "rollout_func, because a reward function cannot distinguish their tokens from the "
-            "policy's: remove record from reward_funcs"
+            "policy's tokens: remove record from reward_funcs"
         )
     prompt_ids, *_rest = trainer._tokenize_prompts(list(prompts))
     log_extra("prompt_ids", [list(ids) for ids in prompt_ids])

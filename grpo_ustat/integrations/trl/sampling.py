@@ -1,10 +1,10 @@
-"""Tests if the scored policy is the sampling policy: by trainer arguments and by the mean score.
+"""Tests of whether the scored policy is the sampling policy, by trainer arguments and mean score.
 
-A policy's completions have mean score 0 under the same policy. TRL's loss and the scores use the
-softmax of all logits at `temperature`. If other arguments change the sampling, or dropout is on,
-loss and scores belong to another policy than the policy that wrote. The measured noise is then
-still the noise of the gradient that TRL applies, but this is not the gradient of the reward of
-sampled completions.
+Under the policy that wrote the completions, the mean score is 0. TRL's loss and the scores use the
+softmax of all logits at `temperature`. If other arguments change the sampling, or if dropout is on,
+the policy in the loss and in the scores is not the policy that wrote the completions. The measured
+noise is then still the noise of the gradient that TRL applies, but this gradient is not the
+gradient of the expected reward of sampled completions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.policy.dropout import active_dropout
 from grpo_ustat.records import Array
 
-# With fewer groups, intervals of a policy's own completions were above 0 too often.
+# Minimum number of groups for an interval. With fewer groups, intervals were above 0 too often even
+# if the scored policy wrote the completions.
 MIN_GROUPS = 8
 CUT = "leaves tokens out when TRL samples"
 MOVED = "moves probabilities when TRL samples"
-# The effect of an argument, and its values without effect.
+# Effect of each argument, and the values that have no effect.
 NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
     "top_k": (CUT, (None, -1, 0)),
     "top_p": (CUT, (None, 1)),
@@ -55,9 +56,9 @@ NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def sampling_warnings(trainer: Any) -> list[str]:
-    """Warn of each argument with which a `GRPOTrainer` samples from another distribution.
+    """Return a warning for each argument that changes a `GRPOTrainer`'s sampling distribution.
 
-    Scores use the unchanged distribution. There is a sentence for each argument and for dropout.
+    Scores use the unchanged distribution. There is one sentence per argument, and one for dropout.
     """
     arguments = {name: getattr(trainer, name, None) for name in NEUTRAL}
     arguments["structured_outputs"] = getattr(trainer.args, "vllm_structured_outputs_regex", None)
@@ -67,42 +68,45 @@ def sampling_warnings(trainer: Any) -> list[str]:
     for name, (effect, values) in neutral.items():
         if kwargs.get(name) not in values:
             sentences.append(
-                f"{name}={kwargs[name]} {effect}, but not in its loss: C1, C2, C3 describe the "
-                "gradient that TRL applies, which is not the gradient of the sampled reward; use "
+                f"{name}={kwargs[name]} {effect}, but not in its loss. C1, C2 and C3 describe the "
+                "gradient that TRL applies, which is not the gradient of the sampled reward. Use "
                 f"{name}={values[-1]}, or leave it out."
             )
     if dropout := active_dropout(trainer.model):
         name, rate = dropout
         masks = "without dropout" if getattr(trainer, "use_vllm", False) else "with other masks"
         sentences.append(
-            f"{name} is {rate}: TRL computes its loss with dropout, so scores are computed with "
-            "dropout too, each with its own masks, and C1, C2, C3 include the noise of the masks; "
-            f"TRL samples {masks}, so the applied gradient is not exactly the gradient of the "
-            "sampled reward."
+            f"{name} is {rate}. TRL computes its loss with dropout, so scores are also computed "
+            "with dropout, with separate masks for each completion, and C1, C2 and C3 include the "
+            f"noise of the masks. TRL samples {masks}, so the applied gradient is not exactly the "
+            "gradient of the sampled reward."
         )
     return sentences
 
 
 def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
-    """Estimate the share of E||s||^2 by which the mean score of a prompt is not 0.
+    """Estimate E||E[s | x]||^2, the squared mean score of a prompt, as a share of E||s||^2.
 
         T / q,   T = mean over groups of sum_{i != j} <s_i, s_j> / (G (G-1)),   q = mean ||s_i||^2
 
-    T estimates E||E[s | x]||^2 without bias. It is 0 for completions of the scored policy; an
-    interval above 0 shows that another policy wrote them. An interval that covers 0 proves nothing:
-    if the policy is peaked, a change of the other tokens' probabilities hardly changes the mean.
+    T is an unbiased estimate of E||E[s | x]||^2, which is 0 if the scored policy wrote the
+    completions. So an interval above 0 shows that another policy wrote them. An interval that
+    covers 0 proves nothing: if the policy is peaked, a change in the probabilities of the remaining
+    tokens hardly changes the mean score.
 
-    For a policy's own completions at most 1.5 % of the intervals were above 0, 4.3 % for 8 groups
-    of 2 (softmax policies of 12 tokens from flat to peaked, 8 to 64 groups of 2 to 16, 4000 batches
-    each; for 4 groups up to 31 %).
+    In simulations in which the scored policy wrote the completions, at most 1.5 % of the intervals
+    were above 0, except for 8 groups of 2 (4.3 %). They covered softmax policies over 12 tokens
+    from flat to peaked and 8 to 64 groups of 2 to 16, with 4000 batches per case. With 4 groups up
+    to 31 % were above 0.
 
     Args:
-        grams_PGG: <s_i, s_j> of all groups of a batch, or of several; also of those whose rewards
-            are equal, because without them the completions are no sample of the policy.
+        grams_PGG: <s_i, s_j> of all groups of one or more batches. Groups with equal rewards must
+            be included, because the completions are otherwise not a sample of the policy.
 
     Returns:
-        The share with a jackknife interval over groups, whose upper end is at least 0 because no
-        share is below 0; without an interval for fewer than 8 groups, or for scores that are all 0.
+        The share with a jackknife interval over groups. The upper end is at least 0, because the
+        share cannot be negative. The ends are infinite if there are fewer than 8 groups, or if only
+        one group has nonzero scores; the estimate is NaN if all scores are 0.
     """
     diagonals_P = np.array([gram.trace() for gram in grams_PGG])
     sums_P = np.array([gram.sum() for gram in grams_PGG])
@@ -126,7 +130,7 @@ def mean_score_warning(share: Interval) -> list[str]:
     value, low, high = (100 * x for x in share)
     return [
         f"The mean score is not 0: its square is {value:.1f} % [{low:.1f}, {high:.1f}] of "
-        "E||s||^2, so another policy wrote these completions, and the applied gradient is not the "
-        "gradient of the sampled reward; look for dropout, a sampling argument, or other weights "
-        "in the sampler. In groups of 2 or 3, C2 and C3 are off by about that share."
+        "E||s||^2. So another policy wrote these completions, and the applied gradient is not the "
+        "gradient of the sampled reward. Check dropout, the sampling arguments, and the weights in "
+        "the sampler. In groups of 2 or 3, the relative error of C2 and C3 is about this share."
     ]

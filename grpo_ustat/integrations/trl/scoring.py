@@ -1,4 +1,4 @@
-"""Scores of a run's groups, without changes of its model, and communication between ranks."""
+"""Scoring of a run's groups without changes to its model, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -38,39 +38,41 @@ from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.terminal.streams import single_line
 
 UNCHECKED = (
-    "Scores computed layer by layer are not compared with plain differentiation, which needs the "
-    "full weights."
+    "Scores that are computed layer by layer are not checked against plain differentiation, which "
+    "needs the full weights."
 )
 
 
 class GroupScorer:
-    """Scorer of groups of a `GRPOTrainer`.
+    """Scorer for the groups of a `GRPOTrainer`.
 
-    It compares the scores of two completions with plain differentiation. If the model has dropout,
-    scores are computed with dropout on, with separate masks for each completion, as in TRL's loss;
-    the masks of two groups are independent, whichever rank scores them. They have the distribution
-    of the update's masks, which are drawn only later: `update_scores` repeats those draws.
+    The scores of two completions are checked against plain differentiation. If the model has
+    dropout, scores are computed with dropout on and with separate masks for each completion, as in
+    TRL's loss. The masks of different groups are independent on any rank. They have the same
+    distribution as the masks of the update, which are drawn later; `update_scores` repeats the
+    draws of the update.
 
     Args:
-        completions_at_once: completions in a pass of the model; halved if memory runs out.
-        sketch_size: numbers that are kept of a completion's score.
+        trainer: trainer whose groups are scored.
+        completions_at_once: number of completions per pass of the model; halved if memory runs out.
+        sketch_size: dimension of the sketch of a completion's score.
     """
 
     def __init__(self, trainer: Any, completions_at_once: int, sketch_size: int):
         self.trainer, self.at_once, self.sketch_size = trainer, completions_at_once, sketch_size
         # Sketch of scores; None before the first group.
         self.sketch: Sketch | None = None
-        # Remarks for the user, in sentences.
+        # Remarks for the user, each a sentence.
         self.notes: list[str] = []
-        # Facts of the last `update_scores`, if TRL compares probabilities of two draws of masks:
-        # sum of |log pi/pi_old| over tokens, number of clipped tokens, number of tokens.
+        # Sums from the last `update_scores` if pi and pi_old have different dropout masks: the sum
+        # of |log pi/pi_old| over tokens, the number of clipped tokens, and the number of tokens.
         self.ratio_gaps = np.zeros(3)
         self._checked = False
-        # Batches scored so far, the same on all ranks.
+        # Number of batches that were scored, the same on all ranks.
         self._batches = 0
 
     def sketch_of(self, model: Any) -> Sketch:
-        """Return the sketch of scores of a model, the same at each call."""
+        """Return the sketch for the scores of a model; each call returns the same sketch."""
         if self.sketch is None:
             self.sketch = Sketch(parameter_sizes(model), self.sketch_size)
         return self.sketch
@@ -78,12 +80,16 @@ class GroupScorer:
     def all_scores(
         self, model: Any, groups: Mapping[int, Group], layers: LayersInStep | None
     ) -> dict[int, GroupScores]:
-        """Score groups by place, each on one of the ranks; return all scores on all ranks.
+        """Score each group on one of the ranks; return all scores on all ranks.
 
         Args:
-            model: model with full weights, or with weights in its layers in step.
-            groups: groups by place, the same on all ranks.
-            layers: layers in step, with which ranks score one group each in a round; or None.
+            model: model with full weights, or with layers whose weights are gathered in step.
+            groups: groups by index in the batch, the same on all ranks.
+            layers: layers in step, with which each rank scores one group per round; None with full
+                weights.
+
+        Returns:
+            Scores by index of the group.
         """
         accelerator, places = self.trainer.accelerator, list(groups)
         self._batches += 1
@@ -93,7 +99,7 @@ class GroupScorer:
             return dict(
                 from_all_ranks(lambda: [(p, self.scores(model, groups[p], p)) for p in rank_places])
             )
-        # Scoring with full weights may have halved the number on some ranks only.
+        # Scoring with full weights may have halved the number on some of the ranks.
         self.at_once = min(from_all_ranks(lambda: [self.at_once]))
         scores: dict[int, GroupScores] = {}
         while len(scores) < len(places):
@@ -102,7 +108,7 @@ class GroupScorer:
             def attempt(
                 group_places: Sequence[int] = rank_places,
             ) -> list[tuple[int, GroupScores] | None]:
-                """Score this rank's group of the round; return None if its memory ran out."""
+                """Score this rank's group of the round; return [None] if its memory ran out."""
                 with layers.round(self._passes()):
                     try:
                         return [
@@ -121,20 +127,20 @@ class GroupScorer:
         return scores
 
     def scores(self, model: Any, group: Group, place: int) -> GroupScores:
-        """Score one group; if memory runs out, try again with half the completions at once."""
+        """Score a group; if memory runs out, try again with half as many completions per pass."""
         while True:
             try:
                 return self._scores(model, group, place, None)
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            # Within the handler, the error would still hold all that was allocated.
+            # Within the handler, the error would still hold the allocated memory.
             self._halve()
 
     def _scores(
         self, model: Any, group: Group, place: int, layers: LayersInStep | None
     ) -> GroupScores:
-        """Score a group with the masks of its place; the first call also checks the scores."""
+        """Score a group with the dropout masks for its index; the first call checks the scores."""
         trainer = self.trainer
         tokenizer = tokenizer_of(trainer)
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
@@ -153,7 +159,7 @@ class GroupScorer:
             )  # fmt: skip
 
     def _states(self, model: Any, place: int) -> RandomStates:
-        """Return states of the generators for the masks of the group at a place of this batch."""
+        """Return generator states for the dropout masks of a group, by its index in this batch."""
         seeds = [self.trainer.args.seed, self._batches, place]
         (seed,) = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
         return seeded_states(model.device, int(seed))
@@ -166,16 +172,16 @@ class GroupScorer:
         sign_B: Array,
         trl_positions: bool,
     ) -> Array:
-        """Sketch the scores of a micro-batch's rows with the masks that TRL's loss drew, [B, R].
+        """Sketch the scores of a micro-batch's rows with the masks of TRL's loss, [B, R].
 
-        Each token is multiplied by the factor of its ratio pi/pi_old.
+        The gradient of each token is multiplied by a factor that depends on its ratio pi/pi_old.
 
         Args:
-            model: model with full weights, as they were at the loss.
+            model: model with full weights, with the same values as in the loss.
             inputs: inputs of the loss.
-            states: states of the generators before it.
-            sign_B: sign of the rows' advantages, -1 or 1.
-            trl_positions: count positions as in TRL's loss, which gives the model none.
+            states: states of the random generators before the loss.
+            sign_B: sign of each row's advantage, -1 or 1.
+            trl_positions: True for the positions in TRL's loss, which passes none to the model.
         """
         if inputs.get("pixel_values") is not None:
             raise ConfigError("the rows of a micro-batch have images of several prompts")
@@ -187,11 +193,11 @@ class GroupScorer:
         width, drops = counts_BT.shape[1], active_dropout(model) is not None
 
         def again() -> AbstractContextManager[None]:
-            """Repeat the draws of the loss."""
+            """Repeat the random draws of the loss within the block."""
             return dropping(model, states) if drops else same_draws(model.device)
 
         def padded(values_BT: torch.Tensor) -> torch.Tensor:
-            """Pad values with 0 on the prompt."""
+            """Pad values with 0 for the tokens of the prompt."""
             return torch.nn.functional.pad(values_BT, (ids_BT.shape[1] - width, 0))
 
         weights_BT, old_BT = counts_BT, inputs.get("old_per_token_logps")
@@ -204,7 +210,7 @@ class GroupScorer:
                 sign = torch.from_numpy(sign_B).to(log_ratio_BT)
                 factors_BT = ratio_factors(self.trainer, log_ratio_BT, counts_BT, sign)
                 if factors_BT is None:
-                    raise ConfigError("its loss has ratios pi/pi_old of two draws of masks")
+                    raise ConfigError("pi and pi_old of its loss have different dropout masks")
                 weights_BT = counts_BT * factors_BT
                 gap_BT, cut_BT = log_ratio_BT.abs(), (weights_BT == 0) * counts_BT
                 sums = (gap_BT * counts_BT).sum(), cut_BT.sum(), counts_BT.sum()
@@ -220,9 +226,10 @@ class GroupScorer:
         return features_BR.cpu().numpy()
 
     def shifts_positions(self, model: Any) -> bool:
-        """Return True if padding before a prompt changes the output of a model without positions.
+        """Return True if padding before a prompt changes the output unless positions are passed.
 
-        TRL's loss passes none. The padding matters if positions are absolute, as in GPT-2.
+        TRL's loss passes no positions. The padding changes the output if positions are absolute, as
+        in GPT-2.
         """
         ids_BT = torch.tensor([[0, 2, 3, 4]], device=model.device)
         mask_BT = torch.tensor([[0, 1, 1, 1]], device=model.device)
@@ -240,11 +247,11 @@ class GroupScorer:
         return bool(share > (1e-3 if model.dtype.itemsize >= 4 else 0.1))
 
     def _passes(self) -> int:
-        """Return the number of passes of the model through a group."""
+        """Return the number of passes of the model for a group."""
         return math.ceil(self.trainer.num_generations / self.at_once)
 
     def _halve(self) -> None:
-        """Halve the number of completions of a pass."""
+        """Halve the number of completions per pass."""
         if self.at_once == 1:
             raise ConfigError("out of memory with one completion at a time")
         self.at_once //= 2
@@ -253,7 +260,7 @@ class GroupScorer:
 
     @contextmanager
     def reads_group(self, layers: LayersInStep | None) -> Iterator[None]:
-        """Allow a call of `logprobs` within the block; all ranks enter it for layers in step."""
+        """Allow a call of `logprobs` within the block; with layers in step all ranks enter it."""
         if layers is None:
             yield
             return
@@ -261,7 +268,7 @@ class GroupScorer:
             yield
 
     def logprobs(self, model: Any, group: Group) -> Array:
-        """Compute log-probabilities of a group's completion tokens, [G, T], 0 on padding."""
+        """Compute the log-probabilities of a group's completion tokens, [G, T]; 0 for padding."""
         rollouts, pad_token = group.rollouts(), tokenizer_of(self.trainer).pad_token_id
         size = len(group.completions)
         parts = np.split(np.arange(size), range(self.at_once, size, self.at_once))
@@ -281,7 +288,7 @@ class GroupScorer:
         )
 
     def _check(self, policy: Policy, rollouts: Rollouts, images: Mapping[str, Any] | None) -> None:
-        """Compare a group's two shortest completions with plain differentiation, once per run."""
+        """Check the scores of a group's two shortest completions against plain differentiation."""
         shortest = np.argsort(rollouts.lengths_PG[0], kind="stable")[:2]
         few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
         try:
@@ -302,7 +309,7 @@ class GroupScorer:
 
 
 def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Return the items that all ranks make, in rank order."""
+    """Return the items of all ranks in rank order; an error on one rank is raised on all ranks."""
     try:
         made = list(make())
     except Exception as error:
@@ -315,10 +322,10 @@ def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
 
 @contextmanager
 def _trl_positions(model: Any) -> Iterator[None]:
-    """Make a model count columns as positions, as it does if it gets no positions."""
+    """Use column indices as positions within the block, as if no positions were passed."""
 
     def counting(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Add these positions to the arguments of the model."""
+        """Add the column indices to the model's arguments as positions."""
         ids_BT = args[0] if args else kwargs["input_ids"]
         columns_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         return args, {**kwargs, "position_ids": columns_BT}
@@ -337,21 +344,21 @@ class _Failure(NamedTuple):
 
 
 def reason_of(error: Exception) -> str:
-    """Describe an error in one line."""
+    """Return a description of an error in one line."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     return single_line(f"{kind}{error}")
 
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode and the precision of its weights for the block.
+    """Switch the model to evaluation mode and to the precision of its weights within the block.
 
-    Modes and random states are restored afterwards. Parameters' `grad` is not used.
+    Modes and random states are restored afterwards. The `grad` of parameters is not used.
     """
     modes = {module: module.training for module in model.modules()}
     generators = random.getstate(), np.random.get_state()
     device = torch.device(getattr(model, "device", "cpu"))
-    # The forward pass without accelerate's autocast.
+    # Forward function without accelerate's autocast.
     original: Any = getattr(model, "_original_forward", None)
     wrapped: Any = model.forward
     with (
@@ -375,9 +382,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def only_these(model: torch.nn.Module, pattern: str | None) -> Iterator[None]:
-    """Make trainable only the parameters whose names contain a match of a regular expression.
+    """Freeze, within the block, the parameters whose names contain no match of a pattern.
 
-    Without an expression all stay trainable. The change ends with the block.
+    If there is no pattern, all parameters stay trainable.
     """
     others = [
         p

@@ -1,10 +1,10 @@
-"""Full weights of a model that training shards: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
+"""Gathering of the full weights of a sharded model: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
 
-Scores need full parameters, with their original shapes and names. All are gathered before scoring
-and dropped after it. In between the frameworks' hooks are off, because these gather and drop one
-layer at a time, so that ranks would have to score in step. Without hooks no rank waits for another
-until the end, and a rank that fails delays no other. If the full weights do not fit in some rank's
-memory, layers have their weights one at a time, see `in_step`.
+Scores need full parameters with their original shapes and names. All parameters are gathered before
+scoring and released afterwards. During scoring the frameworks' hooks are off, because they gather
+and release one layer at a time, so all ranks would have to score in step. Without hooks no rank
+waits for another rank until the end, and a rank that fails does not delay the others. If the full
+weights do not fit in the memory of some rank, they are gathered layer by layer; see `in_step`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from grpo_ustat.policy.memory import out_of_memory
 
 INSTEAD = "measure checkpoints with grpo-ustat mse model=CHECKPOINT"
 NO_MEMORY = "out of memory for the full weights of the model"
-# Names of modules within the wrappers of FSDP1 and of torch's activation checkpointing.
+# Attributes in which the wrappers of FSDP1 and torch's activation checkpointing hold the module.
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def sharding_of(trainer: Any) -> str:
-    """Name the sharding of a trainer's parameters: "ZeRO-3", "FSDP1", "FSDP2", or "" for none."""
+    """Return the sharding of a trainer's parameters: "ZeRO-3", "FSDP1", "FSDP2", or "" if none."""
     state = trainer.accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -39,34 +39,34 @@ def sharding_of(trainer: Any) -> str:
 
 
 def check_sharding(trainer: Any) -> None:
-    """Refuse offloaded parameters, and parallelism that splits layers or sequences."""
+    """Refuse offloaded parameters and parallelism that splits layers or sequences."""
     state, sharding = trainer.accelerator.state, sharding_of(trainer)
     if sharding.startswith("FSDP") and _offloads(state.fsdp_plugin.cpu_offload):
         raise ConfigError(
-            "fsdp_offload_params=True keeps parameters in the CPU's memory, with which scores were "
-            f"not tested: use fsdp_offload_params=False, or {INSTEAD}"
+            "fsdp_offload_params=True keeps parameters in the CPU's memory, and scores were not "
+            f"tested with this: use fsdp_offload_params=False, or {INSTEAD}"
         )
     if sharding == "ZeRO-3":
         zero = state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         device = (zero.get("offload_param") or {}).get("device") or "none"
         if device != "none":
             raise ConfigError(
-                f"offload_param.device={device} moves parameters there, with which scores were not "
-                f"tested: use offload_param.device=none, or {INSTEAD}"
+                f"offload_param.device={device} offloads parameters, and scores were not tested "
+                f"with this: use offload_param.device=none, or {INSTEAD}"
             )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         if (count := getattr(parallelism, name, 1) or 1) > 1:
             raise ConfigError(
-                f"{name}={count} splits layers or texts among processes, and scores need them "
-                f"unsplit: use {name}=1, or {INSTEAD}"
+                f"{name}={count} splits layers or sequences among processes, but scores need whole "
+                f"layers and sequences: use {name}=1, or {INSTEAD}"
             )
 
 
 def _offloads(policy: Any) -> bool:
-    """Return True if accelerate's `cpu_offload` moves parameters.
+    """Return True if accelerate's `cpu_offload` setting offloads parameters.
 
-    It is FSDP1's record or FSDP2's policy.
+    The setting is a bool, FSDP1's `CPUOffload` or a policy of FSDP2.
     """
     if isinstance(policy, bool):
         return policy
@@ -77,32 +77,33 @@ def _offloads(policy: Any) -> bool:
 def scored_weights(
     trainer: Any, by_layer: bool = False
 ) -> Iterator[tuple[Any, LayersInStep | None]]:
-    """Give the model its weights on this rank, by the names and shapes of a single process.
+    """Gather the weights of the model on this rank, with the names and shapes of a single process.
 
-    Yields the model with full weights, and None; or, if these do not fit in some rank's memory, the
-    model with layers that have their weights in step, and these layers. All ranks enter and leave
-    together. Within, ranks are independent of each other with full weights, and work in rounds with
-    layers in step. Weights must not be changed.
+    Yields the model with full weights, and None. If the full weights do not fit in the memory of
+    some rank, yields the model and the layers whose weights are gathered in step. All ranks must
+    enter and leave the block together. Within the block, ranks work independently with full
+    weights, and in rounds with layers in step. Weights must not be changed.
 
     Args:
-        trainer: its model has full weights if nothing shards it.
-        by_layer: give layers their weights in step even if the full weights fit.
+        trainer: trainer with the model, which may be unsharded.
+        by_layer: True to gather layer by layer even if the full weights fit.
     """
     sharding = sharding_of(trainer)
     with ExitStack() as stack:
         model, gather = SHARDED[sharding](trainer)
         sizes, gathered = gather(model, ())
         layers = None
-        # Checked first, because a rank whose memory ran out later would leave the others waiting.
+        # Checked first, because the other ranks would wait forever for a rank that ran out of
+        # memory later.
         if by_layer or (sharding and not _fit_on_all_ranks(sizes, model.device)):
             layers = LayersInStep(_layers(model, by_layer), gather)
             sizes, gathered = gather(model, layers.layers)
             largest = max((gather(layer, ())[0] for layer in layers.layers), key=sum)
             if not _fit_on_all_ranks([*sizes, *largest], model.device):
-                raise ConfigError(f"{NO_MEMORY}, and for those of one layer at a time: {INSTEAD}")
+                raise ConfigError(f"{NO_MEMORY}, and of one layer at a time: {INSTEAD}")
 
         def enter() -> list[None]:
-            """Gather; other ranks need no result."""
+            """Gather the weights; other ranks need no result."""
             stack.enter_context(gathered)
             return []
 
@@ -116,7 +117,7 @@ def scored_weights(
 
 
 def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
-    """Return True if every rank has memory for so many bytes."""
+    """Return True if every rank has memory for allocations of these sizes, in bytes."""
 
     def fits() -> bool:
         """Return True if this rank has enough memory."""
@@ -137,7 +138,7 @@ def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
         layers = separate_layers(inner)
     if layers:
         return layers
-    reason = f"{type(inner).__name__} is not made of layers with weights of their own"
+    reason = f"{type(inner).__name__} does not consist of layers with separate weights"
     if by_layer:
         raise ConfigError(f"by_layer=True, but {reason}: use by_layer=False")
     raise ConfigError(f"{NO_MEMORY}, and {reason}: {INSTEAD}")
@@ -148,7 +149,7 @@ def _unsharded(trainer: Any) -> tuple[Any, Gather]:
 
 
 def _zero3(trainer: Any) -> tuple[Any, Gather]:
-    """Return ZeRO-3's module, and a function that gathers full weights."""
+    """Return the module under ZeRO-3, and a function that gathers full weights."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
@@ -162,19 +163,19 @@ def _zero3(trainer: Any) -> tuple[Any, Gather]:
 
 
 def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
-    """Return the model and its gathering, in the precision in which the units compute."""
+    """Return the model under FSDP2, and a function that gathers weights in compute precision."""
     from torch.distributed.fsdp import FSDPModule
 
     model = trainer.model
     policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
     narrow = policy and policy.param_dtype
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # The innermost unit of a module comes last and so replaces the outer units.
+    # The innermost unit of a module comes last in `units`, so it replaces the outer units.
     unit_of = {module: unit for unit in units for module in unit.modules()}
     sizes_of: dict[nn.Module, dict[int, int]] = {unit: {} for unit in units}
     for module, unit in unit_of.items():
         for p in module.parameters(recurse=False):
-            # numel of a DTensor counts the entries of the full tensor.
+            # The numel of a DTensor is the number of entries of the full tensor.
             sizes_of[unit][id(p)] = p.numel() * (narrow or p.dtype).itemsize
 
     @contextmanager
@@ -192,14 +193,14 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
         """Gather the full weights of a module except for some modules within it."""
         some = _units_within(module, without, units)
         sizes = [list(sizes_of[unit].values()) for unit in some]
-        # A unit's weights arrive in one buffer, from which they are copied.
+        # The weights of a unit are received in one buffer and then copied.
         return [*sum(sizes, []), max(map(sum, sizes), default=0)], gathered(some)
 
     return model, gather
 
 
 def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
-    """Return the model and its gathering, in the precision in which the optimizer keeps weights."""
+    """Return the model under FSDP1, and a function that gathers weights in optimizer precision."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = trainer.model
@@ -234,14 +235,14 @@ SHARDED = {"": _unsharded, "ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
 def _units_within(
     module: nn.Module, without: Sequence[nn.Module], units: Sequence[Any]
 ) -> list[Any]:
-    """Return FSDP's units within a module, except units within the modules `without`."""
+    """Return the FSDP units within a module, except units within the modules `without`."""
     within = set(module.modules()) - {inner for outer in without for inner in outer.modules()}
     return [unit for unit in units if _inner(unit) in within]
 
 
 @contextmanager
 def _no_hooks_of_frameworks(model: nn.Module) -> Iterator[None]:
-    """Switch off forward hooks of FSDP and DeepSpeed; PEFT's and TRL's stay."""
+    """Remove the forward hooks of FSDP and DeepSpeed within the block; keep all other hooks."""
     kept = []
     for module in model.modules():
         for table in ("_forward_pre_hooks", "_forward_hooks"):
@@ -265,7 +266,7 @@ def _is_of_framework(hook: Callable[..., Any]) -> bool:
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     """Remove the wrappers of FSDP1 and activation checkpointing within the block.
 
-    Yields the model; its modules are called and its parameters are named as without wrappers.
+    Yields the model with the modules and parameter names that it has without wrappers.
     """
     wrapped = [
         (parent, name, child)
@@ -283,17 +284,17 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _inner(module: Any) -> nn.Module:
-    """Return a module within its wrappers."""
+    """Return the module inside wrappers."""
     while names := [name for name in WRAPPED if name in module._modules]:
         module = module._modules[names[0]]
     return module
 
 
 def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
-    """Return the precision of a trainer's loss, or None if no trainable weight is wider."""
+    """Return the precision of a trainer's loss, or None if no trainable weight has a wider one."""
     accelerator = trainer.accelerator
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    # The weights of a DeepSpeed engine are in the precision of the loss.
+    # A DeepSpeed engine keeps weights in the precision of the loss.
     if dtype is None or getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return None
     wide = any(p.requires_grad and p.dtype.itemsize > dtype.itemsize for p in model.parameters())
@@ -304,14 +305,15 @@ def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
 def in_precision_of_loss(
     trainer: Any, model: nn.Module, layers: LayersInStep | None, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Make a model compute as in a trainer's loss: in autocast.
+    """Make a model compute in the precision of a trainer's loss within the block, with autocast.
 
-    With FSDP1, which reads weights in that precision, its weights are converted too, and restored
-    after the block.
+    FSDP1 reads weights in the precision of the loss. So with FSDP1 the weights and buffers are also
+    converted, and restored after the block.
 
     Args:
-        model, layers: from `scored_weights`.
-        dtype: from `narrow_loss`.
+        trainer: trainer of the model.
+        model, layers: results of `scored_weights`.
+        dtype: result of `narrow_loss`.
     """
     with torch.autocast(next(model.parameters()).device.type, dtype), ExitStack() as restored:
         if sharding_of(trainer) == "FSDP1":
@@ -327,7 +329,7 @@ def in_precision_of_loss(
 
 
 def precision_of(model: nn.Module) -> str:
-    """Name the precision of a model's weights, and of its buffers if these are narrower."""
+    """Return the name of the precision of a model's weights, and of its buffers if narrower."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
     least = min((dtype.itemsize for dtype in weights), default=0)
     buffers = {b.dtype for b in model.buffers() if b.is_floating_point()}

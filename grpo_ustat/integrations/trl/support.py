@@ -1,4 +1,4 @@
-"""Refusal, before training, of trainers that cannot be measured."""
+"""Checks before training that refuse trainers that cannot be measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def check_trainer(trainer: Any) -> None:
             f"GradientNoiseCallback measures TRL's GRPOTrainer, not {type(trainer).__name__}"
         )
     if missing := [name for name in USED_ATTRIBUTES if not hasattr(trainer, name)]:
-        raise ConfigError(f"the GRPOTrainer of this TRL has no {missing[0]}: install TRL 1.16")
+        raise ConfigError(
+            f"GRPOTrainer in this version of TRL has no {missing[0]}: install TRL 1.16"
+        )
     check_sharding(trainer)
     has_tools = any(
         getattr(trainer, name, None) for name in ("tools", "environments", "rollout_func")
@@ -36,7 +38,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_parameters(model: nn.Module, pattern: str | None) -> None:
-    """Refuse a choice of parameters that selects none."""
+    """Refuse a pattern that matches no trainable parameter."""
     if pattern is None:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,9 +1,10 @@
-"""Windows: scored groups of consecutive generation batches, pooled until there are enough.
+"""Windows of scored groups, pooled over consecutive generation batches until there are enough.
 
-With TRL's defaults a generation batch has one prompt, so no second prompt for comparison. C2 and C3
-are means over groups, each of the policy that wrote the group, so pooling does not affect them. C1
-and ||grad J||^2 need products between groups; if a window pools batches of several policies, they
-are means of <grad J_s, grad J_t> over pairs of steps s and t, which are close in a window.
+With TRL's defaults a generation batch has a single prompt, so prompts cannot be compared within a
+batch. C2 and C3 are means over groups, and each group contributes the value for the policy that
+wrote it, so pooling does not affect these constants. C1 and ||grad J||^2 need products between
+groups. If a window pools batches of several policies, they are based on means of
+<grad J_s, grad J_t> over pairs of steps s and t, which are close to each other within a window.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from grpo_ustat.integrations.trl.generation import Group
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram
 from grpo_ustat.records import Array, Integers, Mask, ScorePool
 
-# Groups of a window, if a generation batch has fewer than MIN_UNITS groups.
+# Number of groups in a window if a generation batch has fewer than MIN_UNITS groups.
 WINDOW_GROUPS = 16
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group of a generation batch with its scores, without tokens."""
+    """Group of a generation batch with scores, without tokens."""
 
-    # Updates of the policy that wrote it.
+    # Number of updates of the policy that wrote the group.
     step: int
     # See `generation.Group`.
     rewards_G: Array
     rewards_GF: Array
-    # Tokens that the policy wrote.
+    # Number of tokens that the policy wrote in each completion.
     lengths_G: Integers
-    # True for each completion that TRL's loss counts.
+    # True for each completion that counts in TRL's loss.
     counted_G: Mask
-    # None if all rewards are equal: its gradient is 0 for any scores.
+    # None if the group was not scored, because its gradient is 0 whatever the scores are.
     scores: GroupScores | None
 
 
@@ -48,35 +49,35 @@ class OpenWindow:
 
     groups: list[ScoredGroup] = field(default_factory=list)
     batches: int = 0
-    # Groups left out because no function rewarded one of their completions.
+    # Number of groups left out because a completion has no reward from any function.
     unknown: int = 0
-    # The first group whose rewards differ, with its policy's log-probabilities.
+    # First group whose rewards differ, with the log-probabilities of the policy that wrote it.
     first: tuple[Group, Array] | None = None
-    # Nats per completion from that policy to the last.
+    # Change from that policy to the last policy, in nats per completion.
     drift: float = 0.0
 
     @property
     def is_full(self) -> bool:
-        """True if the batches make a window, see `window_batches`."""
+        """True if there are enough batches for a window; see `window_batches`."""
         return self.batches >= window_batches(max(1, len(self.groups) // self.batches))
 
 
 @dataclass(frozen=True)
 class Window:
-    """The pooled groups of consecutive generation batches."""
+    """Pooled groups of consecutive generation batches."""
 
-    # Updates of the policies that wrote the first and the last batch.
+    # Numbers of updates of the policies that wrote the first and the last batch.
     first: int
     last: int
     terms: GroupTerms
-    # Groups left out because no function rewarded one of their completions.
+    # Number of groups left out because a completion has no reward from any function.
     unknown: int
-    # Nats per completion from its first policy to its last, see `groups.policy_drift`.
+    # Change from the first policy to the last, in nats per completion; see `groups.policy_drift`.
     drift: float = 0.0
 
 
 def scored_group(step: int, group: Group, scores: GroupScores | None) -> ScoredGroup:
-    """Make a scored group, without tokens, from a group and its scores."""
+    """Return a scored group, without tokens, from a group and its scores."""
     return ScoredGroup(
         step,
         group.rewards_G,
@@ -88,7 +89,7 @@ def scored_group(step: int, group: Group, scores: GroupScores | None) -> ScoredG
 
 
 def window_batches(groups: int) -> int:
-    """Return the generation batches of a window, from the groups of one of them.
+    """Return the number of generation batches in a window, given the number of groups per batch.
 
     >>> window_batches(8), window_batches(2), window_batches(1)
     (1, 8, 16)
@@ -99,12 +100,12 @@ def window_batches(groups: int) -> int:
 def window_of(
     groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0, same_policy: bool = True
 ) -> Window:
-    """Compute the terms of pooled groups.
+    """Return the window of pooled groups.
 
     Args:
-        groups: at least two.
+        groups: at least two scored groups.
         unknown, drift: see `Window`.
-        same_policy: the scored policy wrote the completions, so that its mean score is 0.
+        same_policy: True if the scored policy wrote the completions, so that the mean score is 0.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
@@ -124,9 +125,9 @@ def window_of(
 
 
 def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
-    """Return the groups as a pool of N = G completions of each prompt, with functions' rewards.
+    """Return the groups as a pool of N = G completions per prompt, with rewards by function.
 
-    Groups that were not scored have scores 0, because every loss gives them weight 0.
+    Groups that were not scored get scores of 0, because every loss gives them weight 0.
     """
     size = len(groups[0].rewards_G)
     dimension = max(
