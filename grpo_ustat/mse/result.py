@@ -157,7 +157,10 @@ def precision(config: MseConfig) -> parts.Precision:
 
 
 def metric_text(config: MseConfig) -> str:
-    """Return sentences, after a space, if the metric is not Euclidean over all parameters; else ""."""
+    """Return sentences, after a space, on a metric other than Euclidean over all parameters.
+
+    The result is "" for the Euclidean metric over all parameters.
+    """
     text = ""
     if config.study.metric == "adam":
         text += (

@@ -95,14 +95,14 @@ def test_the_table_has_the_efficiency_of_the_whole_loss_and_of_its_group_size():
     table = table_of()
     assert table is not None and table.columns == [
         "recipe",
-        "its loss",
+        "loss",
         "G",
         "efficiency",
-        "by its group size alone",
+        "efficiency of the group size only",
         "verdict",
     ]
     assert table.rows[0] == [
-        "2-GRPO (arXiv 2510.00977)", "std of the group, mean over the update's tokens", "2",
+        "2-GRPO (arXiv 2510.00977)", "divided by the group std, mean over the update's tokens", "2",
         "0.80 [0.70, 0.90]", "0.69 [0.64, 0.81]", "25 % more rollouts",
     ]  # fmt: skip
     different = "not significantly different"

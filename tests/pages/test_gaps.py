@@ -127,8 +127,8 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
 
 @pytest.mark.parametrize(
     "questions, batch, scope",
-    [(1, "1 question", "of these questions"), (3, "3 questions", "of these questions"),
-     (4, "4 questions", "generalising to new questions")],
+    [(1, "1 question", "for these questions"), (3, "3 questions", "for these questions"),
+     (4, "4 questions", "for new questions")],
 )  # fmt: skip
 def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, questions, batch, scope):
     folder, result = study(tmp_path / "a")

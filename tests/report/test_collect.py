@@ -25,9 +25,9 @@ def found(*patterns):
     "pattern, message",
     [
         ("none", "matches nothing in"),
-        ("a,b", r"use runs=\[.*a,b\] if these are several"),
+        ("a,b", r"use runs=\[.*a,b\] for several patterns"),
         ("a.log", "matches a file"),
-        ("empty", "holds no run"),
+        ("empty", "contains no run"),
     ],
 )
 def test_patterns_without_a_run_are_one_line(pattern, message, tmp_path):
