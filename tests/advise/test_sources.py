@@ -237,7 +237,8 @@ def test_the_study_of_a_converted_file_has_the_step_that_stands_in_it(tmp_path):
     "files, checkpoints, chosen, model, said",
     [
         ((38, 39, 40), (20, 40), 40, "checkpoint-40",
-         "# the nearest checkpoint: these completions of at most LENGTH tokens were written 1 update before"),
+         "# the nearest checkpoint: these completions of at most LENGTH tokens were written 1 update "
+         "before"),
         ((20, 21, 22, 23), (20,), 21, "checkpoint-20", "# the model that wrote these completions"),
         ((40, 41), (20, 40), 41, "checkpoint-40", "# the model that wrote these completions"),
         ((9, 10), (), 10, "CHECKPOINT", "of at most LENGTH tokens, after 9 updates"),
@@ -385,7 +386,7 @@ def test_places_without_advice_are_named(tmp_path):
     with pytest.raises(ConfigError, match="copied is a run folder without .*: copy it with"):
         advice_of(Request(tmp_path / "copied"))
     folder(tmp_path / "sweep/a", "mse")
-    with pytest.raises(ConfigError, match=r"holds 1 runs: name one, such as .*/sweep/a"):
+    with pytest.raises(ConfigError, match=r"contains 1 runs: name one, e.g. .*/sweep/a"):
         advice_of(Request(tmp_path / "sweep"))
     with pytest.raises(ConfigError, match="is not finished"):
         advice_of(Request(tmp_path / "sweep/a"))

@@ -97,8 +97,8 @@ def test_one_rollout_has_no_group():
          "progress per step."),
         (97, "only G = 97 divides 97; at 104 rollouts a step use G = 4, within 5 % of the least "
          "error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out "
-         "gradient of 97 rollouts is 89 % noise [84 %, 91 %] (half at n = 770). Twice the rollouts "
-         "make up to 1.8 times the progress per step."),
+         "gradient of 97 rollouts is 89 % noise [84 %, 91 %] (half at n = 770). Doubling the "
+         "rollouts gives up to 1.8 times the progress per step."),
     ],
 )  # fmt: skip
 def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
@@ -130,9 +130,11 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
         ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist()},
          "Best G is at least 3.5; half of such studies find it with 450 questions (now 100)."),
         ({"gstar_high": None, "gstar_low": 1.0, "covariance": None},
-         "Not enough data for a best G: the number of questions needed is not known yet (now 100)."),
+         "Not enough data for a best G: the number of questions needed is not known yet "
+         "(now 100)."),
         ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
-         "Not enough data for a best G: half of such studies find it with 19000 questions (now 100)."),
+         "Not enough data for a best G: half of such studies find it with 19000 questions "
+         "(now 100)."),
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
@@ -249,11 +251,11 @@ def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     config = asdict(compose("mse", *rows_of_ones_own(tmp_path / "few.jsonl", 2)))
     few = {**UNDECIDED, "questions": 2}
     assert next_step(unsaved_study(few, config)).startswith(
-        f"add study questions: {tmp_path / 'few.jsonl'} has 2 for studies, about "
+        f"add study questions: {tmp_path / 'few.jsonl'} has 2, but about "
     )
     assert next_step(unsaved_study(RESULT, config)) == (
-        f"add study questions: {tmp_path / 'few.jsonl'} has 0 to train on, a step with the best G takes "
-        "1 or more"
+        f"add training questions: {tmp_path / 'few.jsonl'} has 0, but a step with the best G "
+        "needs at least 1"
     )
     (tmp_path / "few.jsonl").unlink()
     assert next_step(unsaved_study(RESULT, config)).startswith("grpo-ustat train ")
@@ -399,8 +401,8 @@ def said(result):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({}, "Assumption 2 fails: wrong answers have larger gradients; GRPO beats vanilla from "
-         "G > 3.0 [2.5, 5.5] on here."),
+        ({}, "Assumption 2 fails: wrong answers have larger gradients; GRPO beats vanilla here "
+         "for G > 3.0 [2.5, 5.5]."),
         ({"av_minus_a0_low": 1.0, "av_minus_a0_high": 3.0},
          "Assumption 2 fails: wrong answers have larger gradients, so vanilla beats GRPO "
          "here."),
@@ -413,8 +415,8 @@ def said(result):
          "Assumption 2 fails: right answers have larger gradients; the data do not show "
          "whether vanilla or GRPO is better."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
-         "Assumption 2 fails: right answers have larger gradients, so GRPO beats vanilla from "
-         "G > 3.0 [2.5, 5.5] on here."),
+         "Assumption 2 fails: right answers have larger gradients, so GRPO beats vanilla here "
+         "for G > 3.0 [2.5, 5.5]."),
     ],
 )  # fmt: skip
 def test_assumption_2_is_said_with_what_follows(changes, sentence):

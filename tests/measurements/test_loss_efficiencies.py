@@ -58,7 +58,7 @@ ANSWERS = {
     "replaced groups": (
         [loss_row("dapo", 8, zero_variance_groups="replace", kept=0.5, kept_low=0.4,
                   kept_high=0.6)],
-        ["zero-variance groups replaced", "0.50 [0.40, 0.60] of the groups"],
+        ["zero-variance groups replaced", "0.50 [0.40, 0.60] of the sampled groups"],
     ),
     "not measured": (
         [refused_loss("absent", 8, "study.rollouts=20 is no multiple of 8")],
@@ -112,7 +112,7 @@ def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
         ["8", "0.45\n[0.40, 0.50]", "0.45*\n[0.40, 0.50]"],
         ["16", "0.45\n[0.40, 0.50]", "-"],
     ]
-    reason = "whose direction is not known from these questions."
+    reason = "because these questions do not determine the direction."
     assert table.notes[1:] == [
         "*: significantly worse than the best G of the same loss.",
         f"Not decided at any G: undecided, {reason}",

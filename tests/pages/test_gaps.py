@@ -122,7 +122,7 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
     both = [Study(RunRecord(tmp_path / name, name)) for name in ("a", "b")]
     for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
         assert group_size.joint_table(runs, ()).columns[1] == quantity
-        assert f"those of {quantity} generalising" in " ".join(errors.joint_table(runs, ()).notes)
+        assert f"intervals of {quantity}: for new" in " ".join(errors.joint_table(runs, ()).notes)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,8 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     assert law.notes[0] == f"95 % intervals {scope}."
     assert f"those of accuracy {scope}." in errors.joint_table([one], ()).notes[0]
     if questions < 4:
-        both = "generalising to new questions or of these questions (fewer than 4)"
-        assert (
-            f"95 % intervals {both}, of one seed." in group_size.joint_table([one, other], ()).notes
-        )
+        both = "for new questions or for these questions (fewer than 4)"
+        assert f"95 % intervals {both}, one seed." in group_size.joint_table([one, other], ()).notes
         assert "of these" in group_size.interval_note(one)
 
 
@@ -202,5 +200,5 @@ def test_learning_with_gaps_is_drawn(tmp_path, monkeypatch):
     run = RunRecord(folder)
     learning.learning_figure(folder, "learning", [Learning("", rows, run.evals)])
     assert any(sum(map(math.isnan, line)) == 2 for line in lines)
-    assert "Gaps of" in words[0]
+    assert "Gaps in" in words[0]
     assert deepcopy(rows) == rows
