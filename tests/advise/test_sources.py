@@ -237,8 +237,8 @@ def test_the_study_of_a_converted_file_has_the_step_that_stands_in_it(tmp_path):
     "files, checkpoints, chosen, model, said",
     [
         ((38, 39, 40), (20, 40), 40, "checkpoint-40",
-         "# the nearest checkpoint: these completions of at most LENGTH tokens were written 1 update "
-         "before"),
+         "# the nearest checkpoint: these completions of at most LENGTH tokens were written 1 "
+         "update before"),
         ((20, 21, 22, 23), (20,), 21, "checkpoint-20", "# the model that wrote these completions"),
         ((40, 41), (20, 40), 41, "checkpoint-40", "# the model that wrote these completions"),
         ((9, 10), (), 10, "CHECKPOINT", "of at most LENGTH tokens, after 9 updates"),
@@ -313,7 +313,7 @@ def test_convert_is_named_where_advise_meets_a_dump(tmp_path, name, is_file):
     with pytest.raises(ConfigError) as refused:
         advice_of(Request(source, num_generations=8))
     assert str(refused.value) == (
-        f"{source} was written by {framework}: run grpo-ustat convert {source} rollouts.parquet, "
+        f"{source} was written by {framework}: run grpo-ustat convert {source} rollouts.parquet "
         "and then grpo-ustat advise rollouts.parquet num_generations=8"
     )
 

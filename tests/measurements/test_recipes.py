@@ -110,7 +110,7 @@ def test_the_table_has_the_efficiency_of_the_whole_loss_and_of_its_group_size():
         "20 % fewer rollouts", different, "the best", different, "-", "-"
     ]  # fmt: skip
     assert [row[3] for row in table.rows[5:]] == ["not measured", "not decided"]
-    assert "DAPO (arXiv 2503.14476): 0.50 [0.40, 0.60] of the sampled groups" in table.notes[1]
+    assert "DAPO (arXiv 2503.14476): an update uses 0.50 [0.40, 0.60] of the" in table.notes[1]
     assert table.rows[3][1] == "minus the group mean, sum over tokens divided by the maximum length"
     assert "at the first update on a batch (255 or 256 rollouts in whole groups)" in table.notes[0]
     assert "simultaneous 95 % intervals" in table.notes[0]

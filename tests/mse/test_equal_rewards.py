@@ -307,9 +307,11 @@ def test_a_subset_of_a_scored_pool_has_no_table_of_zeros_either(tmp_path, last_a
     "counts, cut_at, fates",
     [
         ({"cut": 40, "no_answer": 20, "wrong": 4}, 160,
-         "40 were cut at max_completion_length=160, 20 of the others contain no answer, 4 are wrong."),
+         "40 were cut at max_completion_length=160, 20 of the others contain no answer, "
+         "4 are wrong."),
         ({"cut": 1, "no_answer": 1, "wrong": 62}, 160,
-         "1 was cut at max_completion_length=160, 1 of the others contains no answer, 62 are wrong."),
+         "1 was cut at max_completion_length=160, 1 of the others contains no answer, "
+         "62 are wrong."),
         ({"cut": 64, "no_answer": 0, "wrong": 0}, 8, "all were cut at max_completion_length=8."),
         ({"cut": 0, "no_answer": 63, "wrong": 1}, 8, "63 contain no answer, 1 is wrong."),
         ({"cut": 0, "no_answer": 0, "wrong": 64}, 8, "all are wrong."),

@@ -150,8 +150,8 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
     assert pool.rewards_PN.shape == (5, 8)
     out = capsys.readouterr().out
     assert (
-        "1 prompts with 5 completions were dropped, because they have fewer than 8 each (e.g. row 40"
-        in out
+        "1 prompts with 5 completions were dropped, because they have fewer than 8 each "
+        "(e.g. row 40" in out
     )
     assert "0 of 40 completions have at least study.cut_at=96 tokens" in out
 
@@ -341,12 +341,12 @@ def test_rows_are_read_as_they_are(tmp_path):
         (rows(ended=None), (), "no column ended, and study.cut_at=null"),
         (rows(), (CUT,), "study.cut_at=96, but .* has a column ended"),
         (rows(completion={4: ""}, ended={4: False}), (), r"row 4 .*: the completion has no tokens"),
-        (rows(count=10), (), r"4 completions per prompt are needed, but none of 4 prompts has that many \(the "
-         r"prompt of row 2 \(from 0\) has 2\)"),
+        (rows(count=10), (), r"4 completions per prompt are needed, but none of 4 "
+         r"prompts has that many \(the prompt of row 2 \(from 0\) has 2\)"),
         (rows(prompts=32), (), "4 completions per prompt are needed, but none of 32"),
         (rows(), ("baselines=[opo]", "group_sizes=[16,32]"),
          "16 completions per prompt are needed.* or use smaller group_sizes"),
-        (rows(completion={6: "1" * 5000}), (), r"row 6 .*: a prompt of \d+ tokens and a completion of"),
+        (rows(completion={6: "1" * 5000}), (), r"row 6 .*: a prompt of \d+ tokens and a"),
         (rows(prompt=[talk(("user", "1 + 1"))] * 32), (), "tiny_base has no chat template"),
     ]),
 )  # fmt: skip

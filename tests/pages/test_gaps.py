@@ -141,7 +141,7 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     assert facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
     law = next(table for table in tables(run) if "Scaling law" in table.title)
     assert law.notes[0] == f"95 % intervals {scope}."
-    assert f"those of accuracy {scope}." in errors.joint_table([one], ()).notes[0]
+    assert f"intervals of accuracy: {scope}." in errors.joint_table([one], ()).notes[0]
     if questions < 4:
         both = "for new questions or for these questions (fewer than 4)"
         assert f"95 % intervals {both}, one seed." in group_size.joint_table([one, other], ()).notes
