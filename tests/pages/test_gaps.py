@@ -145,7 +145,7 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     if questions < 4:
         both = "for new questions or for these questions (fewer than 4)"
         assert f"95 % intervals {both}, one seed." in group_size.joint_table([one, other], ()).notes
-        assert "of these" in group_size.interval_note(one)
+        assert "these questions" in group_size.interval_note(one)
 
 
 def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
