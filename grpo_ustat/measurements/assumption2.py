@@ -178,7 +178,7 @@ def _ordering_sentence(study: PoolStudy) -> str:
             "and GRPO at every G."
         )
     return (
-        f"{values}. There are not enough data to say whether vanilla (no baseline) or the oracle "
+        f"{values}. There is not enough data to say whether vanilla (no baseline) or the oracle "
         f"is better (A_V - A_0 in [{three_digits(difference.low)}, "
         f"{three_digits(difference.high)}] for new questions)."
     )

@@ -275,7 +275,7 @@ def summary_text(study: PoolStudy) -> str:
         return ALL_EQUAL
     missing = []
     if best_size(*best) is None:
-        missing = ["There are not enough data for G*, so no group size can be recommended."]
+        missing = ["There is not enough data for G*, so no group size can be recommended."]
     elif not math.isfinite(best.high):
         missing = ["The interval of G* has no upper end, so no group size can be recommended."]
     return " ".join([*summary_sentences(study), *missing])

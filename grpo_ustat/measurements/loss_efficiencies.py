@@ -212,6 +212,8 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
     if not row.unbiased_direction:
         cosine = cosine_text(row)
         direction = f"the cosine of its direction with the gradient is {cosine}"
+        if cosine == NOT_KNOWN:
+            direction = f"the accuracy of its direction is {NOT_KNOWN}"
     drawn = ""
     if row.kept is not None:
         drawn = (

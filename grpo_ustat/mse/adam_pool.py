@@ -1,12 +1,12 @@
-"""A pool in the metric of AdamW's step.
+"""Pools in the metric of AdamW's step.
 
-Its completions are scored once more, every entry in units of the root of v, see
-`policy.scores.metric` and `mse.second_moments`.
+The completions of a pool are scored once more, with each entry in units of the square root of v;
+see `policy.scores.metric` and `mse.second_moments`.
 
-Closed forms are unbiased in a metric that does not depend on the completions: entries that these
-moved more than others would count less than they should. So each half of the questions, those at
-even and at odd places, is measured with v of the other, and what is reported is the mean of the two
-halves. The last of an odd number of questions is left out.
+Closed forms are unbiased only in a metric that does not depend on the completions. Otherwise,
+entries that these completions moved most would get too little weight. Therefore the questions at
+even and odd positions form two halves, each half is measured with v of the other half, and the
+result is the mean over both. If the number of questions is odd, the last one is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.runs.files import atomic_write
 
-# Fields of `GroupGradients` that the file of a half holds.
+# Fields of `GroupGradients` that are stored in the file of a half.
 SUMS = ("squares", "means", "squared_means")
 
 
@@ -47,16 +47,16 @@ def adam_pool(
 ) -> tuple[ScorePool, WorkCost, float]:
     """Score the completions of a pool in the metric of AdamW's step.
 
-    What is made stays in `folder`, so that an interrupted study goes on.
+    Intermediate results stay in `folder`, so that an interrupted study can continue.
 
     Args:
-        plain: the pool of these completions, as `build_pool` makes it.
-        plain_folder: the folder of the plain pool.
-        folder: the folder of the new pool.
+        plain: Pool of these completions, made by `build_pool`.
+        plain_folder: Folder of the plain pool.
+        folder: Folder of the new pool.
 
     Returns:
-        The pool, its cost beyond the plain one, and how far G* depends on what is not known of v,
-        see `second_moments.shift`.
+        The new pool, its additional cost, and the sensitivity of G* to the uncertainty of v (see
+        `second_moments.shift`).
     """
     count, size = 2 * (len(prompts) // 2), plain.rewards_PN.shape[1]
     prompts, rewards_PN = prompts[:count], plain.rewards_PN[:count]
@@ -103,7 +103,7 @@ def group_gradients(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the leave-one-out gradients of the N // G disjoint groups of a question's completions.
 
-    They are on the CPU. A group of equal rewards, whose gradient is 0, yields none.
+    The gradients are on the CPU. A group with equal rewards, whose gradient is 0, is skipped.
     """
     for first in range(0, len(rewards_N) - group_size + 1, group_size):
         index = np.arange(first, first + group_size)
@@ -125,7 +125,7 @@ def _keep_gradients(
     rewards_PN: np.ndarray,
     half: int,
 ) -> None:
-    """Write the sums of one half of the questions into the folder of `store`, unless they exist."""
+    """Write the sums of one half of the questions to the folder of `store`, unless they exist."""
     file = _file(store, half)
     if file.exists():
         return
@@ -137,9 +137,9 @@ def _keep_gradients(
         sums.add(group_gradients(policy, rollouts, rewards_N, group_size, temperature))
     if not sums.squares:
         raise ConfigError(
-            f"study.metric=adam: in {sums.questions} questions no group of study.adam_group_size="
-            f"{group_size} has two different rewards, so AdamW has no second moments; raise "
-            "study.questions or use study.metric=euclidean"
+            f"study.metric=adam: AdamW has no second moments, because in {sums.questions} "
+            f"questions no group of study.adam_group_size={group_size} has two different rewards; "
+            "raise study.questions or use study.metric=euclidean"
         )
     tensors = {
         f"{kind}/{name}": tensor.contiguous()
@@ -155,12 +155,12 @@ def _file(store: PoolStore, half: int) -> Path:
 
 
 def _read_half(store: PoolStore, half: int, groups: int, count: int) -> GroupGradients:
-    """Read the sums of one half of `count` questions, of `groups` groups each."""
+    """Read the sums of one half of `count` questions with `groups` groups each."""
     file = _file(store, half)
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is damaged: delete it, it will be made again") from error
+        raise ConfigError(f"{file} is damaged: delete it; it will be recreated") from error
     sums = GroupGradients(groups, count // 2)
     for key, tensor in tensors.items():
         kind, name = key.split("/", 1)

@@ -1,4 +1,4 @@
-"""A study in which all rewards are equal: counts of its completions' outcomes, no errors."""
+"""Result of a study whose rewards are all equal: counts of outcomes instead of errors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from grpo_ustat.tasks.base import extracted
 def equal_rewards_result(
     config: MseConfig, equal: EqualRewards, left_out: dict[str, int]
 ) -> StudyResult:
-    """Return the content of `result.json`, in which nothing of the gradient is measured.
+    """Return the content of `result.json`, without measurements of the gradient.
 
     Args:
-        left_out: numbers of questions by the reason why they were left out.
+        left_out: Numbers of excluded questions by reason.
     """
     parts = [part for parts in equal.stored for part in parts]
     cost = sum((part.work_cost for part in parts), WorkCost())
@@ -60,10 +60,10 @@ def equal_rewards_result(
 
 
 def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCounts:
-    """Count the completions, and those that were cut, held no answer, were wrong or right.
+    """Count the completions that were cut, contained no answer, were wrong or were right.
 
-    Each counts once, where the data set's own reward is 0 or 1. Answers of an imported pool are not
-    read.
+    Each completion counts once if the reward of the data set is 0 or 1. Answers in an imported pool
+    are not extracted.
     """
     first = equal.stored[0][0]
     reward = float(weighted_sum(first.rewards_NF[0], np.array(config.weights)))
@@ -98,19 +98,19 @@ def equal_rewards_sentence(counts: CompletionCounts, cut_at: int | None) -> str:
     r"""Return a sentence on the outcomes of the completions.
 
     Args:
-        cut_at: `max_completion_length`; None: they were made elsewhere.
+        cut_at: Value of `max_completion_length`; None if another program generated the completions.
 
     >>> counts = CompletionCounts(reward=0.0, completions=64, cut=40, no_answer=20, wrong=4)
     >>> print(equal_rewards_sentence(counts, 160).replace(": ", ":\n"))
     All 64 completions got reward 0, so there is no gradient to measure:
-    40 were cut at max_completion_length=160, 20 of the others hold no answer, 4 are wrong.
+    40 were cut at max_completion_length=160, 20 of the others contain no answer, 4 are wrong.
     """
     at = "" if cut_at is None else f" at max_completion_length={cut_at}"
     of = "of the others " * bool(counts.cut)
-    # Of a single completion, of several.
+    # Phrases for one completion and for several.
     phrases = {
         "cut": (f"was cut{at}", f"were cut{at}"),
-        "no_answer": (f"{of}holds no answer", f"{of}hold no answer"),
+        "no_answer": (f"{of}contains no answer", f"{of}contain no answer"),
         "wrong": ("is wrong", "are wrong"),
         "right": ("is right", "are right"),
     }

@@ -1,8 +1,9 @@
-"""Pools from rollouts saved elsewhere: a Parquet file with prompts, completions and rewards.
+"""Pools from saved rollouts: a Parquet file with prompts, completions and rewards.
 
-Its rows are read by `logs.rows`. The texts are tokenised again, conversations in the model's
-own chat template as TRL writes them, an end token is added to every completion that ended (see
-`EndTokens`), and the model must be the policy that wrote them: their scores are the model's.
+`logs.rows` reads the rows. Texts are tokenised again, and conversations are formatted with the
+chat template of the model, as in TRL. Each completion that ended gets an end token (see
+`EndTokens`). The model must be the policy that wrote the completions, because it computes their
+scores.
 """
 
 from __future__ import annotations
@@ -41,37 +42,37 @@ from grpo_ustat.policy.tokenizer import encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.streams import single_line, tell
 
-# Nats a token; below this gap no other temperature is nearer by more than rounding.
+# In nats per token; for smaller gaps, differences between temperatures are only rounding.
 MIN_LOGPROB_GAP = 0.002
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-# Completions whose log-probabilities are compared with the model's.
+# Maximum number of completions whose log-probabilities are compared with the model's.
 MAX_CHECKED_COMPLETIONS = 64
 
 
 def import_pool(
     config: MseConfig, folder: Path
 ) -> tuple[ScorePool, WorkCost, list[Prompt], Rollouts]:
-    """Score the rollouts of `config.pool`, a Parquet file.
+    """Score the rollouts in the Parquet file `config.pool`.
 
-    The first `study.questions` prompts are kept, and of each as many completions as the prompt with
-    the fewest has; what is left out is counted on the terminal. What was scored stays in `folder`
-    and is not scored again.
+    The first `study.questions` prompts are kept, with the same number of completions each (see
+    `_trim_groups`). The terminal shows how many rows are left out. Scores stay in `folder` and are
+    not computed again.
 
     Raises:
-        EqualRewards: all rewards are one and the same, so nothing is scored.
+        EqualRewards: If all rewards are equal, so that nothing is scored.
     """
     logged = logged_rollouts(config)
-    # `config.imports_pool` says so.
+    # `config.imports_pool` guarantees this.
     assert config.pool is not None
     policy = configured_policy(config.policy_options)
     if not logged[0].is_exact and not isinstance(logged[0].prompt, str):
         _check_template(policy, config)
-        # The template has written them.
+        # The chat template has already written the special tokens.
         policy = replace(policy, special_tokens=False)
     elif config.prompt.template_options:
         raise ConfigError(
-            f"prompt.template_options={config.prompt.template_options} are of a chat template, and "
-            f"the prompts of {config.pool} are texts: leave them out"
+            f"prompt.template_options={config.prompt.template_options} apply to chat templates, "
+            f"but the prompts of {config.pool} are texts: leave the options out"
         )
     groups: dict[str, list[Rollout]] = {}
     for rollout in logged:
@@ -115,12 +116,10 @@ def import_pool(
 
 
 def repeated_sentence(rollouts: list[Rollout]) -> str:
-    """Return a sentence on completions that are written twice or more for their prompt.
+    """Return a sentence, after a space, on identical completions of a prompt; "" if none.
 
-    They are equal word for word. The sentence begins with a space; it is "" where there are none.
-
-    >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:49]
-    ' 2 of the 3 completions are there more than once,'
+    >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:42]
+    ' 2 of the 3 completions occur repeatedly, '
     """
     keys = [repr((x.prompt_ids or x.prompt, x.completion_ids or x.completion, x.reward))
             for x in rollouts]  # fmt: skip
@@ -128,64 +127,65 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
     if not repeated:
         return ""
     return (
-        f" {repeated} of the {len(rollouts)} completions are there more than once, word for word "
-        "and with the same reward: usual for short answers; of long ones, look whether the log "
-        "was written twice."
+        f" {repeated} of the {len(rollouts)} completions occur repeatedly, with the same text and "
+        "reward. This is normal for short answers; for long answers, check whether the log was "
+        "written twice."
     )
 
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
-    """Read the rows of `config.pool`; their ends are logged or follow from `study.cut_at`."""
-    # `config.imports_pool` says so.
+    """Read the rows of `config.pool`; the log or `study.cut_at` says which completions ended."""
+    # `config.imports_pool` guarantees this.
     assert config.pool is not None
     path, cut_at = Path(config.pool), config.study.cut_at
     rollouts = read_rollouts(path)
     if config.study.corrections and rollouts[0].logprobs is None:
         raise ConfigError(
-            f"study.corrections={config.study.corrections}: {path} has no log-probabilities "
-            "of the sampler (column logprobs), which corrections are made of; log them, or use "
-            "study.corrections=[]"
+            f"study.corrections={config.study.corrections} need the log-probabilities of the "
+            f"sampler, but {path} has no column logprobs; log them, or use study.corrections=[]"
         )
     has_ended = rollouts[0].ended is not None
     if rollouts[0].is_exact and cut_at is not None:
         raise ConfigError(
-            f"study.cut_at={cut_at}, but {path} has the tokens, whose end says what was cut: use "
-            "study.cut_at=null"
+            f"study.cut_at={cut_at}, but {path} has token ids, whose ends show which completions "
+            "were cut: use study.cut_at=null"
         )
     if has_ended and cut_at is not None:
         raise ConfigError(
-            f"study.cut_at={cut_at}, but {path} has a column ended, which says what was cut: use "
-            "study.cut_at=null"
+            f"study.cut_at={cut_at}, but {path} has a column ended, which shows which completions "
+            "were cut: use study.cut_at=null"
         )
     if not has_ended and cut_at is None and not rollouts[0].is_exact:
         raise ConfigError(
-            f"{path} has no column ended, and study.cut_at=null: a completion's score depends on "
-            "whether it wrote its end token. Say at how many tokens completions were cut "
-            "(study.cut_at=256, TRL's max_completion_length), or add the column"
+            f"{path} has no column ended, and study.cut_at=null: the score of a completion depends "
+            "on whether it wrote its end token. Set study.cut_at to the number of tokens at which "
+            "completions were cut (TRL's max_completion_length, e.g. study.cut_at=256), or add the "
+            "column"
         )
     return rollouts
 
 
 def _check_template(policy: Policy, config: MseConfig) -> None:
-    """Refuse conversations that the model's chat template cannot write as they were."""
+    """Refuse conversations if the model has no chat template to format them."""
     if policy.tokenizer.chat_template is None:
         raise ConfigError(
             f"{config.pool}: prompts are conversations, but {config.model.name} has no chat "
-            "template to write them: score them with the model that read them, or write the "
-            "prompts as the texts that it read"
+            "template: score them with the model that read them, or log the prompts as the texts "
+            "that it read"
         )
     warn_of_options(config.prompt, policy.tokenizer)
 
 
 def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
-    """Return the text that the model read, up to the beginning of the answer.
+    """Return the text that the model read before its answer.
 
-    It is the prompt itself, or a conversation in the chat template.
+    It is the prompt, or the conversation formatted with the chat template.
     """
     if isinstance(rollout.prompt, str):
         return rollout.prompt
     place = f"{config.pool} {rollout.place}: prompt"
-    template, fix = f"the chat template of {config.model.name}", "write it as the text it became"
+    template = f"the chat template of {config.model.name}"
+    fix = "log the prompt as the text that the model read"
     try:
         text = in_chat_format(
             policy.tokenizer, rollout.prompt, config.prompt.template_options or {}, None
@@ -196,17 +196,17 @@ def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
     for message in rollout.prompt:
         if message["content"].strip() not in text:
             raise ConfigError(
-                f"{place} has a message of the {message['role']} that {template} leaves out: {fix}"
+                f"{place} has a {message['role']} message that {template} omits: {fix}"
             )
     return text
 
 
 def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[str, list[Rollout]]:
-    """Return the first `study.questions` prompts, with equally many completions each.
+    """Return the first `study.questions` prompts, with the same number of completions each.
 
-    Of the sizes that at least half of the prompts have, it takes the one that keeps most
-    completions, so that a few small groups are dropped, and do not trim all others. It prints how
-    many were left out.
+    Among the sizes that at least half of the prompts reach, the one that keeps the most completions
+    is chosen. So a few small groups are dropped instead of trimming all other groups. The number of
+    dropped prompts and completions is printed.
     """
     questions, needed = config.study.questions, MIN_COMPLETIONS
     if config.compares_by_groups:
@@ -216,13 +216,13 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
         shortest = min(groups.values(), key=len)
         smaller = ", or use smaller group_sizes" if needed > MIN_COMPLETIONS else ""
         raise ConfigError(
-            f"{config.pool}: the prompt of {shortest[0].place} has {len(shortest)} "
-            f"completions, {needed} are needed of each, and none of {len(groups)} prompts has as "
-            f"many: log more of each{smaller}"
+            f"{config.pool}: {needed} completions per prompt are needed, but none of "
+            f"{len(groups)} prompts has that many (the prompt of {shortest[0].place} has "
+            f"{len(shortest)}): log more completions per prompt{smaller}"
         )
 
     def completions(size: int) -> int:
-        """Count the completions where each prompt has `size`."""
+        """Return the number of completions that are kept with `size` completions per prompt."""
         return size * len([group for group in enough if len(group) >= size][:questions])
 
     median = sorted(map(len, enough), reverse=True)[(len(enough) - 1) // 2]
@@ -231,19 +231,19 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
     chosen = dict(list(large.items())[:questions])
     if small := [group for group in groups.values() if len(group) < size]:
         _print_on_main(
-            f"{config.pool}: {len(small)} prompts dropped, with {sum(map(len, small))} completions:"
-            f" fewer than {size} each, such as that of {small[0][0].place}"
+            f"{config.pool}: {len(small)} prompts with {sum(map(len, small))} completions were "
+            f"dropped, because they have fewer than {size} each (e.g. {small[0][0].place})"
         )
     if len(chosen) < len(large):
         _print_on_main(
-            f"{config.pool}: {len(chosen)} of {len(large)} prompts kept, see study.questions"
+            f"{config.pool}: {len(chosen)} of {len(large)} prompts are used; see study.questions"
         )
     config.check_questions(len(chosen), size)
     surplus = sum(map(len, chosen.values())) - size * len(chosen)
     if surplus:
         _print_on_main(
-            f"{config.pool}: {surplus} completions dropped, {size} kept of each prompt, which "
-            "at least half of the prompts have"
+            f"{config.pool}: {surplus} completions were dropped to keep {size} per prompt, a "
+            "number that at least half of the prompts reach"
         )
     return {text: group[:size] for text, group in chosen.items()}
 
@@ -251,10 +251,10 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
 def _tokenise(
     prompts: list[Prompt], groups: list[list[Rollout]], policy: Policy, config: MseConfig
 ) -> Rollouts:
-    """Turn prompts and completions into tokens, with an end token where a completion ended.
+    """Tokenise prompts and completions, and add an end token to each completion that ended.
 
-    Without a column `ended`, completions of `study.cut_at` tokens and more were cut. Tokens are
-    the text's: where the policy had split it otherwise, their number may differ by a few.
+    Without a column `ended`, completions of at least `study.cut_at` tokens count as cut. The tokens
+    come from the text. If the policy had split it differently, their number may differ slightly.
     """
     exact = groups[0][0].is_exact
     if exact:
@@ -280,11 +280,14 @@ def _tokenise(
                     ids = ends.closed(ids, prompts[p].text, isinstance(rollout.prompt, list), place)
             if not ids or not prompt_ids[p]:
                 empty = "completion" if prompt_ids[p] else "prompt"
-                raise ConfigError(f"{place}: {empty} has no token and cannot be scored: drop it")
+                raise ConfigError(
+                    f"{place}: the {empty} has no tokens and cannot be scored: drop the row"
+                )
             if limit is not None and len(prompt_ids[p]) + len(ids) > limit:
                 raise ConfigError(
-                    f"{place}: a prompt of {len(prompt_ids[p])} and a completion of {len(ids)} "
-                    f"tokens exceed the model's {limit} tokens: use the model that wrote it"
+                    f"{place}: a prompt of {len(prompt_ids[p])} tokens and a completion of "
+                    f"{len(ids)} tokens exceed the model's {limit} tokens: use the model that "
+                    "wrote it"
                 )
             other_length += rollout.length not in (None, len(ids))
             completion_ids.append(ids)
@@ -292,20 +295,20 @@ def _tokenise(
     longest = max(len(prompt_ids[i // size]) + len(ids) for i, ids in enumerate(completion_ids))
     if switch := crossed_switch(config.model, shortest, longest):
         raise ConfigError(
-            f"{config.pool}: a prompt of {shortest} tokens and a row of {longest} are on either "
-            f"side of original_max_position_embeddings={switch}, where LongRoPE changes all rows, "
-            "so log-probabilities depend on the rows beside them: use rows of at most "
+            f"{config.pool}: a prompt has {shortest} tokens and a row has {longest}, but at "
+            f"original_max_position_embeddings={switch} LongRoPE changes all rows of a batch, so "
+            "log-probabilities would depend on the other rows: use rows of at most "
             f"{switch} tokens, or prompts of more than {switch + 1}"
         )
     if cut_at is not None:
         _print_on_main(
-            f"{config.pool}: {(~ended).sum()} of {ended.size} completions have study.cut_at="
-            f"{cut_at} tokens or more and count as cut, the others as ended"
+            f"{config.pool}: {(~ended).sum()} of {ended.size} completions have at least "
+            f"study.cut_at={cut_at} tokens and count as cut; the others count as ended"
         )
     if other_length:
         _print_on_main(
-            f"{config.pool}: {other_length} of {ended.size} completions have another number of "
-            "tokens than their column length says: their text is tokenised in another way now"
+            f"{config.pool}: for {other_length} of {ended.size} completions the number of tokens "
+            "differs from the column length, because the text is now tokenised differently"
         )
     return _padded(prompts, prompt_ids, groups, completion_ids, ended, policy, config)
 
@@ -319,9 +322,9 @@ def _padded(
     policy: Policy,
     config: MseConfig,
 ) -> Rollouts:
-    """Gather the tokens of all completions in one array, and mark those that the policy wrote.
+    """Collect the tokens of all completions in one array and mark those that the policy wrote.
 
-    The sampler's log-probabilities are added where they are known of every completion.
+    The sampler's log-probabilities are added if they are known for every completion.
     """
     flat = [rollout for group in groups for rollout in group]
     tokens = np.zeros((ended_PN.size, max(map(len, completion_ids))), dtype=np.int64)
@@ -334,7 +337,7 @@ def _padded(
         if not scored[i].any():
             raise ConfigError(
                 f"{config.pool} {rollout.place}: loss_mask is 0 on every token, so the "
-                "policy wrote none: drop it"
+                "policy wrote none of them: drop the row"
             )
     shape = (*ended_PN.shape, tokens.shape[1])
     texts = [
@@ -361,17 +364,17 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
         largest = max(*(rollout.prompt_ids or [0]), *(rollout.completion_ids or [0]))
         if largest >= size:
             raise ConfigError(
-                f"{config.pool} {rollout.place} holds token {largest}, and "
-                f"{config.model.name} has {size} tokens: use the model that wrote the rows"
+                f"{config.pool} {rollout.place} contains token {largest}, but "
+                f"{config.model.name} has only {size} tokens: use the model that wrote the rows"
             )
 
 
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
-    """Refuse rollouts that the model did not write, or that it wrote at another temperature.
+    """Refuse rollouts that the model did not write, or wrote at another temperature.
 
-    Its log-probabilities of their tokens are then far from the sampler's, which were logged, or
-    less than half as far at another temperature. At most MAX_CHECKED_COMPLETIONS completions are
-    read.
+    The first is concluded if the model's log-probabilities differ much from the logged ones, the
+    second if they differ less than half as much at another temperature. At most
+    MAX_CHECKED_COMPLETIONS completions are checked.
     """
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))
@@ -384,31 +387,32 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
     other = gap > MIN_LOGPROB_GAP and gaps[nearest] < gap / 2
     if (gap <= MAX_LOGPROB_GAP or corrected) and not other:
         _print_on_main(
-            f"{config.pool}: log-probabilities are within {gap:.4f} nats a token of the sampler's, "
-            f"in {len(index)} completions"
+            f"{config.pool}: log-probabilities are within {gap:.4f} nats per token of the "
+            f"sampler's, on average over {len(index)} completions"
         )
         return
     cause = (
         f"they were sampled at another temperature: use temperature={nearest}"
         if other
-        else "another checkpoint wrote them, or the prompts were written in another way"
+        else "another checkpoint wrote them, or the prompts were formatted differently"
     )
     raise ConfigError(
-        f"{config.pool}: {config.model.name} at temperature={config.temperature} gives the logged "
-        f"tokens log-probabilities that are off by {gap:.3f} nats a token in {len(index)} "
-        f"completions, where at most {MAX_LOGPROB_GAP} is rounding; most likely {cause}"
+        f"{config.pool}: the log-probabilities of {config.model.name} at "
+        f"temperature={config.temperature} differ from the logged ones by {gap:.3f} nats per token "
+        f"in {len(index)} completions, but rounding explains at most {MAX_LOGPROB_GAP}; most "
+        f"likely {cause}"
     )
 
 
 class EndTokens:
-    """The token by which completions that were logged as texts ended.
+    """End token of completions that were logged as texts.
 
-    It is the tokenizer's end token after a plain prompt. A conversation, or a text that the chat
-    template wrote, ends a turn as the template does, which for some models is another token
-    (Gemma's `<end_of_turn>`, Phi's `<|end|>`).
+    After a plain prompt it is the end-of-sequence token of the tokenizer. In a conversation, or
+    after a text formatted with the chat template, it is the token with which the template ends a
+    turn. For some models this is another token (Gemma's `<end_of_turn>`, Phi's `<|end|>`).
 
     Args:
-        policy: the model that wrote the completions.
+        policy: Model that wrote the completions.
     """
 
     def __init__(self, policy: Policy, config: MseConfig):
@@ -428,17 +432,17 @@ class EndTokens:
     def closed(self, ids: list[int], prompt: str, is_turn: bool, place: str) -> list[int]:
         """Return the tokens of a completion that ended, up to its end token.
 
-        The end token is added where the text has none.
+        The end token is added if the text has none.
 
         Args:
-            ids: tokens of its text.
-            prompt: the text that the model read.
+            ids: Tokens of the text.
+            prompt: Text that the model read.
             is_turn: True if the prompt was logged as a conversation.
-            place: file and row, for messages.
+            place: File and row, for messages.
         """
         for stop in (k + 1 for k, token in enumerate(ids) if token in self.policy.end_tokens):
             if not str(self.policy.tokenizer.decode(ids[stop:], skip_special_tokens=True)).strip():
-                # What follows is the template's, or padding.
+                # The rest comes from the template or is padding.
                 return ids[:stop]
         is_turn = is_turn or bool(self.opening and self.opening in prompt)
         end = self.of_turns if is_turn else self.of_texts
@@ -447,9 +451,9 @@ class EndTokens:
                 self.policy.tokenizer.convert_ids_to_tokens(sorted(self.policy.end_tokens))
             )
             raise ConfigError(
-                f"{place}: its completion ended, and {self.config.model.name} may end with any of "
-                f"{names}: {'its chat template' if is_turn else 'its tokenizer'} does not say with "
-                "which; write the end token at the end of each text that ended, or log the tokens"
+                f"{place}: the completion ended, but {self.config.model.name} has the end tokens "
+                f"{names}, and {'its chat template' if is_turn else 'its tokenizer'} does not "
+                "select one of them; append the end token to each text that ended, or log token ids"
             )
         return [*ids, end]
 

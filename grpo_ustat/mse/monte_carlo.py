@@ -1,15 +1,15 @@
-"""The paper's procedure: fresh rollouts, real gradients, distance to a reference gradient.
+"""Monte Carlo as in the paper: fresh rollouts, real gradients, distance to a reference gradient.
 
-A replicate draws the largest group of every question and splits it into disjoint groups for the
+A replicate draws the largest group for each question and splits it into disjoint groups of the
 smaller sizes, so the curves of all baselines and sizes come from the same rollouts. The reference
-is the mean of H independent blocks from a stream of draws of its own. With ghat_r a replicate and
-ref_h a block,
+is the mean of H independent blocks from a separate random stream. With replicates ghat_r and
+blocks ref_h,
 
     MSE    = mean_r ||ghat_r||^2 - 2 mean_{r,h} <ghat_r, ref_h> + mean_{h != k} <ref_h, ref_k>
     bias^2 = mean_{r != s} <ghat_r, ghat_s> - (the same cross term) + (the same last term)
 
-in which no vector meets itself, so the reference's own noise (and, in bias^2, the replicates') is
-subtracted; both may be slightly negative.
+No product pairs a vector with itself. So the noise of the reference (and, in bias^2, of the
+replicates) does not add a bias, and both estimates may be slightly negative.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-# Completions that are scored side by side.
+# Maximum number of completions scored in one batch.
 MAX_ROWS = 512
-# Numbers kept of a gradient, a prime; gradients of smaller models are kept in full.
+# Size of a gradient sketch, a prime number; gradients of smaller models are kept in full.
 SKETCH_SIZE = 262139
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """The reference gradient, in H blocks, and what baselines read."""
+    """Reference gradient in H blocks, and the inputs of the baselines."""
 
     blocks_HD: np.ndarray
     context: BaselineContext
-    # Correction for the oracle's estimated V, see `_value_excess`.
+    # Correction for the estimated V of the oracle; see `_value_excess`.
     excess: float
 
 
 @dataclass(frozen=True)
 class _Replicates:
-    """One worker's replicates: squared norms, products with the blocks, and sums of gradients."""
+    """Replicates of one worker: squared norms, products with the blocks, sums of gradients."""
 
     squared: dict[tuple[str, int], list[float]]
     products_H: dict[tuple[str, int], list[np.ndarray]]
@@ -78,11 +78,11 @@ def monte_carlo(
     group_sizes: Sequence[int],
     prompts: list[Prompt],
 ) -> tuple[dict[tuple[str, int], GradientError], WorkCost]:
-    """Compute curves by (baseline, group size) from `budget.replicates` replicates, and their cost.
+    """Compute errors by (baseline, group size) from `budget.replicates` replicates, and their cost.
 
     Args:
-        sampling: the settings with which every process samples.
-        options: of each baseline, by its name.
+        sampling: Sampling settings of all processes.
+        options: Options by baseline name.
     """
     needs = frozenset().union(*(BASELINES[name].needs for name in options))
     reference, reference_cost = _reference(sampling, budget, needs, prompts)
@@ -129,12 +129,12 @@ def _reference(
 
 
 def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
-    """Estimate the squared error that an estimated v adds in place of V, 1/P^2 sum_x (A_v - A_V).
+    """Estimate the extra squared error from an estimated v instead of V, 1/P^2 sum_x (A_v - A_V).
 
-    It is unbiased given v. Over the draws behind v its mean is D/K. The reference's completions are
-    independent of v.
+    The estimate is unbiased given v, because the completions of the reference are independent of v.
+    Its expectation over the draws behind v is D/K.
     """
-    # ||g||^2 is not used.
+    # The third argument, ||g||^2, is not used here.
     moments = norm_moments(q_PN, rewards_PN, np.zeros(len(q_PN)))
     a_v_hat = moments.a_0 - 2 * value_P * moments.m1 + value_P**2 * moments.m0
     return float((a_v_hat - moments.a_v).mean() / len(value_P))
@@ -143,10 +143,11 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
 def _context(
     items: list[list[Prompt]], sampling: StudySampling, size: int, needs: frozenset[str]
 ) -> Iterator:
-    """Estimate what baselines may read beside the group, from completions outside every replicate.
+    """Estimate the inputs of baselines other than the group, from separate completions.
 
-    At a fixed policy a running mean settles at the mean reward of all questions. An estimated b* is
-    used as it is; only the oracle's price of an estimated V is subtracted.
+    At a fixed policy, a running mean converges to the mean reward over all questions. Only the
+    extra error from the oracle's estimated V is subtracted later; the estimate of b* is used
+    without a correction.
     """
     policy, engine, task = start_sampler(sampling)
     sampler = sampling.sampler
@@ -193,8 +194,8 @@ def _gradients(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute `sum_{p,i} w_cpi s_pi` for every c, [C, D] float64, and squared score norms [P, G].
 
-    Of a model with more than 262 139 parameters, unbiased sketches of so many numbers: an inner
-    product is off by about 0.2 % of the product of the norms.
+    For a model with more than 262 139 parameters, the sums are unbiased sketches with 262 139
+    numbers. The error of an inner product is then about 0.2 % of the product of the norms.
     """
     count, size = rollouts.mask_PGT.shape[:2]
     sketch = Sketch(parameter_sizes(policy.model), SKETCH_SIZE)
@@ -209,7 +210,7 @@ def _gradients(
         scores = score_rollouts(
             policy, rollouts, index, temperature, weights_KB=weights, pooled=sketch
         )
-        # `pooled` asks for it.
+        # It is set because of `pooled`.
         assert scores.pooled_KR is not None
         total_CD += scores.pooled_KR.cpu().numpy()
         squared.append(scores.sq_norm_B.cpu().numpy().reshape(-1, size))
@@ -274,11 +275,11 @@ def group_weights(
     context: BaselineContext,
     options: Mapping[str, float],
 ) -> np.ndarray:
-    """Compute the weights of the estimates of disjoint groups, [L // G, P, L], 0 outside the group.
+    """Compute the weights of estimates from disjoint groups, [L // G, P, L], 0 outside each group.
 
     Args:
-        rewards_PL: rewards of L completions of each of P prompts.
-        context: what the baseline reads, `lengths_PG` and `rewards_PGF` of all L completions.
+        rewards_PL: Rewards of L completions for each of P prompts.
+        context: Inputs of the baseline; `lengths_PG` and `rewards_PGF` cover all L completions.
     """
     prompts, largest = rewards_PL.shape
     groups = largest // group_size
@@ -305,11 +306,11 @@ def curve(
     """Compute MSE, bias^2 and variance of R replicates against H reference blocks.
 
     Args:
-        squared_R: ||ghat_r||^2.
-        products_RH: <ghat_r, ref_h>.
-        gram_HH: <ref_h, ref_k>.
-        sum_sq: ||sum_r ghat_r||^2.
-        excess: a known part of the MSE to subtract, the price of an estimated V.
+        squared_R: Squared norms, ||ghat_r||^2.
+        products_RH: Inner products <ghat_r, ref_h>.
+        gram_HH: Inner products <ref_h, ref_k>.
+        sum_sq: Squared norm of the sum, ||sum_r ghat_r||^2.
+        excess: Extra error from an estimated V, subtracted from the MSE.
     """
     count, grad_sq = len(squared_R), _off_diagonal(gram_HH)
     cross = float(products_RH.mean())

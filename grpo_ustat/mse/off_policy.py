@@ -1,12 +1,12 @@
-"""Rollouts that another policy sampled, an earlier checkpoint or an inexact sampler, scored again.
+"""Scores of rollouts sampled by another policy: an earlier checkpoint or another sampler.
 
-Those of losses that penalise leaving a reference model are scored here, too;
-`measurements.off_policy` measures their efficiency.
+This module also scores rollouts for losses with a penalty towards a reference model.
+`measurements.off_policy` measures the efficiency of all these rollouts.
 
-The completions of a pool are scored once more by the policy whose gradient is wanted, the tokens of
-each weighted as the loss weighs them (`estimators.token_weights`): one more backward pass for each
-kind of vector. They are compared with an estimate that is unbiased at that policy: its own
-completions where it can write some, else the same ones, each weighted by its exact ratio.
+The completions of a pool are scored once more by the current policy, with the tokens weighted as in
+the loss (`estimators.token_weights`). This takes one more backward pass per kind of vector. The
+scores are compared with an unbiased estimate of the current policy's gradient: from its own
+completions if it can write some, otherwise from the same completions with exact importance ratios.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
-# Share of the completions that must count where their ratios are exact.
+# Minimum effective share of the completions with exact importance ratios.
 MIN_EFFECTIVE = 0.2
 
 
 def check_tokenizers(config: MseConfig) -> None:
-    """Refuse policies that read other tokens than `model`, before anything is sampled."""
+    """Refuse policies whose vocabulary differs from that of `model`, before anything is sampled."""
     for key in ("scored_by", "reference"):
         place = getattr(config.study, key)
         if place is None:
@@ -66,9 +66,9 @@ def check_tokenizers(config: MseConfig) -> None:
         theirs = configured_tokenizer(other, f"study.{key}").get_vocab()
         if vocabulary != theirs:
             raise ConfigError(
-                f"study.{key}={place} knows {len(theirs)} tokens and {config.model.name} "
-                f"{len(vocabulary)}, or others: the completions of one are no tokens of the other, "
-                f"use a checkpoint of {config.model.name}"
+                f"study.{key}={place} and {config.model.name} have different vocabularies "
+                f"({len(theirs)} and {len(vocabulary)} tokens), so one cannot score the "
+                f"completions of the other: use a checkpoint of {config.model.name}"
             )
 
 
@@ -82,11 +82,11 @@ def rescored_pool(
     """Score the study's completions at `study.scored_by`, or with `study.corrections`.
 
     Args:
-        pool: the study's pool, drawn by `model` or read from a file.
-        prompts: the study's questions.
-        rollouts: the completions of each question, in order, with the sampler's log-probabilities
-            where a file has them.
-        folder: the run's folder; what is scored stays there.
+        pool: Pool of the study, drawn by `model` or read from a file.
+        prompts: Questions of the study.
+        rollouts: Completions of each question, in order, with the sampler's log-probabilities if
+            a file has them.
+        folder: Folder of the run, where the scores are stored.
     """
     study = config.study
     is_logged = config.imports_pool and all(logged.logprobs_PGT is not None for logged in rollouts)
@@ -96,7 +96,7 @@ def rescored_pool(
     scored = [*losses, *judged.values()]
     wanted = list(dict.fromkeys(loss.tokens for loss in scored if loss.tokens is not None))
     if question == "gap" and EXACT not in wanted:
-        # The losses are compared with the exact ratios.
+        # The losses are compared with the loss that uses exact ratios.
         wanted.append(EXACT)
     parts, cost = _scored(config, wanted, prompts, rollouts, pool.rewards_PN, folder)
     weighted = {weights: _pool_of(pool, weights, of_policy) for weights, of_policy in parts.items()}
@@ -111,16 +111,17 @@ def rescored_pool(
             compared, further = build_pool(at_hand, list(prompts), fresh, size)
         except EqualRewards:
             raise ConfigError(
-                f"study.scored_by={study.scored_by}: all of its completions got the same reward, "
-                "so it has no gradient to estimate; use an earlier checkpoint, or other questions"
+                f"study.scored_by={study.scored_by}: all completions of this policy got the same "
+                "reward, so there is no gradient to estimate; use an earlier checkpoint or other "
+                "questions"
             ) from None
         cost += further
     elif question == "gap":
         if drift.completions.estimate < MIN_EFFECTIVE:
             raise ConfigError(
-                f"{config.pool}: under exact ratios its completions count as "
-                f"{drift.completions.estimate:.0%} of as many, and {MIN_EFFECTIVE:.0%} are "
-                "needed for an unbiased gradient to compare with; use study.corrections=[]"
+                f"{config.pool}: with exact ratios, the effective share of the completions is "
+                f"{drift.completions.estimate:.0%}, but an unbiased gradient for the comparison "
+                f"needs {MIN_EFFECTIVE:.0%}; use study.corrections=[]"
             )
         compared = weighted[EXACT]
     writer = Path(config.model.name).name
@@ -148,9 +149,9 @@ def _scored(
     rewards_PN: Array,
     folder: Path,
 ) -> tuple[dict[TokenWeights, list[WeightedPart]], WorkCost]:
-    """Score the completions of every question with each way of weighing their tokens.
+    """Score the completions of each question with each kind of token weights.
 
-    What the folder has already is not scored again.
+    Scores that are already in the folder are not computed again.
     """
     study, at_hand = config.study, replace(config, model=config.later_model)
     reference_weights = weights_fingerprint(config.reference_model.model_name_or_path)
@@ -168,13 +169,13 @@ def _scored(
     workers = one_on_each_gpu(config.sampling_workers, config.launch.device)
 
     def logprobs_of(model: ModelConfig) -> list[Array | None]:
-        """Compute log-probabilities of every question's completions under a model."""
+        """Compute the log-probabilities of each question's completions under a model."""
         options, temperature = replace(config.policy_options, model=model), config.temperature
         title = f"log-probabilities of {model.name}"
         logprobs, _ = share(_logprobs, items, workers, title, rewards_PN.size, options, temperature)
         return [logprobs_NT for _, logprobs_NT in sorted(logprobs, key=lambda pair: pair[0])]
 
-    # None: log-probabilities of the policy at hand, which are computed as it scores.
+    # None stands for the log-probabilities of the current policy, which are computed later.
     written: list[Array | None] = [None] * len(items)
     reference = written
     if config.imports_pool:
@@ -208,7 +209,7 @@ def _scored(
 def stored_completions(
     config: MseConfig, prompts: Sequence[Prompt], pool: Path, size: int
 ) -> list[Rollouts]:
-    """Read the first completions of every question that a pool's folder keeps, without texts."""
+    """Read the first completions of each question from the folder of a pool, without texts."""
     policy = configured_policy(config.policy_options)
     stored = PoolStore(pool, draws_of(config)).completions(prompts, size)
     return [
@@ -220,7 +221,7 @@ def stored_completions(
 def _logprobs(
     items: list[tuple[int, Rollouts, Array]], options: PolicyOptions, temperature: float
 ) -> Iterator[WorkCost | tuple[int, Array]]:
-    """Yield the place of each question and its completions' log-probabilities, [N, T]."""
+    """Yield the index of each question and the log-probabilities of its completions, [N, T]."""
     policy = configured_policy(options)
     for place, rollouts, rewards_N in items:
         yield place, _question_logprobs(policy, rollouts, temperature)
@@ -228,14 +229,14 @@ def _logprobs(
 
 
 def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -> Array:
-    """Compute log-probabilities of one question's completions, 0 on padding, [N, T]."""
+    """Compute the log-probabilities of one question's completions, 0 on padding, [N, T]."""
     (prompt,) = rollouts.prompts
     read = policy.encode([prompt.text])
     if prompt.kind != "imported" and read != rollouts.prompt_tokens:
         raise ConfigError(
-            f"{prompt.id} is {len(rollouts.prompt_tokens[0])} tokens to the policy that wrote the "
-            f"completions and {len(read[0])} to another of study.scored_by and study.reference, or "
-            "they are others: use models of one tokenizer"
+            f"the policy that wrote the completions and study.scored_by or study.reference "
+            f"tokenise {prompt.id} differently ({len(rollouts.prompt_tokens[0])} and "
+            f"{len(read[0])} tokens): use models with the same tokenizer"
         )
     width = rollouts.mask_PGT.shape[-1]
     rows = pack(rollouts, np.arange(rollouts.ended_PG.size), policy.pad_token, policy.model.device)
@@ -251,7 +252,7 @@ def _score(
     budget: StudyBudget,
     stores: Mapping[TokenWeights, PoolStore],
 ) -> Iterator[WorkCost]:
-    """Score and store the completions of each question with every kind of token weights."""
+    """Score and store the completions of each question with each kind of token weights."""
     policy = configured_policy(options)
     sketch, _ = score_sketches(budget, policy)
     for _, rollouts, rewards_N, old_NT, reference_NT in items:
@@ -281,13 +282,13 @@ def weighted_part(
     old_NT: Array,
     reference_NT: Array,
 ) -> WeightedPart:
-    """Score one question's completions, their tokens weighted.
+    """Score one question's completions with token weights.
 
     Args:
-        policy: the policy whose scores are taken.
-        sampler: the settings of what wrote the completions.
-        own_NT, old_NT, reference_NT: log-probabilities under the policy, under the one that wrote
-            the completions, and under the reference.
+        policy: Policy whose scores are computed.
+        sampler: Settings of the sampler that wrote the completions.
+        own_NT, old_NT, reference_NT: Log-probabilities under this policy, under the policy that
+            wrote the completions, and under the reference.
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
@@ -297,7 +298,7 @@ def weighted_part(
             token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
             for kind in weights.kinds
         ])  # fmt: skip
-    # The score of the others is 0.
+    # Vectors whose factors are all 0 have score 0.
     counted = np.flatnonzero(factors_VT.any(axis=1))
     gram_VV = np.zeros((len(factors_VT), len(factors_VT)))
     features_VR = np.zeros((len(factors_VT), sketch.dimension), np.float32)
@@ -313,12 +314,12 @@ def weighted_part(
     total_N = change_NT.sum(axis=1)
     if not np.isfinite(gram_VV).all():
         raise ConfigError(
-            f"the importance ratios of completions of {rollouts.prompts[0].id} are beyond what "
-            f"numbers can hold (log ratio up to {total_N.max():.0f}): the policy that wrote them "
-            "is too far from the one that scores them, use an earlier study.scored_by"
+            f"the importance ratios of completions of {rollouts.prompts[0].id} overflow (log ratio "
+            f"up to {total_N.max():.0f}): the policy that wrote them is too far from the policy "
+            "that scores them; use an earlier study.scored_by"
         )
     ratio_NT = np.exp(change_NT) * counts_NT
-    # A product may be beyond what numbers hold.
+    # Dividing by the largest product avoids overflow.
     scaled_N = np.exp(total_N - total_N.max())
     drift = [
         ratio_NT.sum(), np.square(ratio_NT).sum(), counts_NT.sum(),
@@ -338,7 +339,7 @@ def weighted_part(
 
 
 def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPart]) -> ScorePool:
-    """Return the pool with the scores of weighted tokens."""
+    """Return the pool with scores from weighted tokens."""
     features_PVR = np.stack([part.features_VR for part in parts])
     return ScorePool(
         rewards_PN=np.stack([part.rewards_N for part in parts]),

@@ -1,4 +1,4 @@
-"""A planned study as costs see it: its samples, scores and kept pools."""
+"""Costs of a planned study: its samples, scores and stored pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.runs.status import PlannedRun
 
 
 def plan(planned: PlannedRun) -> Plan:
-    """Return the plan of one study, with its costs."""
+    """Return the plan of a study with its costs."""
     config: MseConfig = planned.config
     device, ranks, workers = config.launch.device, config.launch.num_processes, shared_by(config)
     expected, completions = study_cost(config), config.budget.pool_completions
@@ -22,12 +22,12 @@ def plan(planned: PlannedRun) -> Plan:
         config.model, completions, config.max_completion_length, expected.weights or 0
     )
     notes.append(
-        f"Each of launch.workers={config.launch.workers} has this memory."
+        f"Each of the launch.workers={config.launch.workers} needs this memory."
         if config.rollout.name == "local"
-        else "One process has this memory, and vLLM has what "
-        f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives it."
+        else "One process needs this memory; vLLM also uses the share "
+        f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization}."
     )
-    # Workers of a GPU that is named share it.
+    # Workers share a GPU that is given by its index.
     gpus = workers if device == "cuda" else ranks
     return Plan(
         command="mse",
@@ -58,23 +58,23 @@ def plan(planned: PlannedRun) -> Plan:
 
 
 def shared_by(config: MseConfig) -> int:
-    """Count the processes that share out a study: its ranks, or its local workers."""
+    """Return the number of processes that share a study: its ranks or its local workers."""
     ranks = config.launch.num_processes
     return ranks if ranks > 1 else config.sampling_workers
 
 
 def study_cost(config: MseConfig) -> Cost:
-    """Compute the cost of a study: N completions of each question.
+    """Compute the cost of a study with N completions per question.
 
-    monte_carlo adds, a question: `replicates` groups of the largest size and
-    reference_completions, and value_completions where a baseline needs them.
+    For each question, monte_carlo adds `replicates` groups of the largest size, the
+    `reference_completions`, and the `value_completions` if a baseline needs them.
     """
     budget = config.budget
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
-    # Policies that write completions.
+    # Number of policies that write completions.
     policies = 1 if config.study.scored_by is None else 2
     pools = policies
-    # Inner products of all kinds of vectors are computed.
+    # The inner products of K kinds of vectors take as much space as K^2 pools.
     if config.measured.is_off_policy:
         kinds = {loss.tokens: len(loss.kinds) for loss in config.measured.off_policy}
         pools += sum(count**2 for tokens, count in kinds.items() if tokens is not None)

@@ -1,4 +1,4 @@
-"""The score pool: N scored completions of every question, shared out and kept on disk."""
+"""Score pool: N scored completions per question, made by several workers and kept on disk."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ MAX_BATCHES_A_CHUNK, MIN_CHUNKS = 4, 16
 
 
 class EqualRewards(Exception):
-    """All rewards of a pool are one and the same: nothing to score, no gradient to measure.
+    """All rewards of a pool are equal, so there is no gradient to measure.
 
     Args:
-        prompts: the pool's.
-        stored: the parts of each prompt.
+        prompts: Prompts of the pool.
+        stored: Stored parts of each prompt.
     """
 
     def __init__(self, prompts: list[Prompt], stored: list[list[Completions]]):
@@ -68,34 +68,33 @@ class EqualRewards(Exception):
 def build_pool(
     config: MseConfig, prompts: list[Prompt], folder: Path, completions: int | None = None
 ) -> tuple[ScorePool, WorkCost]:
-    """Sample, score and keep completions of every prompt; only what is missing is made.
+    """Sample, score and store the missing completions of all prompts, and return the pool.
 
-    Questions are sampled in chunks that depend only on the configuration and scored one by one, so
-    the pool depends neither on the number of processes nor on where it was interrupted. Several
-    studies may fill one pool at once; what is missing where one kept a shorter part of a question
-    is made in another round. Nothing is scored as long as all rewards are equal, see
-    `_score_chunks`.
+    Questions are sampled in chunks that depend only on the configuration, and scored one by one. So
+    the pool does not depend on the number of processes or on interruptions. Several studies may
+    fill a pool at the same time; if one of them stored a shorter part of a question, the rest is
+    made in another round. Nothing is scored as long as all rewards are equal; see `_score_chunks`.
 
     Args:
-        completions: N; None: `budget.pool_completions`.
+        completions: Number of completions per question, N; None for `budget.pool_completions`.
 
     Returns:
-        The pool, and the cost of all of it.
+        The pool and its total cost.
 
     Raises:
-        EqualRewards: the completions are drawn, and all have one and the same reward.
+        EqualRewards: If all completions have been drawn and have the same reward.
     """
     size = completions or config.budget.pool_completions
     return read_pool(_fill(config, prompts, folder, size), prompts, size, config.weights)
 
 
 def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
-    """Fill a pool as `build_pool` does, but only this job's part of the chunks.
+    """Fill a pool like `build_pool`, but only with this job's part of the chunks.
 
-    Jobs may share a folder at once.
+    Several jobs may fill the same folder at the same time.
 
     Returns:
-        The number of prompts, in this part and the others, that have all their completions now.
+        Number of prompts, over all parts, whose completions are complete.
     """
     size = config.budget.pool_completions
     store = _fill(config, prompts, folder, size)
@@ -103,10 +102,10 @@ def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
 
 
 def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> PoolStore:
-    """Add the missing completions of this job's part of the pool, and return the pool's folder.
+    """Add the missing completions of this job's part of the pool, and return the store.
 
-    Where one worker has seen only equal rewards and another has not, the former's completions are
-    drawn again, the same ones, and scored.
+    If one worker saw only equal rewards and another saw different ones, the completions of the
+    first worker are drawn again (identically) and scored.
     """
     store = PoolStore(folder, draws_of(config))
     main_only(store.open)
@@ -135,10 +134,10 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
 
 
 def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
-    """Return the set of distinct rewards of the unscored completions, or None if all are scored.
+    """Return the set of distinct rewards of unscored completions, or None if scoring is needed.
 
-    The set has one element, or none if there are no completions. All must be scored if rewards
-    differ, or if scored parts exist, whose unscored copies are deleted.
+    The set has one element, or none if there are no completions. Scoring is needed if rewards
+    differ or if scored parts exist; in the latter case unscored copies are deleted.
     """
     if store.kind == SCORED:
         store.delete_unscored()
@@ -148,18 +147,18 @@ def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
 
 
 def _complete_questions(store: PoolStore, prompts: list[Prompt], size: int) -> int:
-    """Count the prompts that have `size` completions in the pool."""
+    """Return the number of prompts that have `size` completions in the pool."""
     kind = store.kind
     return store.stored_completions(prompts, size, kind).count(size)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about model and prompts, known before anything is sampled."""
+    """Facts about the model and the prompts, known before sampling."""
 
-    # Number of parameters that scores cover.
+    # Number of parameters in a score.
     parameters: int
-    # Mean length of a prompt.
+    # Mean number of tokens per prompt.
     prompt_tokens: float
 
 
@@ -172,8 +171,8 @@ def model_facts(
     """Count parameters and tokens, and refuse a policy that does not fit on its GPU.
 
     Args:
-        weights: bytes of the policy; None: unknown.
-        one_completion: bytes of scoring one completion beside them; None: unknown.
+        weights: Size of the policy in bytes; None if unknown.
+        one_completion: Additional bytes for scoring one completion; None if unknown.
     """
     device = torch.device(own_device(options.device))
     is_there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
@@ -186,13 +185,13 @@ def model_facts(
 
 
 def greedy_rewards(sampling: StudySampling, prompts: list[Prompt]) -> Array:
-    """Draw each prompt's greedy completion and return its reward, [P]."""
+    """Return the rewards of the prompts' greedy completions, [P]."""
     (rewards_P,), _ = share(_greedy, [prompts], 1, "greedy", len(prompts), sampling)
     return rewards_P
 
 
 def _greedy(items: list[list[Prompt]], sampling: StudySampling) -> Iterator[WorkCost | Array]:
-    """Do the work of `greedy_rewards`, for a process of its own."""
+    """Compute `greedy_rewards` in a worker process."""
     _, engine, task = start_sampler(sampling)
     for prompts in items:
         rewards_P, cost = greedy_rewards_with_cost(sampling.sampler, engine, task, prompts)
@@ -203,7 +202,7 @@ def _greedy(items: list[list[Prompt]], sampling: StudySampling) -> Iterator[Work
 def greedy_rewards_with_cost(
     sampler: SamplerOptions, engine: Engine, task: Task, prompts: list[Prompt]
 ) -> tuple[Array, WorkCost]:
-    """Return the rewards of the prompts' greedy completions, [P], and their cost."""
+    """Draw greedy completions and return their rewards, [P], and their cost."""
     greedy = Sampling.of(sampler, "greedy", greedy=True)
     rollouts, cost = sample_with_cost(engine, prompts, 1, greedy)
     rewards_P1F, judge_cost = reward_completions(task, rollouts)
@@ -212,7 +211,7 @@ def greedy_rewards_with_cost(
 
 
 def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]:
-    """Compute the rewards of every completion, [P, G, F], and count those that were not judged."""
+    """Compute the rewards of all completions, [P, G, F], and count those that were not judged."""
     rewards_PGF = rewards(task, rollouts)
     return rewards_PGF, WorkCost(**task.take_counts())
 
@@ -225,16 +224,16 @@ def _chunks_to_sample(
     size: int,
     kind: str = SCORED,
 ) -> list[tuple[int, list[int]]]:
-    """List (first missing completion, questions) of the chunks that have any to make of this kind.
+    """List (first missing completion, questions) for chunks with missing completions of this kind.
 
-    Parts of a pool share out whole chunks, the same whatever the pool holds already: what others
-    have added in the meantime moves no chunk from one part to another. A chunk is what fits side by
-    side; on an accelerator up to MAX_BATCHES_A_CHUNK times as much, where waiting completions take
-    the places of finished ones, as long as each part has MIN_CHUNKS of them for its devices to
-    share.
+    Jobs split a pool by whole chunks. The assignment does not depend on the content of the pool, so
+    completions added by other jobs do not move a chunk from one part to another. A chunk contains
+    the completions that fit into one batch. On an accelerator, where waiting completions replace
+    finished ones, it may contain up to MAX_BATCHES_A_CHUNK times as many, as long as each part has
+    MIN_CHUNKS chunks for its devices.
 
     Args:
-        job: (k, n): this job makes part k of n.
+        job: Tuple (k, n); this job makes part k of n.
     """
     part, parts = job
     most = math.ceil(len(prompts) / (MIN_CHUNKS * parts))
@@ -260,15 +259,15 @@ def _score_chunks(
     size: int,
     seen: set[tuple[float, ...]] | None,
 ) -> Iterator[WorkCost | Notice]:
-    """Sample, score and store the missing completions of every chunk, see `_chunks_to_sample`.
+    """Sample, score and store the missing completions of each chunk; see `_chunks_to_sample`.
 
-    A notice after the first chunk says if many were cut.
+    If many completions of the first chunk were cut, a notice is yielded.
 
     Args:
-        items: the chunks, as `_chunks_to_sample` lists them.
-        seen: the rewards so far, at most one, see `_rewards_so_far`. As long as there is no other,
-            here and in the folder, chunks are stored unscored and kept in memory; with the first
-            other one they are scored, in order. None: all are scored at once.
+        items: Chunks from `_chunks_to_sample`.
+        seen: Set of the rewards so far, at most one (see `_rewards_so_far`). As long as no other
+            reward occurs here or in the folder, chunks are stored unscored and kept in memory. When
+            another reward occurs, they are scored in order. None: chunks are scored immediately.
     """
     policy, engine, task = start_sampler(sampling)
     sampler = sampling.sampler
@@ -287,7 +286,7 @@ def _score_chunks(
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
         seconds = chunk_cost.seconds_generate / len(chunk_prompts)
         costs_P = [question_cost(rollouts, row, seconds) for row in range(len(chunk_prompts))]
-        # The judge is paid once for the chunk.
+        # The cost of judging the chunk is assigned to its first question.
         costs_P[0] += judge_cost
         sampled = (first, rollouts, rewards_PNF, costs_P)
         if seen is not None:
@@ -301,7 +300,7 @@ def _score_chunks(
                 unscored.append(sampled)
                 yield WorkCost(rollouts=rewards_PNF[..., 0].size)
                 continue
-            # Those before it are unscored: all are drawn again.
+            # Earlier completions of these questions are unscored, so all are drawn again.
             if first:
                 return
             seen = None
@@ -324,25 +323,25 @@ def _score_chunks(
 def read_pool(
     store: PoolStore, prompts: list[Prompt], size: int, weights: Sequence[float] = (1.0,)
 ) -> tuple[ScorePool, WorkCost]:
-    """Read the pool of all prompts, each with `size` completions, and its cost.
+    """Read the pool of all prompts, with `size` completions each, and its cost.
 
-    Inner products between parts, which were scored apart, come from the sketches. Files are read
-    one question after the other into the pool's own arrays, and nothing else of them is kept.
+    Inner products between separately scored parts come from the sketches. To save memory, files are
+    read one question at a time into preallocated arrays.
 
     Args:
-        size: N.
-        weights: of the reward functions in their sum.
+        size: Number of completions per question, N.
+        weights: Weights of the reward functions in their sum.
 
     Raises:
-        EqualRewards: all rewards are one and the same, by every reward function.
+        EqualRewards: If all completions have the same reward from every reward function.
     """
     count, cost, gaps = len(prompts), WorkCost(), list[np.ndarray | None]()
     seen: set[tuple[float, ...]] = set()
     packages: Counter[str] = Counter()
-    # The sums of a single part are float32 as they are, sums of several are added in float64.
+    # Sums of a single part stay float32; sums over several parts are accumulated in float64.
     wide = np.float64 if any(len(spans) > 1 for spans in store.parts(prompts)) else np.float32
     arrays: dict[str, np.ndarray] = {}
-    # Number of questions.
+    # Number of complete questions.
     complete = 0
     for row, parts in enumerate(store.completions(prompts, size)):
         complete += sum(len(part.rewards_N) for part in parts) == size
@@ -386,8 +385,8 @@ def read_pool(
         raise EqualRewards(prompts, [[part.completions for part in parts] for parts in stored])
     if complete < count or not arrays:
         raise ConfigError(
-            f"{store.folder} or parts of it were moved or removed while this study worked there: "
-            "with them back in their place, or without, the same command goes on"
+            f"{store.folder} or parts of it were moved or removed during this study: run the same "
+            "command again to continue, after restoring them or without them"
         )
     weights_F, several = np.array(weights), list(weights) != [1.0]
     pool = ScorePool(
@@ -409,10 +408,12 @@ def read_pool(
 def sample_with_cost(
     engine: Engine, prompts: list[Prompt], size: int, sampling: Sampling, **key: int
 ) -> tuple[Rollouts, WorkCost]:
-    """Sample rollouts by `engine.sample` and measure their cost.
+    """Sample rollouts with `engine.sample` and measure their cost.
 
-    Progress counts a completion only once it is scored. `key` holds the `first` or the `step` of
-    `sample`.
+    The cost does not count the rollouts, because progress counts a completion when it is scored.
+
+    Args:
+        key: Argument `first` or `step` of `engine.sample`.
     """
     start = time.perf_counter()
     rollouts = engine.sample(prompts, size, sampling, **key)

@@ -1,12 +1,12 @@
-"""Kept pools: one file per question and part, so that a study resumes, extends and is reused.
+"""Stored pools: one file per question and part, so that studies can resume, extend and reuse them.
 
-A pool folder holds `pool.json`, which says what its completions are draws of, and for every
-question one safetensors file per part: completions `first ... first + count` of that question with
-rewards, squared norms and inner products among the part's completions, and sketches. Adding
-completions adds parts; no stored completion is sampled or scored again.
+A pool folder contains `pool.json`, which records the settings of its completions, and one
+safetensors file per question and part. A part has the completions `first ... first + count` of a
+question, with their rewards, squared norms, inner products and sketches. Adding completions adds
+parts; stored completions are never sampled or scored again.
 
-As long as all rewards are one and the same there is no gradient, and nothing to score: parts are
-unscored, in files of another name. Once a part is scored, unscored ones count as missing.
+As long as all rewards are equal there is no gradient, so nothing is scored, and parts are stored as
+unscored files with another suffix. Once a scored part exists, unscored parts count as missing.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
 from grpo_ustat.tasks.base import extracted
 
-# Completions of a study's completions.parquet.
+# Maximum number of completions in completions.parquet.
 MAX_SAMPLED_COMPLETIONS = 2000
-# Kinds of parts, by the ends of their names.
+# File suffixes of scored and unscored parts.
 SCORED, UNSCORED = ".safetensors", ".unscored"
-# Question, first and number of its completions.
+# File name of a part: question, index of the first completion, number of completions.
 PART = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)")
-# Spelling of values on a command line.
+# Values as they are typed on a command line.
 SPELT = {None: "null", True: "true", False: "false"}
 # Packages that a completion and its score depend on.
 SCORING_PACKAGES = ("torch", "transformers")
@@ -70,9 +70,9 @@ Stored = TypeVar("Stored", bound=Completions)
 
 
 def draws_of(config: MseConfig) -> dict[str, Any]:
-    """Return the settings that decide a pool's completions and scores.
+    """Return the settings that determine the completions and scores of a pool.
 
-    Studies that agree in them share a pool.
+    Studies with equal settings share a pool.
     """
     keys = drop_neutral_keys(asdict(config))
     chosen = ("model", "dataset", "prompt", "seed", "temperature", "max_completion_length")
@@ -82,7 +82,7 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
         draws["dataset"].pop(key, None)
     if adapter_base(model_folder(config.model.model_name_or_path)) is not None:
         draws["merge_adapters"] = config.study.merge_adapters
-    # Weights of reward functions are left out: they belong to the sum, which no pool holds.
+    # Weights of reward functions are left out, because a pool does not store the weighted sum.
     return draws | {
         "rollout": config.rollout.name,
         "tf32": config.computes_tf32,
@@ -97,10 +97,10 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
 def prompt_date(
     pool: Path, output_root: Path | None = None, draws: Mapping[str, Any] | None = None
 ) -> datetime:
-    """Return the moment whose date a chat template writes into a pool's prompts, and keep it there.
+    """Return and store the time whose date a chat template writes into the prompts of a pool.
 
-    It is when the pool was begun, or a pool of the same draws below the output root, whose
-    completions are then reused.
+    It is the time when this pool was started. If a pool with the same draws exists below the output
+    root, its time is used, because its completions will be reused.
     """
     kept = [pool / PROMPT_DATE]
     if output_root is not None:
@@ -115,16 +115,16 @@ def prompt_date(
 
 
 def _pools_below(root: Path) -> list[Path]:
-    """List the notes of the pools that studies of this output root have in their run folders."""
+    """List the files pool.json in the run folders of all studies below an output root."""
     return sorted((root.resolve() / "mse").glob("*/*/pool/pool.json"))
 
 
 class PoolStore:
-    """The files of one pool folder.
+    """Files of one pool folder.
 
     Args:
-        folder: need not exist.
-        draws: see `draws_of`; empty where any are read.
+        folder: Pool folder, which need not exist.
+        draws: Settings from `draws_of`; empty to read parts with any settings.
     """
 
     def __init__(self, folder: Path, draws: dict[str, Any]):
@@ -132,11 +132,11 @@ class PoolStore:
 
     @cached_property
     def _mark(self) -> str:
-        """Fingerprint of these settings, which parts record."""
+        """Fingerprint of the settings, which is stored in each part."""
         return fingerprint(self.draws)
 
     def open(self) -> None:
-        """Create the folder, or check that it holds draws of the same policy and settings."""
+        """Create the folder, or check that it was made with the same policy and settings."""
         note = self.folder / "pool.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,32 +150,32 @@ class PoolStore:
         except ValueError:
             stored = None
         if not isinstance(stored, dict):
-            raise ConfigError(f"{note} is damaged: delete it, it will be made again")
+            raise ConfigError(f"{note} is damaged: delete it; it will be recreated")
         for key in dict.fromkeys([*stored, *self.draws]):
             there, here = stored.get(key), self.draws.get(key)
             if there != here and self._marks() == {self._mark}:
                 raise ConfigError(
-                    f"{note} is damaged: delete it, it will be made again; it says {key}={there}, "
-                    f"and all completions here are of {key}={here}"
+                    f"{note} is damaged: it has {key}={there}, but all completions in this folder "
+                    f"have {key}={here}; delete the file and it will be recreated"
                 )
             if key == "tf32" and there != here:
                 kinds = ["TF32 (a GPU)" if x else "full precision" for x in (there, here)]
                 raise ConfigError(
-                    f"{self.folder} holds scores in {kinds[0]}, this study computes in "
-                    f"{kinds[1]}: use the launch.device and model.dtype of before, "
-                    "or another pool=DIR"
+                    f"{self.folder} has scores in {kinds[0]}, but this study computes in "
+                    f"{kinds[1]}: use the previous launch.device and model.dtype, or another "
+                    "pool=DIR"
                 )
             if key in ("parameters", "merge_adapters") and there != here:
                 there, here = (SPELT.get(x, x) for x in (there, here))
                 raise ConfigError(
-                    f"{self.folder} holds scores of study.{key}={there}, asked is {here}: use "
-                    f"study.{key}={there} or another pool=DIR"
+                    f"{self.folder} has scores for study.{key}={there}, but this study has {here}: "
+                    f"use study.{key}={there} or another pool=DIR"
                 )
             if key == "reward_funcs" and there != here:
                 texts = [as_typed(x) if isinstance(x, list) else str(x) for x in (there, here)]
                 raise ConfigError(
-                    f"{self.folder} was judged with reward_funcs={texts[0]}, asked is {texts[1]}: "
-                    f"use reward_funcs={texts[0]} or another pool=DIR"
+                    f"{self.folder} was judged with reward_funcs={texts[0]}, but this study has "
+                    f"{texts[1]}: use reward_funcs={texts[0]} or another pool=DIR"
                 )
             if isinstance(there, dict) and isinstance(here, dict):
                 there, here = flatten(there), flatten(here)
@@ -184,12 +184,12 @@ class PoolStore:
                 key, there, here = f"{key}.{name}", there.get(name), here.get(name)
             if there != here:
                 raise ConfigError(
-                    f"{self.folder} holds completions of {key}={there}, asked is {here}: use "
-                    "another pool=DIR"
+                    f"{self.folder} has completions for {key}={there}, but this study has {here}: "
+                    "use another pool=DIR"
                 )
 
     def _marks(self) -> set[str | None]:
-        """Collect the fingerprints of the settings that the readable parts record."""
+        """Return the fingerprints of the settings stored in the readable parts."""
         marks: set[str | None] = set()
         for path in [*self._files(SCORED), *self._files(UNSCORED)]:
             with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
@@ -204,13 +204,13 @@ class PoolStore:
 
     @property
     def kind(self) -> str:
-        """Kind of parts in use: scored ones as soon as one exists."""
+        """Kind of parts in use: scored if any scored part exists, otherwise unscored."""
         return SCORED if any(self._files(SCORED)) else UNSCORED
 
     def unscored_rewards(self) -> set[tuple[float, ...]]:
-        """Collect the rewards that occur in unscored parts, each by every reward function.
+        """Return the distinct rewards in unscored parts, as tuples over reward functions.
 
-        A damaged part has none; `read` names it.
+        Damaged parts are skipped; `read` reports them.
         """
         seen: set[tuple[float, ...]] = set()
         for path in self._files(UNSCORED):
@@ -219,14 +219,14 @@ class PoolStore:
         return seen
 
     def delete_unscored(self) -> None:
-        """Delete the unscored parts: they are made again as scored ones."""
+        """Delete the unscored parts, which will be made again as scored parts."""
         for path in self._files(UNSCORED):
             path.unlink(missing_ok=True)
 
     def parts(self, prompts: Sequence[Prompt], kind: str = SCORED) -> list[list[tuple[int, int]]]:
-        """List (first, count) of each stored part of every question, in order, without gaps from 0.
+        """List (first, count) of the gapless stored parts from 0 on, in order, for each question.
 
-        All are from one look at the folder, which may hold tens of thousands of files.
+        The folder, which may contain tens of thousands of files, is scanned only once.
         """
         spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for path in self._files(kind):
@@ -237,25 +237,25 @@ class PoolStore:
     def stored_completions(
         self, prompts: Sequence[Prompt], size: int, kind: str = SCORED
     ) -> list[int]:
-        """Count each question's stored completions among the first `size`."""
+        """Return the number of stored completions among the first `size`, for each question."""
         stored_P: list[int] = []
         for spans in self.parts(prompts, kind):
             stored = max((first + count for first, count in spans if first < size), default=0)
             if stored > size:
                 raise ConfigError(
-                    f"{self.folder} holds {stored} completions a question in parts that cannot be "
-                    f"split, asked is budget.pool_completions={size}: use {stored} or another "
-                    "pool=DIR"
+                    f"{self.folder} has {stored} completions per question in parts that cannot be "
+                    f"split, but this study has budget.pool_completions={size}: use {stored} or "
+                    "another pool=DIR"
                 )
             stored_P.append(stored)
         return stored_P
 
     def has_part(self, prompt: Prompt, first: int, count: int) -> bool:
-        """Return True if this very part is stored, scored."""
+        """Return True if exactly this part is stored and scored."""
         return self._path(prompt, first, count).exists()
 
     def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
-        """List the files, and completions in each, of the questions' first `size` completions."""
+        """List the files with the first `size` completions of each question, with their counts."""
         kind = self.kind
         return [
             (self._path(prompt, first, count, kind), count)
@@ -265,7 +265,7 @@ class PoolStore:
         ]
 
     def write(self, prompt: Prompt, first: int, part: Completions) -> None:
-        """Write one part, scored or not, whole or not at all."""
+        """Write one part atomically, scored or unscored."""
         kind = SCORED if isinstance(part, Part | WeightedPart) else UNSCORED
         path = self._path(prompt, first, len(part.rewards_N), kind)
         arrays = {key: value for key, value in vars(part).items() if value is not None}
@@ -281,15 +281,15 @@ class PoolStore:
         return self._read(self._path(prompt, first, count), count, Part)
 
     def weighted_part(self, prompt: Prompt, count: int) -> WeightedPart:
-        """Read the part of a question whose tokens are weighted; see `read` for what is raised."""
+        """Read the part of a question with token weights."""
         return self._read(self._path(prompt, 0, count), count, WeightedPart)
 
     def completions(
         self, prompts: Sequence[Prompt], size: float = math.inf
     ) -> Iterator[list[Completions]]:
-        """Yield the stored parts of one question after the other, in order.
+        """Yield the list of stored parts of each question, in order.
 
-        They are those that begin below `size`: scored, or all unscored.
+        Only parts that begin below `size` are read. All parts are scored, or all are unscored.
         """
         kind = self.kind
         record = Part if kind == SCORED else Completions
@@ -304,14 +304,14 @@ class PoolStore:
         try:
             part, facts, digest = _load(path, record)
         except (OSError, SafetensorError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged: delete it, it will be made again") from error
+            raise ConfigError(f"{path} is damaged: delete it; it will be recreated") from error
         if facts.get("digest") != digest or len(part.rewards_N) != count:
-            raise ConfigError(f"{path} is damaged: delete it, it will be made again")
+            raise ConfigError(f"{path} is damaged: delete it; it will be recreated")
         there = facts.get("draws")
         if self.draws and there != self._mark:
             raise ConfigError(
-                f"{path} holds completions of settings {there}, asked are {self._mark}: use "
-                "another pool=DIR"
+                f"{path} has completions for the settings {there}, but this study has "
+                f"{self._mark}: use another pool=DIR"
             )
         return part
 
@@ -320,7 +320,7 @@ class PoolStore:
 
 
 def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
-    """Average the gaps of all parts over their tokens; None where the model itself sampled."""
+    """Return the mean gap over the tokens of all parts; None if the model was the sampler."""
     if gaps[0] is None:
         return None
     gap_K, tokens_K = np.array(gaps).T
@@ -328,7 +328,7 @@ def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
 
 
 def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
-    """Return the rewards that occur, each by every reward function.
+    """Return the distinct rewards, as tuples over reward functions.
 
     >>> distinct_rewards(np.array([[0.0, 1.0], [0.0, 1.0]]))
     {(0.0, 1.0)}
@@ -337,7 +337,7 @@ def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
 
 
 def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str]:
-    """Read a file's part, the facts beside it, and the digest of its arrays."""
+    """Read the part in a file, its metadata, and the digest of its arrays."""
     with safe_open(path, framework="numpy") as file:
         facts = file.metadata() or {}
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -347,22 +347,23 @@ def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str
 def reuse_pool(
     output_root: Path, draws: dict[str, Any], folder: Path, prompts: list[Prompt], size: int
 ) -> str:
-    """Take over the completions that a study of the same output root has drawn of the same policy.
+    """Reuse completions of the same policy from another study below the same output root.
 
-    Of all such pools the one with the most of what is asked for is taken. Its files are linked
-    where the file system can, so that each run folder stays whole when the other is deleted.
+    The pool with the most usable completions is chosen. Its files are hard-linked if the file
+    system supports it and copied otherwise, so each run folder stays complete if the other is
+    deleted.
 
     Args:
-        draws: of this study, see `draws_of`.
-        folder: of this study's own pool, below its run folder.
-        size: N, the completions of each prompt that are asked for.
+        draws: Settings of this study; see `draws_of`.
+        folder: Pool folder of this study, below its run folder.
+        size: Number of completions per prompt, N.
 
     Returns:
-        A line on what was taken over; "" where there is nothing.
+        A line on the reused completions; "" if there are none.
     """
     root = output_root.resolve()
     if root not in folder.resolve().parents:
-        # The run folder was placed elsewhere.
+        # The run folder is outside the output root.
         return ""
     store = PoolStore(folder, draws)
     draws = json.loads(json.dumps(draws))
@@ -383,7 +384,7 @@ def reuse_pool(
         try:
             os.link(path, target)
         except OSError:
-            # Another file system, or one without links.
+            # The file is on another file system, or links are not supported.
             with atomic_write(target, shared=True) as staged:
                 shutil.copyfile(path, staged)
     return f"{most:,} completions of {best} are reused".replace(",", " ")
@@ -391,13 +392,13 @@ def reuse_pool(
 
 @cache
 def scored_with() -> str:
-    """Return the versions of the packages that scores are computed with here."""
+    """Return the installed versions of the packages that compute scores."""
     installed = versions()
     return ", ".join(f"{name} {installed[name]}" for name in SCORING_PACKAGES)
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
-    """Compute a checksum of arrays: names, dtypes, shapes and bytes."""
+    """Return a checksum of the names, dtypes, shapes and bytes of arrays."""
     total = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
         total.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -406,7 +407,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the sorted (first, count) that follow each other from 0 on.
+    """Return the spans (first, count) that follow each other from 0 on without gaps.
 
     >>> _gapless([(0, 4), (0, 8), (4, 2), (8, 8)])
     [(0, 4), (4, 2)]
@@ -427,10 +428,10 @@ def _stem(prompt: Prompt) -> str:
 def leave_sample(
     sampling: StudySampling, prompts: list[Prompt], pool: Path, folder: Path, is_imported: bool
 ) -> None:
-    """Write completions.parquet: the first few completions of every question, or of evenly spaced.
+    """Write completions.parquet with the first completions of all or evenly spaced questions.
 
-    The study goes on without it where the disk refuses. Answers of imported completions are not
-    read.
+    If the file cannot be written, the study continues without it. Answers in imported completions
+    are not extracted.
     """
     prompts = prompts[:: -(-len(prompts) // MAX_SAMPLED_COMPLETIONS)]
     count, store = MAX_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})

@@ -1,4 +1,4 @@
-"""Results of a study apart from its curves: the scaling law, Assumption 2, policy and cost."""
+"""Content of a study's `result.json`: summary, policy, metric and cost beside the measurements."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from grpo_ustat.terminal.streams import percentage
 
 NORMS = {
     "euclidean": "Euclidean",
-    "adam": "of AdamW's step, v that of steps of {} rollouts in groups of {},",
+    "adam": "AdamW's step (second moments for steps of {} rollouts in groups of {})",
 }
 # Measured by scripts/benchmarks/precision.py.
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}
 
 
 def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> Request:
-    """Return the request for the curves of this study."""
+    """Return the closed-form request for the curves of this study."""
     questions = len(pool.rewards_PN)
     points = [
         CurvePoint(name, size, "all_questions_once", questions)
@@ -62,9 +62,10 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
 
 
 def of_population(config: MseConfig, request: Request) -> Request:
-    """Return the request for new questions, the population of a training step.
+    """Return the closed-form request for new questions, which a training step draws.
 
-    It has curves at `study.rollouts` rollouts to compare baselines without a closed form with.
+    If baselines without a closed form are compared, it includes curves at `study.rollouts` rollouts
+    for the other baselines.
     """
     rollouts = config.study.rollouts
     points = [
@@ -91,12 +92,12 @@ def study_result(
     """Return the content of `result.json`.
 
     Args:
-        study: what was asked of the pool.
-        pool_cost, replicate_cost: costs of the pool and of Monte Carlo.
-        moved: the shift of G* in AdamW's metric, see `second_moments`; None in another metric.
-        left_out: numbers of questions by the reason why they were left out.
-        remarks: sentences on the pool, after the verdict.
-        measured: the record of each measurement by its name.
+        study: Pool and settings of the study.
+        pool_cost, replicate_cost: Costs of the pool and of Monte Carlo.
+        moved: Shift of G* in AdamW's metric (see `second_moments`); None in another metric.
+        left_out: Numbers of excluded questions by reason.
+        remarks: Sentences on the pool, added to the summary.
+        measured: Records of all measurements by name.
     """
     total_cost = pool_cost + replicate_cost
     pool, population = study.pool, study.population
@@ -137,7 +138,7 @@ def study_result(
 
 
 def study_cost(cost: WorkCost) -> parts.StudyCost:
-    """Return the cost in the form of `result.json`."""
+    """Return the cost as a record of `result.json`."""
     return parts.StudyCost(
         rollouts=cost.rollouts, tokens=cost.tokens, judge_timeouts=cost.timeouts,
         judge_failures=cost.failures, seconds_generate=cost.seconds_generate,
@@ -146,49 +147,50 @@ def study_cost(cost: WorkCost) -> parts.StudyCost:
 
 
 def precision(config: MseConfig) -> parts.Precision:
-    """Return the precision in which the scores were computed.
+    """Return the precision of the scores.
 
-    With TF32 it has the relative error of a squared score norm, the median over completions, and of
-    their sum, at most, on three policies.
+    With TF32 the record includes two relative errors measured on three policies: the median error
+    of a squared score norm over completions, and the largest error of the sum of these norms.
     """
     error = TF32_ERROR if config.computes_tf32 else None
     return parts.Precision(weights=config.model.dtype, tf32=config.computes_tf32, tf32_error=error)
 
 
 def metric_text(config: MseConfig) -> str:
-    """Return sentences on a metric other than the Euclidean over all parameters.
+    """Return sentences, after a space, on a metric other than Euclidean over all parameters.
 
-    They begin with a space; "" without such a metric.
+    The result is "" for the Euclidean metric over all parameters.
     """
     text = ""
     if config.study.metric == "adam":
         text += (
-            " Errors are those of AdamW's step, not of the gradient: each entry counts in units of "
-            f"its root mean square in steps of {config.study.adam_rollouts} rollouts in groups of "
-            f"{config.study.adam_group_size}, whatever the G; each half of the questions has those "
-            "of the other."
+            " Errors are for AdamW's step, not for the gradient: for every G, each entry is "
+            f"divided by its root mean square in steps of {config.study.adam_rollouts} rollouts in "
+            f"groups of {config.study.adam_group_size}, estimated from the other half of the "
+            "questions."
         )
     if config.scores_adapters:
         text += (
-            " Errors are those of the adapters' parameters, not of all weights; "
-            "study.merge_adapters=true measures these."
+            " Errors are for the adapter parameters, not for all weights; use "
+            "study.merge_adapters=true to measure all weights."
         )
     if config.study.parameters is not None:
         text += (
-            " Errors are those of the parameters whose names fit study.parameters="
-            f"{config.study.parameters}, not of the whole gradient."
+            " Errors are for the parameters whose names match study.parameters="
+            f"{config.study.parameters}, not for the whole gradient."
         )
     return text
 
 
 def tf32_text(config: MseConfig) -> str:
-    """Return a sentence on the error of TF32, with a space before it; "" without TF32."""
+    """Return a sentence, after a space, on the error of TF32; "" without TF32."""
     if not config.computes_tf32:
         return ""
     norm, total = TF32_ERROR["norm"], TF32_ERROR["sum_of_norms"]
     return (
-        f" Products were TF32: a squared score norm is off by about {percentage(norm, 1)}, their "
-        f"sum by at most {percentage(total, 2)}, as measured on three policies."
+        " Matrix products were computed in TF32: the error is about "
+        f"{percentage(norm, 1)} for a squared score norm and at most {percentage(total, 2)} for "
+        "the sum of these norms, as measured on three policies."
     )
 
 
@@ -199,17 +201,15 @@ def _metric(
     population: ClosedForm,
     moved: float | None,
 ) -> parts.Metric:
-    """Return the norm in which gradients were measured, and the tails of all score norms.
+    """Return the norm in which gradients were measured, and the tails of the score norms.
 
     The tails are over all completions.
     """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
     study, pattern = config.study, config.study.parameters
-    parameters = (
-        "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
-    )
-    counted = parameters if pattern is None else f"those that fit {pattern}"
+    parameters = "the adapter parameters" if config.scores_adapters else "all trainable parameters"
+    counted = parameters if pattern is None else f"the parameters that match {pattern}"
     tail_size, variance_carriers = population.tails
     return parts.Metric(
         parameters=facts.parameters,
@@ -231,9 +231,10 @@ def _metric(
 def policy_facts(
     config: MseConfig, own_PN: Array, lengths_PN: Integers, pool_cost: WorkCost
 ) -> parts.PolicyFacts:
-    """Compute accuracy, length and cut share of the policy.
+    """Compute accuracy, mean length and share of cut completions of the policy.
 
-    `own_PN` are rewards by the data set's own function.
+    Args:
+        own_PN: Rewards from the first reward function.
     """
     return parts.PolicyFacts(
         name=config.model.name,

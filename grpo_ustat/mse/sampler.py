@@ -1,4 +1,4 @@
-"""The sampler of a study's completions, and its distance from the model that scores them."""
+"""Sampler of a study's completions, and its distance from the model that scores them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
 from grpo_ustat.tasks.base import Task
 
-# Nats a token, between a sampler and the same model.
+# Largest difference between a sampler and the same model due to rounding, in nats per token.
 MAX_LOGPROB_GAP = 0.05
-# vLLM, at most one.
+# The running vLLM engine, if there is one.
 _STARTED_ENGINES: dict[str, tuple[list[Any], Policy, Engine]] = {}
 
 
 def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
     """Return the configured policy, the engine that samples from it, and the task that judges.
 
-    vLLM is started once in a process, where its first completions are needed: a study that extends
-    its pool or draws replicates, and the next study of a sweep over the same model, go on with the
-    same engine. The weights of a study never change.
+    vLLM is started once per process, when completions are first needed. The same engine then
+    extends the pool, draws replicates, and serves the next study of a sweep over the same model.
+    This is possible because the weights do not change during a study.
     """
     options, sampler = sampling.policy, sampling.sampler
     if sampler.rollout.name == "local":
@@ -36,12 +36,12 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
         return policy, LocalEngine(policy), configured_task(sampling.task, options.model)
     if world() > 1:
         raise RefusedByRank(
-            f"rollout=vllm on {world()} ranks: one process of a study samples with vLLM; start it "
-            "without a launcher, and use study.part=k/n for several GPUs"
+            f"rollout=vllm on {world()} ranks: a study samples with vLLM in a single process; "
+            "start it without a launcher, and use study.part=k/n for several GPUs"
         )
     needs = [options, sampler.rollout, sampler.rows, sampler.max_completion_length]
     if "vllm" not in _STARTED_ENGINES or _STARTED_ENGINES["vllm"][0] != needs:
-        # The next engine needs the memory of this one.
+        # Free the memory of the old engine for the next one.
         _STARTED_ENGINES.clear()
         policy = configured_policy(options)
         check_vllm_reads(policy.model, sampler.rollout.name, f"model={options.model.name}")
@@ -51,12 +51,12 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
 
 
 def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:
-    """Average the absolute gap of the policy's and the sampler's log-probabilities, nats a token.
+    """Return the mean absolute difference of policy's and sampler's log-probabilities, per token.
 
     Args:
-        rollouts: with `logprobs_PGT`.
-        index: flat indices of the completions that are read.
-        temperature: divides the logits.
+        rollouts: Rollouts with `logprobs_PGT`.
+        index: Flat indices of the completions to compare.
+        temperature: Divisor of the logits.
     """
     assert rollouts.logprobs_PGT is not None
     width = rollouts.mask_PGT.shape[-1]
@@ -72,21 +72,21 @@ def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperatu
 
 
 def sampler_text(name: str, gap: float) -> str:
-    """Return a sentence on the distance of the sampler from the model that scores.
+    """Return a sentence, after a space, on the distance between sampler and scoring model.
 
-    It is a warning where that is more than rounding. It begins with a space.
+    If the distance exceeds rounding, the sentence is a warning.
 
     >>> sampler_text("vllm", 0.0004)
-    " Completions are vllm's: its log-probabilities are 0.0004 nats a token from the model's own."
+    " The log-probabilities of the sampler vllm differ from the model's by 0.0004 nats per token."
     """
     if gap <= MAX_LOGPROB_GAP:
         return (
-            f" Completions are {name}'s: its log-probabilities are {gap:.2g} nats a token from the "
-            "model's own."
+            f" The log-probabilities of the sampler {name} differ from the model's by {gap:.2g} "
+            "nats per token."
         )
     return (
-        f" WARNING: completions are {name}'s, whose log-probabilities are {gap:.2g} nats a token "
-        f"from the model's own, where at most {MAX_LOGPROB_GAP} is rounding: they are draws of "
-        "another distribution than the one that is scored, so this result is biased; use "
-        "rollout=local, or model.dtype=float32."
+        f" WARNING: the log-probabilities of the sampler {name} differ from the model's by "
+        f"{gap:.2g} nats per token, but rounding explains at most {MAX_LOGPROB_GAP}. The "
+        "completions come from another distribution than the scored one, so this result is "
+        "biased; use rollout=local or model.dtype=float32."
     )

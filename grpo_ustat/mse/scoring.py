@@ -1,4 +1,4 @@
-"""Scores of a question's completions as a part of a pool, their check and the memory they take."""
+"""Scores of a question's completions as a part of a pool, with checks of results and memory."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Prompt, Rollouts
 
-# Completions of a question's part on which sampler and model are compared.
+# Number of completions per part on which sampler and model are compared.
 COMPARED_COMPLETIONS = 4
 
-# Tokens of a completion whose score is compared with plain differentiation.
+# Maximum number of tokens per completion in the comparison with plain differentiation.
 CHECKED_TOKENS = 64
 
 
 def score_sketches(budget: StudyBudget, policy: Policy) -> tuple[Sketch, Sketch]:
-    """Make sketches of a completion's score and of sums of scores, the latter with more numbers."""
+    """Return a sketch for single scores and a larger sketch for sums of scores."""
     sizes = parameter_sizes(policy.model)
     features = Sketch(sizes, budget.feature_sketch)
     return features, Sketch(sizes, budget.gradient_sketch, signs=features.signs)
 
 
 def question_cost(rollouts: Rollouts, row: int, seconds_generate: float = 0.0) -> WorkCost:
-    """Compute the cost of sampling one question's completions, before they are scored."""
+    """Return the cost of sampling one question's completions, without scoring."""
     return WorkCost(
         rollouts=rollouts.mask_PGT.shape[1],
         tokens=int(rollouts.lengths_PG[row].sum()),
@@ -59,7 +59,7 @@ def completions_of(
     sampler: SamplerOptions,
     cost: WorkCost,
 ) -> Completions:
-    """Return one question's completions as a pool keeps them unscored, see `score_part`."""
+    """Return one question's completions as an unscored part; for the arguments see `score_part`."""
     gap, count = None, len(rewards_NF)
     if sampler.rollout.name != "local" and rollouts.logprobs_PGT is not None:
         read = row * count + np.unique(np.linspace(0, count - 1, COMPARED_COMPLETIONS).astype(int))
@@ -89,13 +89,13 @@ def score_part(
     """Score one question's completions.
 
     Args:
-        policy: the policy whose scores are taken.
-        rollouts: completions of all questions.
-        row: the question's place among them.
-        rewards_NF: the rewards of its completions by every reward function.
-        sketches: see `score_sketches`.
-        cost: the cost of the completions so far; scoring is added.
-        metric: of the scores; None: Euclidean.
+        policy: Policy whose scores are computed.
+        rollouts: Completions of several questions.
+        row: Index of the question in `rollouts`.
+        rewards_NF: Rewards of its completions from all reward functions.
+        sketches: Sketches from `score_sketches`.
+        cost: Cost of the completions so far, to which the cost of scoring is added.
+        metric: Metric of the scores; None for Euclidean.
     """
     start = time.perf_counter()
     count = len(rewards_NF)
@@ -110,18 +110,18 @@ def score_part(
         pooled=sketches[1],
         metric=metric,
     )
-    # `gram`, `features` and `pooled` ask for them.
+    # They are set because of `gram`, `features` and `pooled`.
     assert scores.gram_BB is not None
     assert scores.features_BR is not None and scores.pooled_KR is not None
     sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
     dtype = str(policy.model.dtype).removeprefix("torch.")
     finite_NN = np.isfinite(gram_NN)
-    # A score that is not finite spoils the inner products of all others, too.
+    # A score that is not finite also makes the inner products of all others invalid.
     for i in [*np.flatnonzero(~finite_NN.diagonal()), *np.flatnonzero(~finite_NN.all(axis=1))]:
         raise ConfigError(
             f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
-            f"{gram_NN[i, i]} in {dtype}: use model.dtype=float64, and look whether "
-            "the model's weights are finite"
+            f"{gram_NN[i, i]} in {dtype}: use model.dtype=float64, and check that the model's "
+            "weights are finite"
         )
     cost += WorkCost(seconds_score=time.perf_counter() - start)
     return Part(
@@ -137,7 +137,7 @@ def score_part(
 def stored_rollouts(
     policy: Policy, prompt: Prompt, parts: list[Completions]
 ) -> tuple[Rollouts, np.ndarray]:
-    """Return the completions of one prompt as a pool keeps them, and their rewards, [N, F]."""
+    """Return the stored completions of one prompt as rollouts, and their rewards, [N, F]."""
     length = max(part.tokens_NT.shape[1] for part in parts)
     tokens_NT = np.concatenate(
         [np.pad(part.tokens_NT, ((0, 0), (0, length - part.tokens_NT.shape[1]))) for part in parts]
@@ -157,14 +157,15 @@ def stored_rollouts(
 def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     """Compare scores with plain differentiation on the two shortest completions.
 
-    At most CHECKED_TOKENS of each are compared. A batch that cannot fit is refused.
+    At most CHECKED_TOKENS tokens of each completion are used. A batch that does not fit in memory
+    is refused.
     """
     check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
     prompt_R = np.repeat(list(map(len, rollouts.prompt_tokens)), rollouts.mask_PGT.shape[1])
     shortest = np.argsort(prompt_R + rollouts.lengths_PG.ravel(), kind="stable")[:2]
     few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
     columns = few.input_ids_BT.shape[1] - few.width + min(few.width, CHECKED_TOKENS)
-    # A tool wrote all of these tokens.
+    # If a tool wrote all of these tokens, use the whole completions.
     if not few.completion_mask_BT[:, :columns].any():
         columns = few.input_ids_BT.shape[1]
     masks = (few.attention_mask_BT[:, :columns], few.completion_mask_BT[:, :columns])
@@ -177,18 +178,18 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
 
 
 def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:
-    """Estimate the number of rows of so many tokens that the free memory can score at once."""
+    """Estimate the number of rows with `tokens` tokens that fit in free memory for scoring."""
     free, row = free_bytes(policy.model.device), score_bytes(policy.model, tokens, by_layer)
     return free // row
 
 
 def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
-    """Refuse a batch whose activations do not fit."""
+    """Refuse a batch whose activations do not fit in memory."""
     tokens = prompt_tokens + rollouts.mask_PGT.shape[-1]
     fit = rows_that_fit(policy, tokens, by_layer=LayerByLayer(causal(policy.model)).fits)
     if rows > fit:
         raise ConfigError(
-            f"scoring {rows} completions of up to {tokens} tokens at once does not fit, {fit} do: "
-            "build the pool in parts, a smaller budget.pool_completions first, then larger ones on "
-            "the same pool=DIR"
+            f"scoring {rows} completions of up to {tokens} tokens at once does not fit in memory, "
+            f"which has room for {fit}: build the pool in parts, first with a smaller "
+            "budget.pool_completions and then with larger ones on the same pool=DIR"
         )

@@ -1,13 +1,13 @@
-r"""Limit v of AdamW's second moments in a run of n rollouts in groups of G, from a pool.
+r"""Limit v of AdamW's second moments, estimated from a pool for n rollouts in groups of G.
 
-A step's gradient ghat is the mean of B = n/G leave-one-out gradients u, each of a group of G
-completions of a prompt of its own. Entry by entry
+The gradient ghat of a step is the mean of B = n/G leave-one-out gradients u. Each u comes from a
+group of G completions of a separate prompt. For each entry j,
 
     v_j = E ghat_j^2 = (grad J)_j^2 + Var ghat_j = E u_j^2 / B + (1 - 1/B) (grad J)_j^2
     n Var ghat_j = G Var u_j = G C1_j + C2_j + C3_j/(G-1)
 
-What prompts add, G C1_j, grows with G and is not in proportion to the noise of one rollout: v is of
-one n and one G.
+The contribution of the prompts, G C1_j, grows with G and is not proportional to the noise of one
+rollout. Therefore v depends on n and G.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ MAX_SHIFT, MAX_INTERVAL_SHARE = 0.2, 0.3
 
 @dataclass
 class GroupGradients:
-    """Sums over questions of the gradients u_xk of their disjoint groups, by parameter name.
+    """Sums over questions x of gradients u_xk of disjoint groups k, by parameter name.
 
-    No question's own gradients are kept.
+    Gradients of single questions are not kept.
     """
 
-    # K >= 2, of each question.
+    # Number of groups per question, K >= 2.
     groups: int
-    # m, so far.
+    # Number of questions so far, m.
     questions: int = 0
-    # Sums over questions of mean_k u_xk^2, of mean_k u_xk and of (mean_k u_xk)^2.
+    # Sums over questions of mean_k u_xk^2, mean_k u_xk and (mean_k u_xk)^2.
     squares: Entries = field(default_factory=dict)
     means: Entries = field(default_factory=dict)
     squared_means: Entries = field(default_factory=dict)
 
     def add(self, gradients: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        """Add a question by the gradients of its groups with rewards that differ.
+        """Add a question, given the gradients of its groups whose rewards differ.
 
-        The gradients of the others are 0.
+        The gradients of all other groups are 0.
         """
         self.questions += 1
         mean: Entries = {}
@@ -61,13 +61,14 @@ class GroupGradients:
             _add(self.squared_means, name, u.square())
 
     def parts(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Estimate (grad J)_j^2, C1_j and the variance of u_j given the prompt, without bias.
+        """Return unbiased estimates of (grad J)_j^2, C1_j and the variance of u_j given the prompt.
 
-        Estimates are of a parameter's entries; the variance is C2_j/G + C3_j/(G (G-1)).
+        The estimates are for all entries j of a parameter. The variance given the prompt is
+        C2_j/G + C3_j/(G (G-1)).
 
-        The groups of a question share its gradient g and no completion, those of different
-        questions neither: products of different questions' means have the mean (grad J)_j^2, those
-        of two groups of a question g_j^2.
+        Groups share no completions, and groups of the same question have the same expected
+        gradient g. So the product of the means of two questions has expectation (grad J)_j^2, and
+        the product of two groups of the same question has expectation g_j^2.
         """
         m, k = self.questions, self.groups
         squares, squared_means = self.squares[name], self.squared_means[name]
@@ -78,13 +79,14 @@ class GroupGradients:
     def second_moments(
         self, name: str, prompts: int, prior: float = PRIOR_QUESTIONS
     ) -> torch.Tensor:
-        """Estimate v of a parameter's entries, for steps of B = `prompts` groups.
+        """Estimate v for the entries of a parameter, for steps with B = `prompts` groups.
 
-        Unbiased except for two things: an estimate of (grad J)_j^2 below 0 counts as 0, and v_j is
-        moved towards the parameter's mean with the weight of `prior` questions. Without that, an
-        entry that these questions hardly moved, as of a token that they did not sample, would count
-        as one that AdamW knows to be still, and a few completions of other questions would be all
-        of the error. AdamW itself takes the present gradient into v first.
+        The estimate is unbiased except for two changes. A negative estimate of (grad J)_j^2 is
+        replaced by 0, and v_j is shrunk towards the mean over the parameter with the weight of
+        `prior` questions. Without shrinkage, an entry with almost no gradient in these questions
+        (e.g. of a token that was never sampled) would have almost no second moment, and a few
+        completions of other questions would dominate the error. AdamW avoids this because it adds
+        the current gradient to v before the step.
         """
         grad_sq = self.parts(name)[0].clamp(min=0)
         v = self.squares[name] / self.questions / prompts + (1 - 1 / prompts) * grad_sq
@@ -96,15 +98,16 @@ def _add(sums: Entries, name: str, value: torch.Tensor) -> None:
 
 
 def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
-    """Compute the growth of log(G* - 1) if a parameter's mean has a third of its weight in v.
+    """Return the change of log(G* - 1) if the shrinkage of v has a third of its weight.
 
-    That weight is a convention: v is known well enough where nothing depends on it. G* - 1 =
-    sqrt(C3/C1) is taken in proportion to the root of the variance of u given the prompt over C1;
-    both are of one half in the metric of the other. NaN where C1 has no estimate above 0.
+    The weight of the shrinkage is a convention, so v is known well enough only if the result hardly
+    depends on it. G* - 1 = sqrt(C3/C1) is approximated, up to a constant factor, by the square root
+    of the variance of u given the prompt divided by C1. Both are computed on each half in the
+    metric of the other half. The result is NaN if an estimate is not above 0.
 
     Args:
-        halves: gradients of two halves of the questions.
-        prompts: B, of the steps.
+        halves: Gradients of two halves of the questions.
+        prompts: Number of prompts per step, B.
     """
     logs: list[float] = []
     for prior in (PRIOR_QUESTIONS, OTHER_PRIOR_QUESTIONS):
@@ -121,14 +124,15 @@ def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
 
 
 def is_uncertain(moved: float, best: Interval) -> bool:
-    """Return True if G*'s interval is likely to cover the G* of AdamW's step in less than 90 %.
+    """Return True if the interval of G* for AdamW's step is likely to cover less than 90 %.
 
-    It is where `moved`, the `shift`, is above 0.2 or not a number, or above 0.3 of the distance of
-    the estimate of log(G* - 1) from its lower end. The limits were chosen by simulation; in
-    `scripts/benchmarks/error_rates.py adam` (10 policies, four sizes, 200 studies a case) it is
-    True in 84 % of the studies of cases where coverage is below 87 %, at least 65 % in each, and in
-    33 % where it is 90 % or more: v may be known badly and G* well, where all entries have the
-    same.
+    True if the size of the `shift`, `moved`, is NaN, exceeds 0.2, or exceeds 0.3 times the distance
+    between the estimate of log(G* - 1) and the lower end of its interval.
+
+    The limits were chosen by simulation with `scripts/benchmarks/error_rates.py adam` (10 policies,
+    four sizes, 200 studies per case). The result is True in 84 % of studies if coverage is below
+    87 % (at least 65 % in each case), and in 33 % of studies if coverage is at least 90 %. It can
+    be True although G* is known well: v may be uncertain but nearly the same for all entries.
     """
     if not best.low > 1:
         return False
@@ -137,12 +141,12 @@ def is_uncertain(moved: float, best: Interval) -> bool:
 
 
 def uncertain_text(moved: float, best: Interval) -> str:
-    """Return a warning where `is_uncertain`, with a space before it, else ""."""
+    """Return a warning, after a space, if `is_uncertain`; otherwise ""."""
     if not is_uncertain(moved, best):
         return ""
     by = f" by {math.expm1(moved):+.0%}" if math.isfinite(moved) else ""
     return (
-        " WARNING: AdamW's second moments are not known well enough from these questions: a choice "
-        f"that should not matter changes G* - 1{by}, which its interval does not include; raise "
-        "study.questions."
+        " WARNING: these questions do not determine AdamW's second moments well enough: an "
+        f"arbitrary choice (shrinkage) changes G* - 1{by}, and the interval of G* does not account "
+        "for it; raise study.questions."
     )

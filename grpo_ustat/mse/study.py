@@ -1,4 +1,4 @@
-"""A gradient-MSE study from configuration to `result.json`, table and figures."""
+"""Gradient-MSE study, from the configuration to `result.json`, tables and figures."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
-# On a terminal; tables and page have all losses.
+# Maximum number of sentences on losses on the terminal; tables and page have all losses.
 MAX_LOSS_SENTENCES = 3
 
 
 def run(config: MseConfig, folder: RunFolder) -> float | None:
-    """Run the study, or show the one that the folder already holds.
+    """Run the study, or show the finished study in the folder.
 
     Returns:
-        The first curve's mean squared error at the first group size; None where all rewards are
-        equal, and where `study.part` asked only for a part of the pool, which leaves no run folder.
+        Mean squared error of the first curve at the first group size; None if all rewards are
+        equal, or if `study.part` requests only a part of the pool (which leaves no run folder).
     """
     console = Console(quiet=not is_main())
     if config.study.part is not None:
@@ -88,12 +88,13 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         return None
     result = main_only(folder.result)
     if result is None:
-        # Another process may have finished the study just now.
+        # Another process may have finished the study in the meantime.
         with folder.lock():
             result = main_only(folder.result) or _complete_study(config, folder)
     else:
         console.print(
-            f"{folder.path} is complete; on_existing=overwrite runs it again.", soft_wrap=True
+            f"{folder.path} is complete; use on_existing=overwrite to run it again.",
+            soft_wrap=True,
         )
     view = Study(RunRecord(folder.path, result=result))
     answer = group_size.study_answer(view, config.study.rollouts)
@@ -119,7 +120,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 
 def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
-    # What cannot be used is refused before anything is sampled, and leaves no run folder.
+    # Unusable settings are refused before anything is sampled and before a run folder exists.
     measurements(config.study.measurements)
     if config.imports_pool:
         logged_rollouts(config)
@@ -150,8 +151,8 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def fill_part(config: MseConfig) -> str:
-    """Fill part `study.part` of the pool, and return a text on what the pool has and lacks."""
-    # `config.fills_part` says so.
+    """Fill part `study.part` of the pool, and return a text on the progress of the pool."""
+    # `config.fills_part` guarantees this.
     assert config.pool is not None
     pool = Path(config.pool)
     main_only(PoolStore(pool, draws_of(config)).open)
@@ -162,14 +163,14 @@ def fill_part(config: MseConfig) -> str:
         f"questions have {size} completions"
     )
     if complete < len(prompts):
-        return f"{text}, {len(prompts) - complete} remain for other parts"
-    return f"{text}; the same command without study.part runs the study"
+        return f"{text}, and {len(prompts) - complete} remain for other parts"
+    return f"{text}; run the same command without study.part for the study"
 
 
 def study(config: MseConfig, folder: Path) -> StudyResult:
-    """Build the pool, run the methods, and return the result.
+    """Build the pool, make all measurements, and return the result.
 
-    Where all rewards are equal, no method has anything to measure.
+    If all rewards are equal, there is nothing to measure.
     """
     left_out, moved, rollouts = {}, None, None
     pool_folder = folder / "pool"
@@ -242,8 +243,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         remarks += f" {other}"
     if rows and not rows[0].is_exact:
         remarks += (
-            " WARNING: only texts were logged, which were tokenised again: where the policy had "
-            "split them otherwise, scores are those of other tokens, so this result is inexact."
+            " WARNING: the log has only texts, which were tokenised again. If the policy had split "
+            "them differently, the scores are of other tokens, so this result is inexact."
         )
     return study_result(
         config, pool_study, facts, pool_cost, replicate_cost, moved=moved, left_out=left_out,
@@ -261,10 +262,10 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
 
 
 def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt], dict[str, int]]:
-    """Return the study's prompts, and the numbers of questions that were left out by reason.
+    """Return the prompts of the study, and the numbers of excluded questions by reason.
 
-    It refuses too few or too long prompts. A date that the chat template writes is the pool's first
-    day; without a pool, today.
+    Too few or too long prompts are refused. If the chat template writes a date, it is the first day
+    of the pool; without a pool, it is today.
     """
     tokenizer, moment = configured_tokenizer(config.model), None
     if pool is not None and reads_clock(tokenizer):
@@ -284,7 +285,7 @@ def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt],
 def _pool(
     config: MseConfig, prompts: list[Prompt], pool_folder: Path
 ) -> tuple[ScorePool, WorkCost]:
-    """Return the pool and its cost."""
+    """Return the pool, with greedy rewards if a baseline needs them, and its cost."""
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
         greedy_P = greedy_rewards(config.sampling, prompts)

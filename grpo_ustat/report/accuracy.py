@@ -403,7 +403,7 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
     if len({cell["quantity"] for cell in cells}) > 1:
-        lines.append("The mean reward is an accuracy if all rewards are 0 or 1.")
+        lines.append("Mean reward equals accuracy if all rewards are 0 or 1.")
     compared = [cell for cell in cells if cell["distinct"] is not None]
     if compared:
         kinds = {cell["shared_seeds"] > 1 for cell in compared}

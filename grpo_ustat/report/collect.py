@@ -101,7 +101,9 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
     for run in sorted(runs, key=lambda r: (r.result is not None, r.state.step or 0), reverse=True):
         identity = json.dumps([run.command, run.keys], sort_keys=True, default=str)
         if identity in furthest:
-            twins.append(f"{run.label} is left out: same run as {furthest[identity].label}")
+            twins.append(
+                f"{run.label}: the same run as {furthest[identity].label}, so it is left out"
+            )
         furthest.setdefault(identity, run)
     single = {id(run) for run in furthest.values()}
     return RunSet([run for run in runs if id(run) in single], damaged, absent, twins)

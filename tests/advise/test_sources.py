@@ -50,7 +50,7 @@ def test_a_study_says_keep_raise_or_lower(tmp_path):
     run_folder = folder(tmp_path / "run", "mse", RESULT)
     advice = advice_of(Request(run_folder, num_generations=16))
     assert advice.verdict == "lower" and advice.details[0].startswith("Best G is about 4.0 [3.5")
-    assert "from these 100 to new questions" in advice.details[-1]
+    assert "for new questions like these 100" in advice.details[-1]
     assert advice.next.endswith("budget.rollouts=256 group_size=4")
     assert advice_of(Request(run_folder / "result.json")).verdict == "choose"
     assert advice_of(Request(run_folder, rollouts=512)).next.endswith("rollouts=512 group_size=4")
@@ -61,9 +61,9 @@ def test_a_study_is_judged_at_the_rollouts_that_it_was_asked_about(tmp_path):
     run_folder = folder(tmp_path / "run", "mse", RESULT, (), "study.rollouts=100")
     assert " at n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
     assert " at n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
-    assert "n = 100, 25 prompts" in advice_of(Request(run_folder)).sentence
+    assert "n = 100 rollouts a step has 25 prompts" in advice_of(Request(run_folder)).sentence
     odd = advice_of(Request(run_folder, rollouts=97))
-    assert odd.sentence == "Use num_generations = 4: at n = 104, 26 prompts a step."
+    assert odd.sentence == "Use num_generations = 4: with n = 104 rollouts a step has 26 prompts."
     assert "Only num_generations = 97 divides n = 97." in odd.details
 
 
@@ -84,7 +84,7 @@ def test_a_training_run_is_judged_by_the_mean_constants_of_its_second_half(tmp_p
     run_folder = folder(tmp_path / "run", "train", None, steps, "group_size=16")
     advice = advice_of(Request(run_folder))
     assert advice.verdict == "lower" and "from 16 to 4" in advice.sentence
-    assert "from 10 monitored steps, 10 to 19" in advice.details[0]
+    assert "from 10 monitored steps between 10 and 19" in advice.details[0]
     assert advice.numbers["rollouts"] == 256
     assert advice_of(Request(run_folder, num_generations=4)).verdict == "keep"
 
@@ -94,7 +94,7 @@ def test_the_loss_of_a_training_run_is_named_with_what_says_its_worth(tmp_path):
     run_folder = folder(tmp_path / "run", "train", None, steps, "objective=trl_dapo")
     (run_folder / "checkpoint-8").mkdir()
     said = advice_of(Request(run_folder)).details[-1]
-    assert said.startswith("This is of the unbiased leave-one-out gradient; what your loss")
+    assert said.startswith("This advice is for the unbiased leave-one-out gradient.")
     assert f"mse model={run_folder}/checkpoint-8" in said and said.endswith("objective=trl_dapo")
     plain = folder(tmp_path / "plain", "train", None, steps)
     assert "unbiased" not in " ".join(advice_of(Request(plain)).details)
@@ -123,7 +123,7 @@ def test_a_study_says_what_a_rollout_of_its_loss_is_worth(tmp_path):
     assert advice.next.endswith("objective=trl_dapo budget.rollouts=256 group_size=8")
     other = folder(tmp_path / "other", "mse", RESULT)
     asked = advice_of(Request(other, objective=("objective=trl_dapo",))).details[-2]
-    assert "what your loss wants is told by: " in asked and f"pool={other}/pool" in asked
+    assert "To measure the best G for your loss: " in asked and f"pool={other}/pool" in asked
 
 
 def test_a_training_run_without_monitor_says_what_to_measure(tmp_path):
@@ -136,21 +136,23 @@ def test_a_training_run_without_monitor_says_what_to_measure(tmp_path):
     assert "in the last 10 steps: 25 % of groups of 8" in advice.details[1]
     assert advice.next.split()[2] == f"model={run_folder}/checkpoint-12"
     untrained = advice_of(Request(folder(tmp_path / "run", "train", None, steps))).next
-    assert untrained.endswith("# the model that it starts from: there is no checkpoint here")
+    assert untrained.endswith("# the initial model of the run, which has no checkpoint here")
 
 
 def test_a_run_that_was_monitored_too_rarely_is_told_how_often_it_was(tmp_path):
     steps = [monitored(step, 1.0, 9.0) for step in (2, 4, 6, 8, 10)]
     advice = advice_of(Request(folder(tmp_path / "run", "train", None, steps)))
     assert advice.sentence.endswith("this run measured its gradient in too few steps.")
-    assert advice.details[0].startswith("5 monitored steps, of which 3 in the second half, where 4")
+    assert advice.details[0].startswith(
+        "The run has 5 monitored steps, 3 of them in the second half, but 4"
+    )
 
 
 def test_a_size_to_keep_is_not_followed_by_a_command_with_another_one(tmp_path):
     scaling = RESULT["scaling"] | {"covariance": np.diag([0.05, 0.01, 0.01]).tolist()}
     run_folder = folder(tmp_path / "run", "mse", RESULT | {"scaling": scaling})
     advice = advice_of(Request(run_folder, num_generations=5, rollouts=20))
-    assert advice.verdict == "keep" and advice.next == "go on with num_generations=5"
+    assert advice.verdict == "keep" and advice.next == "continue with num_generations=5"
 
 
 def log(path, rows=24):
@@ -170,11 +172,13 @@ def test_rewards_alone_say_what_they_cannot_tell(tmp_path):
     path = log(tmp_path / "completions_00003.parquet")
     advice = advice_of(Request(path, num_generations=4))
     assert advice.verdict == "not enough data"
-    assert advice.sentence.startswith("Rewards alone cannot say whether num_generations = 4 is")
+    assert advice.sentence.startswith("Rewards alone do not show whether num_generations = 4 is")
     assert "rewards of accuracy_reward" in advice.details[0] and "C1" in advice.details[-1]
     assert "num_generations=4 model=CHECKPOINT study.cut_at=LENGTH" in advice.next
     newest = advice_of(Request(tmp_path))
-    assert newest.details[0].startswith("From completions_00003.parquet, the last of 1 logs")
+    assert newest.details[0].startswith(
+        "This advice is from completions_00003.parquet, the last of 1 logs"
+    )
 
 
 @pytest.fixture
@@ -214,7 +218,7 @@ def test_the_step_of_a_log_is_that_of_those_who_wrote_it(tmp_path, size, model_s
     path = log(tmp_path / "completions_00003.parquet")
     advice = advice_of(Request(path, size, model_size, model="checkpoint-2"))
     assert advice.numbers["rollouts"] == n
-    told = f"n = {n} is a training step of those who wrote {path}." in advice.details
+    told = f"n = {n} is the training step size of the run that wrote {path}." in advice.details
     assert told == (model_size is None)
 
 
@@ -233,7 +237,8 @@ def test_the_study_of_a_converted_file_has_the_step_that_stands_in_it(tmp_path):
     "files, checkpoints, chosen, model, said",
     [
         ((38, 39, 40), (20, 40), 40, "checkpoint-40",
-         "# the nearest: these completions of at most LENGTH tokens were written 1 update before"),
+         "# the nearest checkpoint: these completions of at most LENGTH tokens were written 1 "
+         "update before"),
         ((20, 21, 22, 23), (20,), 21, "checkpoint-20", "# the model that wrote these completions"),
         ((40, 41), (20, 40), 41, "checkpoint-40", "# the model that wrote these completions"),
         ((9, 10), (), 10, "CHECKPOINT", "of at most LENGTH tokens, after 9 updates"),
@@ -245,7 +250,7 @@ def test_a_folder_of_trl_names_the_file_and_the_checkpoint_that_convert_names(
     monkeypatch.chdir(tmp_path)
     run_of_trl(tmp_path / "run", files, checkpoints, 1, 20)
     advice = advice_of(Request(Path("run")))
-    assert advice.details[0].startswith(f"From completions_{chosen:05d}.parquet, ")
+    assert advice.details[0].startswith(f"This advice is from completions_{chosen:05d}.parquet, ")
     of_checkpoint = f"run/{model}" if checkpoints else model
     assert advice.next.startswith(
         f"grpo-ustat advise run/completions/completions_{chosen:05d}.parquet model={of_checkpoint} "
@@ -264,7 +269,9 @@ def test_a_folder_of_trl_names_the_file_and_the_checkpoint_that_convert_names(
 def test_of_a_folder_the_file_is_taken_that_the_typed_model_wrote(tmp_path):
     run_of_trl(tmp_path / "run", range(20, 25), (), 1, 20)
     advice = advice_of(Request(tmp_path / "run", model="elsewhere/checkpoint-21"))
-    assert advice.details[0].startswith("From completions_00022.parquet, of 5 logs")
+    assert advice.details[0].startswith(
+        "This advice is from completions_00022.parquet, the log nearest"
+    )
     assert not any("WARNING" in line for line in advice.details)
 
 
@@ -277,7 +284,7 @@ def test_of_a_part_of_a_run_the_run_is_named(tmp_path, monkeypatch):
         with pytest.raises(ConfigError) as refused:
             advice_of(Request(Path(place)))
         run_of_it = place.partition("/")[0]
-        assert str(refused.value) == f"{place} is a part of a run: name the run, {run_of_it}"
+        assert str(refused.value) == f"{place} is a part of a run: name the run folder, {run_of_it}"
 
 
 VERL = {"input": "q", "output": "a", "score": 1.0, "step": 3}
@@ -306,7 +313,7 @@ def test_convert_is_named_where_advise_meets_a_dump(tmp_path, name, is_file):
     with pytest.raises(ConfigError) as refused:
         advice_of(Request(source, num_generations=8))
     assert str(refused.value) == (
-        f"{source} is what {framework} writes: type grpo-ustat convert {source} rollouts.parquet, "
+        f"{source} was written by {framework}: run grpo-ustat convert {source} rollouts.parquet "
         "and then grpo-ustat advise rollouts.parquet num_generations=8"
     )
 
@@ -315,31 +322,40 @@ def test_convert_is_named_for_pickles_and_in_folders_of_hydra(tmp_path):
     torch = pytest.importorskip("torch")
     sample = {"group_index": 0, "tokens": [1], "response_length": 1, "reward": 1.0}
     torch.save({"rollout_id": 3, "samples": [sample]}, tmp_path / "p_3.pt")
-    with pytest.raises(ConfigError, match="p_3.pt is what slime writes: type grpo-ustat convert"):
+    with pytest.raises(ConfigError, match="p_3.pt was written by slime: run grpo-ustat convert"):
         advice_of(Request(tmp_path / "p_3.pt"))
     (tmp_path / "verl/.hydra").mkdir(parents=True)
     (tmp_path / "verl/.hydra/config.yaml").write_text("trainer: {project_name: x}\n")
     (tmp_path / "verl/3.jsonl").write_text(json.dumps(VERL) + "\n")
-    with pytest.raises(ConfigError, match="is what verl writes: type grpo-ustat convert"):
+    with pytest.raises(ConfigError, match="was written by verl: run grpo-ustat convert"):
         advice_of(Request(tmp_path / "verl"))
 
 
 def test_logs_of_several_runs_of_trl_are_for_convert(tmp_path):
     (tmp_path / "runs/a/completions").mkdir(parents=True)
     log(tmp_path / "runs/a/completions/completions_00003.parquet")
-    with pytest.raises(ConfigError, match="runs is what trl writes: type grpo-ustat convert"):
+    with pytest.raises(ConfigError, match="runs was written by trl: run grpo-ustat convert"):
         advice_of(Request(tmp_path / "runs"))
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "no source: name one run folder, pool or log, as in grpo-ustat advise"),
+        ([], "no source: name one run folder, pool or log, e.g. grpo-ustat advise"),
         (["a", "b"], "several sources: a, b: name one"),
-        (["a", "num_generations=x"], "num_generations=x: a whole number of at least 2 is needed"),
-        (["a", "num_generations=1"], "num_generations=1: a whole number of at least 2 is needed"),
+        (
+            ["a", "num_generations=x"],
+            "num_generations=x: the value must be a whole number of at least 2",
+        ),
+        (
+            ["a", "num_generations=1"],
+            "num_generations=1: the value must be a whole number of at least 2",
+        ),
         (["a", "num_generation=8"], "unknown num_generation=8: did you mean num_generations?"),
-        (["a", "study.cut_at=96"], "study.cut_at=96 is for scoring a log: add model=CHECKPOINT"),
+        (
+            ["a", "study.cut_at=96"],
+            "study.cut_at=96 only applies to scoring a log: add model=CHECKPOINT",
+        ),
     ],
 )
 def test_wrong_command_lines_are_refused_in_a_line(words, message):
@@ -361,16 +377,16 @@ def test_places_without_advice_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"notes.txt is not .parquet, .csv or .jsonl"):
         advice_of(Request(tmp_path / "notes.txt"))
     (tmp_path / "3.jsonl.gz").write_bytes(b"packed")
-    with pytest.raises(ConfigError, match="3.jsonl.gz is packed: unpack it first"):
+    with pytest.raises(ConfigError, match="3.jsonl.gz is compressed: unpack it first"):
         advice_of(Request(tmp_path / "3.jsonl.gz"))
-    with pytest.raises(ConfigError, match="is no run folder of mse or train"):
+    with pytest.raises(ConfigError, match="is neither a run folder of mse or train"):
         advice_of(Request(tmp_path))
     (tmp_path / "copied").mkdir()
     (tmp_path / "copied/code.json").write_text("{}")
     with pytest.raises(ConfigError, match="copied is a run folder without .*: copy it with"):
         advice_of(Request(tmp_path / "copied"))
     folder(tmp_path / "sweep/a", "mse")
-    with pytest.raises(ConfigError, match=r"holds 1 runs: name one, such as .*/sweep/a"):
+    with pytest.raises(ConfigError, match=r"contains 1 runs: name one, e.g. .*/sweep/a"):
         advice_of(Request(tmp_path / "sweep"))
     with pytest.raises(ConfigError, match="is not finished"):
         advice_of(Request(tmp_path / "sweep/a"))

@@ -124,7 +124,7 @@ def test_a_pool_of_other_products_is_refused_by_name(tmp_path):
     for first, second, word in ((full, tf32, "full precision"), (tf32, full, "TF32")):
         folder = tmp_path / word
         PoolStore(folder, first).open()
-        with pytest.raises(ConfigError, match=f"holds scores in {word}.* or another pool=DIR"):
+        with pytest.raises(ConfigError, match=f"has scores in {word}.* or another pool=DIR"):
             PoolStore(folder, second).open()
 
 

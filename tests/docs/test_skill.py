@@ -42,7 +42,7 @@ def test_its_five_commands_answer(tmp_path):
             ran.append((verb, " ".join(done.stdout.split())))
     assert [verb for verb, _ in ran] == ["advise", "convert", "mse", "mse", "train"]
     advice, converted, answer, efficiency, _ = [said for _, said in ran]
-    assert "cannot say which num_generations" in advice and "Zero-variance groups" in advice
+    assert "do not show which num_generations" in advice and "Zero-variance groups" in advice
     assert "1600 of 1600 rows" in converted
     assert re.search(r"Best G is about \d+\.\d \[\d+\.\d, \d+\.\d\]: .* use G = 8, within", answer)
     assert re.search(r"is \d+ % noise .*\(half at n = \d+\)", answer)

@@ -89,16 +89,16 @@ def test_one_rollout_has_no_group():
     [
         (64, "at 64 rollouts a step use G = 4, within 5 % of the least error (G = 2: +44 % [+26 %, "
          "+54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out gradient of 64 rollouts is 92 % "
-         "noise [89 %, 94 %] (half at n = 770). Twice the rollouts make up to 1.9 times the "
+         "noise [89 %, 94 %] (half at n = 770). Doubling the rollouts gives up to 1.9 times the "
          "progress per step."),
         (10, "at 10 rollouts a step use G = 5, within 5 % of the least error (G = 2: +41 % [+18 %, "
          "+54 %]; G = 10: +41 % [+33 %, +54 %]). The leave-one-out gradient of 10 rollouts is 99 % "
-         "noise [98 %, 99 %] (half at n = 770). Twice the rollouts make up to 2.0 times the "
+         "noise [98 %, 99 %] (half at n = 770). Doubling the rollouts gives up to 2.0 times the "
          "progress per step."),
         (97, "only G = 97 divides 97; at 104 rollouts a step use G = 4, within 5 % of the least "
          "error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out "
-         "gradient of 97 rollouts is 89 % noise [84 %, 91 %] (half at n = 770). Twice the rollouts "
-         "make up to 1.8 times the progress per step."),
+         "gradient of 97 rollouts is 89 % noise [84 %, 91 %] (half at n = 770). Doubling the "
+         "rollouts gives up to 1.8 times the progress per step."),
     ],
 )  # fmt: skip
 def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
@@ -120,7 +120,7 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     assert decision_sentence(unsaved_study(wide), 256).endswith("G = 8 may be as good).")
     unknown = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
     assert decision_sentence(unsaved_study(unknown), 256).endswith(
-        "at 256 rollouts a step no size is known to be within 10 % of the least error."
+        "at 256 rollouts a step no G is known to be within 10 % of the least error."
     )
 
 
@@ -128,11 +128,13 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     "scaling, sentence",
     [
         ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist()},
-         "Best G is at least 3.5; half of such studies decide with 450 prompts (now 100)."),
+         "Best G is at least 3.5; half of such studies find it with 450 questions (now 100)."),
         ({"gstar_high": None, "gstar_low": 1.0, "covariance": None},
-         "Not enough data for a best G: how many prompts would decide is not known yet (now 100)."),
+         "Not enough data for a best G: the number of questions needed is not known yet "
+         "(now 100)."),
         ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
-         "Not enough data for a best G: half of such studies decide with 19000 prompts (now 100)."),
+         "Not enough data for a best G: half of such studies find it with 19000 questions "
+         "(now 100)."),
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
@@ -145,7 +147,7 @@ def test_without_any_signal_the_studys_own_words_are_the_answer():
 
 
 def test_intervals_say_what_they_speak_of():
-    assert "from these 100 to new questions" in interval_note(unsaved_study(RESULT))
+    assert "for new questions like these 100" in interval_note(unsaved_study(RESULT))
 
 
 UNDECIDED = changed(gstar_high=None, covariance=np.diag([0.25, 1.0, 0.81]).tolist())
@@ -249,11 +251,11 @@ def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     config = asdict(compose("mse", *rows_of_ones_own(tmp_path / "few.jsonl", 2)))
     few = {**UNDECIDED, "questions": 2}
     assert next_step(unsaved_study(few, config)).startswith(
-        f"more questions: {tmp_path / 'few.jsonl'} has 2 for studies, about "
+        f"add study questions: {tmp_path / 'few.jsonl'} has 2, but about "
     )
     assert next_step(unsaved_study(RESULT, config)) == (
-        f"more questions: {tmp_path / 'few.jsonl'} has 0 to train on, a step with the best G takes "
-        "1 or more"
+        f"add training questions: {tmp_path / 'few.jsonl'} has 0, but a step with the best G "
+        "needs at least 1"
     )
     (tmp_path / "few.jsonl").unlink()
     assert next_step(unsaved_study(RESULT, config)).startswith("grpo-ustat train ")
@@ -280,7 +282,7 @@ def test_no_more_questions_are_asked_for_than_a_table_has():
     step = next_step(
         unsaved_study(whole, asdict(compose("mse", "dataset=plus_one", "dataset.study_size=31")))
     )
-    assert step.startswith("more questions: dataset=plus_one has 31 for studies, about ")
+    assert step.startswith("add study questions: dataset=plus_one has 31, but about ")
 
 
 def test_rollouts_of_another_framework_are_not_trained_on_here():
@@ -298,8 +300,8 @@ def test_rollouts_of_another_framework_are_not_trained_on_here():
     assert next_step(unsaved_study(UNDECIDED, config)) == (
         "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA.jsonl "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH "
-        "dataset.study_size=450 study.questions=450  # new rollouts with the run's own DATA.jsonl, "
-        "rows of question and answer, and REWARD.py, FUNCTION(prompt, completion): see "
+        "dataset.study_size=450 study.questions=450  # draws new rollouts; DATA.jsonl: the run's "
+        "rows of question and answer; REWARD.py: the run's FUNCTION(prompt, completion); see "
         "docs/models-and-data.md"
     )
 
@@ -316,11 +318,11 @@ NOISE = {
 @pytest.mark.parametrize(
     "size, sentence",
     [
-        (None, "75 % noise [67 %, 80 %] (half at n = 770). Twice the rollouts make up to "
+        (None, "75 % noise [67 %, 80 %] (half at n = 770). Doubling the rollouts gives up to "
          "1.6 times the progress per step."),
-        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Twice the rollouts make up to "
+        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Doubling the rollouts gives up to "
          "1.7 times the progress per step."),
-        (50, "3 % noise [2 %, 7 %] (half at n = 9). Half the rollouts make 97 % of the "
+        (50, "3 % noise [2 %, 7 %] (half at n = 9). Halving the rollouts keeps 97 % of the "
          "progress per step."),
     ],
 )  # fmt: skip
@@ -387,7 +389,7 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
         "The leave-one-out gradient of 90 rollouts is 50 % noise [50 %, 50 %] (half at n = 90). "
     )
     assert text.startswith(start)
-    assert text.endswith("Steps 3 to 6 together.")
+    assert text.endswith("(Mean over steps 3 to 6.)")
     assert training_noise_sentence(rows[:3], 4, 90) == ""
 
 
@@ -399,22 +401,22 @@ def said(result):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({}, "Assumption 2 fails: wrong answers have the longer gradients; GRPO beats vanilla from "
-         "G > 3.0 [2.5, 5.5] on here."),
+        ({}, "Assumption 2 fails: wrong answers have larger gradients; GRPO beats vanilla here "
+         "for G > 3.0 [2.5, 5.5]."),
         ({"av_minus_a0_low": 1.0, "av_minus_a0_high": 3.0},
-         "Assumption 2 fails: wrong answers have the longer gradients, so vanilla beats GRPO "
+         "Assumption 2 fails: wrong answers have larger gradients, so vanilla beats GRPO "
          "here."),
         ({"corr_high": 0.1, "av_minus_a0_high": 1.0},
-         "Assumption 2 fails, in different directions at different prompts; which of vanilla and "
-         "GRPO is better is not known."),
+         "Assumption 2 fails, in different directions for different prompts; the data do not "
+         "show whether vanilla or GRPO is better."),
         ({"refuted": False},
-         "Assumption 2 is not refuted; GRPO beats vanilla from G > 3.0 [2.5, 5.5] on here."),
+         "Assumption 2 is not refuted; GRPO beats vanilla here for G > 3.0 [2.5, 5.5]."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6, "av_minus_a0_high": 1.0},
-         "Assumption 2 fails: right answers have the longer gradients; which of vanilla and GRPO "
-         "is better is not known."),
+         "Assumption 2 fails: right answers have larger gradients; the data do not show "
+         "whether vanilla or GRPO is better."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
-         "Assumption 2 fails: right answers have the longer gradients, so GRPO beats vanilla from "
-         "G > 3.0 [2.5, 5.5] on here."),
+         "Assumption 2 fails: right answers have larger gradients, so GRPO beats vanilla here "
+         "for G > 3.0 [2.5, 5.5]."),
     ],
 )  # fmt: skip
 def test_assumption_2_is_said_with_what_follows(changes, sentence):

@@ -75,7 +75,7 @@ def test_the_table_has_a_row_per_policy_loss_and_size(tmp_path):
         [policy, "b", "8", "not decided", "not decided", "not known", noise],
     ]
     assert [row["group_size"] for row in table.data] == [4, 8, 16, 8, 16]
-    assert {"x: Not at G = 16: too few.", WORSE_SIZE_NOTE} < set(table.notes)
+    assert {"x: Not measured at G = 16: too few.", WORSE_SIZE_NOTE} < set(table.notes)
     (table,) = joint_tables(of_sweep(tmp_path / "alike", x=("tiny", "grpo", OF_A)))
     assert WORSE_SIZE_NOTE not in table.notes
 

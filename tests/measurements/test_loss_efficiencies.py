@@ -29,16 +29,16 @@ DECIDED = [
 ANSWERS = {
     "decided": (
         DECIDED,
-        ["n = 256 and G = 8", "0.90 [0.80, 1.00]", "cos 0.900 [0.800, 0.950]", "G is 8 (4 and 16"],
+        ["n = 256 and G = 8", "0.90 [0.80, 1.00]", "is 0.900 [0.800, 0.950]", "G is 8 (4 and 16"],
     ),
     "no upper end": (
         [loss_row("open", 8, (0.9, 0.8, None)), loss_row("open", 16)],
-        ["0.90 [0.80, no end]", "of the measured G 8 is its best"],
+        ["0.90 [0.80, no upper end]", "its best G of those measured is 8"],
     ),
     "the largest measured, of a pool of 32, where 64 is the best": (
         [loss_row("long", 8, best=False, may_be_best=False), loss_row("long", 32, best=True),
          refused_loss("long", 64, "the pool has 32")],
-        ["G = 8", "of the measured G 32 is its best"],
+        ["G = 8", "its best G of those measured is 32"],
     ),
     "undecided": (
         [loss_row("undecided", 8, **NOT_DECIDED)], ["not decided", "80 % noise [70 %, 90 %]"],
@@ -48,17 +48,17 @@ ANSWERS = {
     ),
     "the smallest is missing": (
         [refused_loss("some", 4, "few"), loss_row("some", 8), loss_row("some", 16)],
-        ["of the measured G 8 is its best"],
+        ["its best G of those measured is 8"],
     ),
     "unbiased": (
         [loss_row("sum", 4, unbiased_direction=True, best=True, loss_type="sum",
                   baseline="leave_one_out")],
-        ["G = 4", "less the mean of the group's others, sum over tokens", "is unbiased"],
+        ["G = 4", "minus the mean of the rest of the group, sum over tokens", "is unbiased"],
     ),
     "replaced groups": (
         [loss_row("dapo", 8, zero_variance_groups="replace", kept=0.5, kept_low=0.4,
                   kept_high=0.6)],
-        ["zero-variance groups replaced", "0.50 [0.40, 0.60] of the groups"],
+        ["zero-variance groups replaced", "0.50 [0.40, 0.60] of the sampled groups"],
     ),
     "not measured": (
         [refused_loss("absent", 8, "study.rollouts=20 is no multiple of 8")],
@@ -66,7 +66,7 @@ ANSWERS = {
     ),
     "the nearest size": (
         [loss_row("far", 16, best=True, baseline="own_baseline"), loss_row("far", 64)],
-        ["G = 16", "own_baseline", "of the measured G 16 is its best"],
+        ["G = 16", "own_baseline", "its best G of those measured is 16"],
     ),
 }  # fmt: skip
 
@@ -86,8 +86,10 @@ def test_losses_of_which_the_same_is_said_share_a_sentence():
     losses = [loss_row(name, 8) for name in ("a", "b", "c")]
     losses[1] = losses[1] | {"loss_type": "grpo"}
     one, other = efficiency_sentences(efficiencies(*losses))
-    assert "the relative efficiency of a or c (std of the group, mean over the update's" in one
-    assert "the relative efficiency of b (std of the group, mean over each" in other
+    assert (
+        "the relative efficiency of a or c (divided by the group std, mean over the update's" in one
+    )
+    assert "the relative efficiency of b (divided by the group std, mean over each" in other
 
 
 def test_a_study_without_losses_shows_nothing(tmp_path):
@@ -110,12 +112,12 @@ def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
         ["8", "0.45\n[0.40, 0.50]", "0.45*\n[0.40, 0.50]"],
         ["16", "0.45\n[0.40, 0.50]", "-"],
     ]
-    reason = "whose direction is not known from these questions."
+    reason = "because these questions do not determine the direction."
     assert table.notes[1:] == [
         "*: significantly worse than the best G of the same loss.",
         f"Not decided at any G: undecided, {reason}",
         f"Not decided at G = 4: partly, {reason}",
-        "Not at G = 16: too few.",
+        "Not measured at G = 16: too few.",
     ]
 
 
@@ -146,7 +148,7 @@ def test_details_have_both_worths_direction_and_noise_of_each_loss_at_each_size(
               loss_row("sum", 8, unbiased_direction=True),
               refused_loss("absent", 8, "no")]  # fmt: skip
     *_, table = efficiency_tables(efficiencies(*losses))
-    words = "std of the group, mean over the update's tokens"
+    words = "divided by the group std, mean over the update's tokens"
     assert table.rows[0] == [
         "decided", words, "8", "0.90 [0.80, 1.00]", "0.45 [0.40, 0.50]", "0.900 [0.800, 0.950]",
         "0.80 [0.70, 0.90]",

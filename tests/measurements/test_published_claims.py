@@ -114,7 +114,7 @@ def test_every_verdict_is_that_of_its_interval_and_of_its_corrected_p_value():
             assert high <= row.least or low >= row.most
     by_claim = {row.claim: row for row in rows}
     hard = by_claim["in mixed groups hard prompts get too low advantages"]
-    assert hard.verdict == "holds" and "an update weighs every prompt alike" in hard.beside
+    assert hard.verdict == "holds" and "an update gives each prompt the same weight" in hard.beside
 
 
 def test_the_correction_counts_all_that_is_measured():

@@ -95,14 +95,14 @@ def test_the_table_has_the_efficiency_of_the_whole_loss_and_of_its_group_size():
     table = table_of()
     assert table is not None and table.columns == [
         "recipe",
-        "its loss",
+        "loss",
         "G",
         "efficiency",
-        "by its group size alone",
+        "efficiency of the group size only",
         "verdict",
     ]
     assert table.rows[0] == [
-        "2-GRPO (arXiv 2510.00977)", "std of the group, mean over the update's tokens", "2",
+        "2-GRPO (arXiv 2510.00977)", "divided by the group std, mean over the update's tokens", "2",
         "0.80 [0.70, 0.90]", "0.69 [0.64, 0.81]", "25 % more rollouts",
     ]  # fmt: skip
     different = "not significantly different"
@@ -110,11 +110,11 @@ def test_the_table_has_the_efficiency_of_the_whole_loss_and_of_its_group_size():
         "20 % fewer rollouts", different, "the best", different, "-", "-"
     ]  # fmt: skip
     assert [row[3] for row in table.rows[5:]] == ["not measured", "not decided"]
-    assert "DAPO (arXiv 2503.14476): 0.50 [0.40, 0.60] of the groups drawn count" in table.notes[1]
-    assert table.rows[3][1] == "less the group's mean, sum over tokens by the longest length"
-    assert "at a batch's first update, of 255 or 256 rollouts in whole groups" in table.notes[0]
-    assert "hold together in 95 % of studies" in table.notes[0]
-    assert "Not at G = 64: groups of 64 are too large." in table.notes
+    assert "DAPO (arXiv 2503.14476): an update uses 0.50 [0.40, 0.60] of the" in table.notes[1]
+    assert table.rows[3][1] == "minus the group mean, sum over tokens divided by the maximum length"
+    assert "at the first update on a batch (255 or 256 rollouts in whole groups)" in table.notes[0]
+    assert "simultaneous 95 % intervals" in table.notes[0]
+    assert "Not measured at G = 64: groups of 64 are too large." in table.notes
     assert (
         "DAPO: objective=dapo baseline=group_std objective.zero_variance_groups=replace; "
         in (table.notes[-1])

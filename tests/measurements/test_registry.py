@@ -21,11 +21,11 @@ def fail():
     "name, load, reason",
     [
         ("lengths", lambda: LENGTHS, None),
-        ("widths", lambda: LENGTHS, "must be a Measurement of name 'widths'"),
+        ("widths", lambda: LENGTHS, "must be a Measurement with the name 'widths'"),
         ("lengths", lambda: 3, "is 3: it must be a Measurement"),
         ("lengths", fail, "cannot be loaded: AttributeError: no LENGTHS"),
-        ("scaling", lambda: LENGTHS, "result.json has a key scaling already"),
-        ("policy", lambda: LENGTHS, "result.json has a key policy already"),
+        ("scaling", lambda: LENGTHS, "result.json already has a key scaling"),
+        ("policy", lambda: LENGTHS, "result.json already has a key policy"),
     ],
 )
 def test_an_entry_point_is_loaded_or_refused(monkeypatch, name, load, reason):

@@ -51,7 +51,7 @@ def test_a_pool_of_other_functions_is_refused_before_a_run_is_written_down(tmp_p
     two = compose("mse", *of, "reward_funcs=[task,brevity]")
     PoolStore(pool, draws_of(two)).open()
     config = compose("mse", *of, "reward_funcs=[task,format]")
-    words = r"judged with reward_funcs=\[task,brevity\], asked is \[task,format\]: use reward_funcs"
+    words = r"judged with reward_funcs=\[task,brevity\], but this study has \[task,format\]: use"
     with pytest.raises(ConfigError, match=words):
         study.run(config, RunFolder(tmp_path / "run", config))
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["pool.json"]

@@ -114,11 +114,11 @@ def test_a_study_in_the_metric_goes_on_where_it_was_cut(tmp_path, monkeypatch):
     config = compose("mse", *SMALL)
     study_run.run(config, RunFolder(tmp_path / "whole", config))
     whole = json.loads((tmp_path / "whole" / "result.json").read_text())
-    assert "Errors are those of AdamW's step" in whole["summary"]
+    assert "Errors are for AdamW's step" in whole["summary"]
     assert whole["metric"]["norm"].startswith(
-        "of AdamW's step, v that of steps of 8 rollouts in groups of 2, over all"
+        "AdamW's step (second moments for steps of 8 rollouts in groups of 2) over all"
     )
-    assert whole["metric"]["uncertain"] == ("a choice that should not matter" in whole["summary"])
+    assert whole["metric"]["uncertain"] == ("arbitrary choice" in whole["summary"])
     original, scored = module.score_part, []
 
     def cut(*arguments):

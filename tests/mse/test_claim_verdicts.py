@@ -73,12 +73,12 @@ def test_a_study_judges_a_samplers_gap(tmp_path, capsys):
         assert "vllm_importance_sampling_correction" in page and "trl#4493" in page
     corrected, by_sequence = found["[]"]
     assert corrected["number"] == pytest.approx(1, abs=0.1)  # such a gap changes little
-    assert by_sequence["number"] > 0 and "nats a token apart" in by_sequence["beside"]
+    assert by_sequence["number"] > 0 and "nats per token" in by_sequence["beside"]
     numbers = [[row["number"] for row in rows] for rows in found.values()]
     assert numbers[0] == pytest.approx(numbers[1])
     bare = tmp_path / "bare.parquet"
     parquet.write_table(parquet.read_table(path).drop_columns(["logprobs"]), bare)
     config = compose("mse", *words, f"pool={bare}", BOTH)
-    with pytest.raises(ConfigError, match="has no log-probabilities .*column logprobs.* log them"):
+    with pytest.raises(ConfigError, match="log-probabilities .*column logprobs.* log them"):
         study_run.run(config, RunFolder(tmp_path / "bare", config))
     assert not list((tmp_path / "bare").rglob("*.json"))

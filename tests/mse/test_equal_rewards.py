@@ -277,7 +277,7 @@ def test_rewards_equal_within_every_question_alone_are_measured(tmp_path):
                          "baselines=[none,oracle]", "group_sizes=[2]")  # fmt: skip
     errors = {row["baseline"]: row["mse"] for row in result["curves"]}
     assert errors["oracle"] == pytest.approx(0, abs=1e-6) and errors["none"] > 0
-    assert "All completions of a question got the same reward" in result["summary"]
+    assert "All completions of each question got the same reward" in result["summary"]
 
 
 @pytest.mark.slow
@@ -307,11 +307,13 @@ def test_a_subset_of_a_scored_pool_has_no_table_of_zeros_either(tmp_path, last_a
     "counts, cut_at, fates",
     [
         ({"cut": 40, "no_answer": 20, "wrong": 4}, 160,
-         "40 were cut at max_completion_length=160, 20 of the others hold no answer, 4 are wrong."),
+         "40 were cut at max_completion_length=160, 20 of the others contain no answer, "
+         "4 are wrong."),
         ({"cut": 1, "no_answer": 1, "wrong": 62}, 160,
-         "1 was cut at max_completion_length=160, 1 of the others holds no answer, 62 are wrong."),
+         "1 was cut at max_completion_length=160, 1 of the others contains no answer, "
+         "62 are wrong."),
         ({"cut": 64, "no_answer": 0, "wrong": 0}, 8, "all were cut at max_completion_length=8."),
-        ({"cut": 0, "no_answer": 63, "wrong": 1}, 8, "63 hold no answer, 1 is wrong."),
+        ({"cut": 0, "no_answer": 63, "wrong": 1}, 8, "63 contain no answer, 1 is wrong."),
         ({"cut": 0, "no_answer": 0, "wrong": 64}, 8, "all are wrong."),
         ({"cut": 3}, None, "3 were cut."),
     ],

@@ -83,7 +83,8 @@ def test_tokens_are_scored_as_they_are(tmp_path, exact, capsys):
     np.testing.assert_allclose(theirs.gram_PNN, ours.gram_PNN, rtol=1e-5, atol=1e-5)
     assert [prompt.text for prompt in prompts] == [p.text for p in rollouts.prompts]
     assert (
-        "within 0.0000 nats a token of the sampler's, in 48 completions" in capsys.readouterr().out
+        "within 0.0000 nats per token of the sampler's, on average over 48 completions"
+        in capsys.readouterr().out
     )
 
 
@@ -99,7 +100,7 @@ def test_what_ended_follows_from_the_end_token(tmp_path, exact):
 @pytest.mark.parametrize(
     "overrides, cause",
     [
-        (("model=tiny",), "another checkpoint wrote them, or the prompts were written in another"),
+        (("model=tiny",), "another checkpoint wrote them, or the prompts were formatted"),
         (("temperature=0.7",), "at another temperature: use temperature=1.0"),
         (("temperature=0.9", "model.dtype=bfloat16"), "temperature: use temperature=1.0"),
     ],
@@ -107,7 +108,9 @@ def test_what_ended_follows_from_the_end_token(tmp_path, exact):
 def test_rows_that_another_policy_wrote_are_refused(tmp_path, exact, overrides, cause):
     path = write(tmp_path / "r.parquet", rows_of(*exact[:2]))
     config = compose("mse", *SMALL, *overrides, f"pool={path}")
-    with pytest.raises(ConfigError, match="off by 0.*nats a token in 48 completions") as refused:
+    with pytest.raises(
+        ConfigError, match="differ from the logged ones by 0.*nats per token in 48"
+    ) as refused:
         import_pool(config, tmp_path / "pool")
     assert cause in str(refused.value)
 
@@ -175,7 +178,7 @@ def test_rows_that_cannot_be_used_are_refused_by_field(tmp_path, changes, messag
 
 def test_tokens_say_themselves_what_was_cut(tmp_path):
     path = write(tmp_path / "r.parquet", [{k: v for k, v in ROW.items() if k != "ended"}])
-    with pytest.raises(ConfigError, match="has the tokens, whose end says what was cut"):
+    with pytest.raises(ConfigError, match="has token ids, whose ends show which completions"):
         logged_rollouts(compose("mse", *SMALL, f"pool={path}", "study.cut_at=4"))
 
 

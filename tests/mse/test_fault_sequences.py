@@ -350,15 +350,17 @@ def test_parts_without_their_pool_json_are_of_the_settings_they_were_made_with(t
     (tmp_path / "pool.json").unlink()
     other = PoolStore(tmp_path, {"temperature": 0.7})
     other.open()
-    with pytest.raises(ConfigError, match="asked are .*: use another pool=DIR"):
+    with pytest.raises(ConfigError, match="but this study has .*: use another pool=DIR"):
         other.read(prompt, 0, 2)
     (tmp_path / "pool.json").write_text('{"temperature": ')
-    with pytest.raises(ConfigError, match="pool.json is damaged: delete it"):
+    with pytest.raises(ConfigError, match="pool.json is damaged: "):
         other.open()
     (tmp_path / "pool.json").write_text('{"temperatuse": 1.0}')  # a flipped bit
-    with pytest.raises(ConfigError, match="pool.json is damaged: delete it, .* says temperatuse=1"):
+    with pytest.raises(ConfigError, match="pool.json is damaged: it has temperatuse=1"):
         PoolStore(tmp_path, own).open()
-    with pytest.raises(ConfigError, match="holds completions of temperatuse=1.0, asked is None"):
+    with pytest.raises(
+        ConfigError, match="has completions for temperatuse=1.0, but this study has None"
+    ):
         other.open()
     (tmp_path / "pool.json").unlink()
     PoolStore(tmp_path, own).open()

@@ -149,8 +149,11 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
     pool, *_ = import_pool(config, tmp_path / "pool")
     assert pool.rewards_PN.shape == (5, 8)
     out = capsys.readouterr().out
-    assert "1 prompts dropped, with 5 completions: fewer than 8 each, such as that of row 40" in out
-    assert "0 of 40 completions have study.cut_at=96 tokens or more" in out
+    assert (
+        "1 prompts with 5 completions were dropped, because they have fewer than 8 each "
+        "(e.g. row 40" in out
+    )
+    assert "0 of 40 completions have at least study.cut_at=96 tokens" in out
 
 
 @pytest.mark.slow
@@ -179,7 +182,7 @@ def test_what_cannot_be_one_pool_is_refused(tmp_path, changes, message):
         # 3 divides no 256 rollouts, and there are no groups of 16
         (
             ["baselines=[group_std]", "group_sizes=[3,16]"],
-            "has 8 completions, 16 are needed of each",
+            "16 completions per prompt are needed",
         ),
         # groups of 16 would need 48 questions, those of 8 that are there 96
         (["baselines=[batch_std]", "group_sizes=[8,16]"], "need a study of 96 questions, got 6"),
@@ -337,13 +340,13 @@ def test_rows_are_read_as_they_are(tmp_path):
     slow_after(3, [
         (rows(ended=None), (), "no column ended, and study.cut_at=null"),
         (rows(), (CUT,), "study.cut_at=96, but .* has a column ended"),
-        (rows(completion={4: ""}, ended={4: False}), (), r"row 4 .*: completion has no token"),
-        (rows(count=10), (), r"prompt of row 2 \(from 0\) has 2 completions, 4 are needed of each, "
-         "and none of 4 prompts has as many"),
-        (rows(prompts=32), (), "has 1 completions, 4 are needed of each, and none of 32"),
+        (rows(completion={4: ""}, ended={4: False}), (), r"row 4 .*: the completion has no tokens"),
+        (rows(count=10), (), r"4 completions per prompt are needed, but none of 4 "
+         r"prompts has that many \(the prompt of row 2 \(from 0\) has 2\)"),
+        (rows(prompts=32), (), "4 completions per prompt are needed, but none of 32"),
         (rows(), ("baselines=[opo]", "group_sizes=[16,32]"),
-         "has 8 completions, 16 are needed .* or use smaller group_sizes"),
-        (rows(completion={6: "1" * 5000}), (), r"row 6 .*: a prompt of \d+ and a completion of"),
+         "16 completions per prompt are needed.* or use smaller group_sizes"),
+        (rows(completion={6: "1" * 5000}), (), r"row 6 .*: a prompt of \d+ tokens and a"),
         (rows(prompt=[talk(("user", "1 + 1"))] * 32), (), "tiny_base has no chat template"),
     ]),
 )  # fmt: skip
@@ -413,7 +416,7 @@ def test_options_of_the_template_write_conversations(tmp_path, chat_model):
     with pytest.raises(ConfigError, match="writes the day's date, not the log's"):
         import_pool(compose("mse", *words, f"pool={path}"), tmp_path / "other")
     texts = saved(tmp_path / "texts.parquet", table)
-    with pytest.raises(ConfigError, match="day.* are of a chat template, and .* are texts"):
+    with pytest.raises(ConfigError, match="day.* apply to chat templates, but .* are texts"):
         import_pool(compose("mse", *words, f"pool={texts}", day), tmp_path / "texts")
 
 
@@ -424,7 +427,7 @@ def test_options_of_the_template_write_conversations(tmp_path, chat_model):
         ("{{ strftime_now('%d') }}", "writes the day's date, not the log's"),
         (
             "{{ messages[-1]['content'] }}",
-            "row 0 .* has a message of the system that .* leaves out",
+            "row 0 .* has a system message that .* omits",
         ),
         ("{{ raise_exception('no system') }}", r"row 0 .* is refused by .* \(no system\)"),
     ],
@@ -498,7 +501,9 @@ def test_an_end_token_in_the_text_is_the_end(text, ended):
 def test_an_end_that_nothing_names_is_asked_for():
     other = TURNS.replace("<|end|>", "###")
     assert ends(other, ["<eos>"])("5", is_turn=True) == "5<eos>"  # there is no other
-    with pytest.raises(ConfigError, match=r"any of <\|end\|>, <eos>: its chat template does not"):
+    with pytest.raises(
+        ConfigError, match=r"end tokens <\|end\|>, <eos>, and its chat template does not"
+    ):
         ends(other)("5", is_turn=True)
     assert ends(other)("5<|end|>", is_turn=True) == "5<|end|>"
 
@@ -518,7 +523,7 @@ def test_cut_completions_have_no_end_token_and_are_counted(tmp_path, capsys):
         assert spent.clipped == 8
         counts.append(pool.lengths_PN.tolist())
     assert counts[0] == counts[1] == [[4] * 8] + [[2] * 8] * 3
-    assert "8 of 32 completions have study.cut_at=4 tokens or more" in capsys.readouterr().out
+    assert "8 of 32 completions have at least study.cut_at=4 tokens" in capsys.readouterr().out
 
 
 def test_questions_of_a_file_are_counted_where_some_are_left_out(tmp_path, capsys):
@@ -527,8 +532,8 @@ def test_questions_of_a_file_are_counted_where_some_are_left_out(tmp_path, capsy
     pool, _, prompts, _ = import_pool(config, tmp_path / "pool")
     assert pool.rewards_PN.shape == (3, 8) and len(prompts) == 3
     out = capsys.readouterr().out
-    assert "3 of 4 prompts kept, see study.questions" in out
-    assert "24 of 24 completions have another number of tokens than their column length" in out
+    assert "3 of 4 prompts are used; see study.questions" in out
+    assert "24 of 24 completions the number of tokens differs from the column length" in out
 
 
 @pytest.mark.parametrize(

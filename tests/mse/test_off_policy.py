@@ -79,14 +79,14 @@ def test_a_study_of_an_earlier_policys_rollouts(tmp_path, capsys):
     )
     view = Study(RunRecord(tmp_path / "run"))
     first, *rest = sentences(view, [OFF_POLICY])
-    assert first.startswith("tiny is ") and "nats a token from tiny_base" in first
+    assert first.startswith("tiny is ") and "nats per token from tiny_base" in first
     assert all("that tiny_base wrote" in sentence for sentence in rest)
-    assert "nats a token" in printed and " ".join(first.split()[:4]) in " ".join(printed.split())
+    assert "nats per token" in printed and " ".join(first.split()[:4]) in " ".join(printed.split())
     assert len(tables(view, [OFF_POLICY])) == 2
     page = (tmp_path / "run/report.html").read_text()
     assert (
         "Relative efficiency of rollouts that another policy wrote" in page
-        and "nats a token" in page
+        and "nats per token" in page
     )
     marked = [path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*.safetensors"))]
     (tmp_path / "run/result.json").unlink()
@@ -202,7 +202,7 @@ def test_corrections_of_a_samplers_gap(tmp_path, logged):
     """A row for none and for each of them, against exact ratios; a gap that a study without
     corrections refuses.
     """
-    with pytest.raises(ConfigError, match="off by 0.0"):
+    with pytest.raises(ConfigError, match="logged ones by 0.0"):
         study(tmp_path / "without", f"pool={logged}", "objective=trl_grpo")
     words = (f"pool={logged}", "objective=trl_grpo", f"study.corrections=[{','.join(CORRECTIONS)}]")
     found = study(tmp_path / "run", *words)["off_policy"]
@@ -221,7 +221,7 @@ def test_a_policy_whose_answers_are_all_judged_alike_is_refused(tmp_path, monkey
         raise EqualRewards(prompts, [])
 
     monkeypatch.setattr("grpo_ustat.mse.off_policy.build_pool", equal)
-    with pytest.raises(ConfigError, match="so it has no gradient to estimate"):
+    with pytest.raises(ConfigError, match="so there is no gradient to estimate"):
         study(tmp_path / "run", "study.scored_by=embedded:tiny_base")
 
 
@@ -270,7 +270,7 @@ def test_what_a_file_lacks_is_refused(tmp_path, logged):
     bare = tmp_path / "bare.parquet"
     without = [{key: x for key, x in row.items() if key != "logprobs"} for row in rows]
     parquet.write_table(pyarrow.Table.from_pylist(without), bare)
-    with pytest.raises(ConfigError, match="has no log-probabilities of the sampler"):
+    with pytest.raises(ConfigError, match="need the log-probabilities of the sampler"):
         study(tmp_path / "run", f"pool={bare}", "study.corrections=[token_mask]")
     result = study(
         tmp_path / "penalty", f"pool={bare}", "study.reference=embedded:tiny", *PENALISED

@@ -145,11 +145,15 @@ def test_a_pool_is_extended_by_the_completions_that_are_missing(tmp_path):
 @pytest.mark.slow
 def test_a_pool_of_other_draws_is_refused_by_name(tmp_path):
     build(tmp_path)
-    with pytest.raises(ValueError, match="holds completions of temperature=1.0, asked is 0.7"):
+    with pytest.raises(
+        ValueError, match="has completions for temperature=1.0, but this study has 0.7"
+    ):
         build(tmp_path, "temperature=0.7")
-    with pytest.raises(ValueError, match="of model.name=tiny_base, asked is tiny: use another"):
+    with pytest.raises(
+        ValueError, match="for model.name=tiny_base, but this study has tiny: use another"
+    ):
         build(tmp_path, "model=tiny")
-    with pytest.raises(ValueError, match="holds 8 completions a question in parts"):
+    with pytest.raises(ValueError, match="has 8 completions per question in parts"):
         build(tmp_path, size=6)
 
 
@@ -192,7 +196,7 @@ def test_of_two_that_begin_a_pool_at_once_one_says_what_it_holds(tmp_path, monke
     """The second has looked before the first has written."""
     PoolStore(tmp_path, {"seed": 0}).open()
     monkeypatch.setattr(Path, "is_file", lambda _: False)
-    with pytest.raises(ValueError, match="holds completions of seed=0, asked is 1"):
+    with pytest.raises(ValueError, match="has completions for seed=0, but this study has 1"):
         PoolStore(tmp_path, {"seed": 1}).open()
     assert [path.name for path in tmp_path.iterdir()] == ["pool.json"]
 
@@ -239,9 +243,7 @@ def test_cut_completions_are_named_once_and_at_once(tmp_path, capsys, monkeypatc
     few = ("max_completion_length=8", "rollout_batch_size=16")
     with pytest.raises(EqualRewards):
         build(tmp_path, *few)
-    line = (
-        "of the first 16 completions were cut at max_completion_length=8 and rarely hold an answer"
-    )
+    line = "of the first 16 completions were cut at max_completion_length=8 and rarely contain an"
     assert line in heard[0] and "try max_completion_length=16" in heard[0]
     with pytest.raises(EqualRewards):
         build(tmp_path, *few, size=12)
@@ -276,7 +278,7 @@ def test_scores_of_exactly_zero_are_counted():
 def test_a_pool_that_is_moved_while_it_is_read_is_one_line(tmp_path):
     config = compose("mse", *SMALL)
     prompts = configured_task(config.task_options, config.model).prompts("study")[:2]
-    with pytest.raises(ConfigError, match="parts of it were moved or removed while this study"):
+    with pytest.raises(ConfigError, match="parts of it were moved or removed during this study"):
         pool_module.read_pool(PoolStore(tmp_path, {}), prompts, 8)
 
 
@@ -378,7 +380,7 @@ def test_adapters_are_measured_as_such_or_merged(tmp_path, std):
         np.testing.assert_allclose(pool.gram_PNN, slow, rtol=1e-9, atol=1e-9 * slow.max())
         adapters = [name for name, _ in trainable(policy.model) if "lora_" in name]
         assert bool(adapters) is not merge and len(adapters) in (0, len(trainable(policy.model)))
-    with pytest.raises(ConfigError, match="study.merge_adapters=false, asked is true"):
+    with pytest.raises(ConfigError, match="study.merge_adapters=false, but this study has true"):
         build_pool(config, prompts, tmp_path / "merge-False")
     part = compose("mse", *SMALL, *own, "study.parameters=lora_A")
     of_a, _ = build_pool(part, prompts, tmp_path / "of_a")
@@ -392,8 +394,8 @@ def test_a_study_of_adapters_says_so(tmp_path):
     (tmp_path / "run").mkdir()
     study(tmp_path / "run", *own)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["metric"]["norm"].endswith("over the adapters' parameters")
-    assert "Errors are those of the adapters' parameters" in result["summary"]
+    assert result["metric"]["norm"].endswith("over the adapter parameters")
+    assert "Errors are for the adapter parameters" in result["summary"]
     names = [name for name, _ in trainable(load_policy(str(folder), merge_adapters=False).model)]
     assert result["metric"]["parameters"] < 204032 and all("lora_" in name for name in names)
     config = compose("mse", *SMALL, *own)

@@ -337,10 +337,10 @@ def test_the_verdict_follows_the_intervals():
     assert "the oracle beats vanilla (no baseline) at every G" in verdict_of(-3, -1)
     assert "vanilla (no baseline) beats the oracle" in verdict_of(1, 3)
     assert (
-        "not enough data to say which of vanilla (no baseline) and the oracle is better (A_V - "
+        "not enough data to say whether vanilla (no baseline) or the oracle is better (A_V - "
         "A_0 in [-1.00, 3.00] for new questions)" in verdict_of(-1, 3)
     )
-    assert "from G > 3.0 [2.0, infinity] on (for new questions)" in verdict_of(-3, -1)
+    assert "for G > 3.0 [2.0, infinity] (for new questions)" in verdict_of(-3, -1)
     assert "is not refuted" in verdict_of(-1, 3)
     assert "A_0 = 0.0123, A_V = 2650" in verdict_of(1, 3)
 
@@ -348,32 +348,34 @@ def test_the_verdict_follows_the_intervals():
 def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it():
     """A correlation of 0 hides covariances of both signs."""
     both = verdict_of(1, 3, share=(0.2, 0.4))
-    assert "fails, in opposite directions" in both and "takes 30.0 % [20.0 %, 40.0 %] off" in both
+    assert (
+        "fails; the direction differs" in both and "lowers A_V by 30.0 % [20.0 %, 40.0 %]" in both
+    )
     assert "corr(q, Z) = 0.000 [-0.100, 0.100] averaged over prompts" in both
     assert both.count("intervals conditional on these questions") == 1
-    assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (0.2, 0.4))
-    assert "wrong answers carry the larger" in verdict_of(1, 3, (-0.4, -0.2), (-0.1, 0.1))
+    assert "wrong answers have larger" in verdict_of(1, 3, (-0.4, -0.2), (0.2, 0.4))
+    assert "wrong answers have larger" in verdict_of(1, 3, (-0.4, -0.2), (-0.1, 0.1))
     near = verdict_of(1, 3, (-0.41, -0.01), (-0.1, 0.1))  # misses 0, by less than the margin
     assert "is not refuted" in near
-    assert "not judged" in verdict_of(1, 3, share=(math.nan, math.nan))
+    assert "not tested" in verdict_of(1, 3, share=(math.nan, math.nan))
 
 
 @pytest.mark.parametrize(
     "gstar, sentence",
     [
-        ((4.0, 3.0, math.inf), "The interval of G* has no upper end: no group"),
-        ((math.nan, 3.0, math.inf), "The interval of G* has no upper end: no group"),
+        ((4.0, 3.0, math.inf), "The interval of G* has no upper end, so no group"),
+        ((math.nan, 3.0, math.inf), "The interval of G* has no upper end, so no group"),
         (
             (4.0, 1.0, math.inf),
-            "Not enough data for G*: no group size is decided.",
+            "There is not enough data for G*, so no group",
         ),
         (
             (math.nan, math.inf, math.inf),
-            "Not enough data for G*: no group size is decided.",
+            "There is not enough data for G*, so no group",
         ),
         (
             (math.nan, math.nan, math.nan),
-            "Not enough data for G*: no group size is decided.",
+            "There is not enough data for G*, so no group",
         ),
     ],
 )
@@ -425,7 +427,7 @@ def test_a_part_of_the_model_is_studied_as_such(tmp_path):
         total = sum(part["scaling"][key] for part in parts)
         assert total == pytest.approx(whole["scaling"][key], rel=1e-6)
     assert "study.parameters=mlp, not of the whole gradient" in parts[2]["summary"]
-    with pytest.raises(ConfigError, match="study.parameters=null, asked is mlp"):
+    with pytest.raises(ConfigError, match="study.parameters=null, but this study has mlp"):
         there = f"pool={tmp_path / 'whole' / 'pool'}"
         study(tmp_path / "mlp_too", *options, "study.parameters=mlp", there)
     both = ("study.methods=[closed_form,monte_carlo]", "group_sizes=[2]", "budget=study_smoke")

@@ -38,11 +38,15 @@ def test_a_study_with_vllm_is_another_run_and_another_pool(tmp_path):
     more = compose("mse", *VLLM, "rollout.gpu_memory_utilization=0.8")
     assert draws_of(more) == draws_of(vllm)  # memory alone
     PoolStore(tmp_path / "pool", draws_of(local)).open()
-    with pytest.raises(ConfigError, match="holds completions of rollout=local, asked is vllm: use"):
+    with pytest.raises(
+        ConfigError, match="has completions for rollout=local, but this study has vllm: use"
+    ):
         PoolStore(tmp_path / "pool", draws_of(vllm)).open()
     PoolStore(tmp_path / "other", draws_of(vllm)).open()
     PoolStore(tmp_path / "other", draws_of(vllm)).open()
-    with pytest.raises(ConfigError, match="holds completions of rollout=vllm, asked is local: use"):
+    with pytest.raises(
+        ConfigError, match="has completions for rollout=vllm, but this study has local: use"
+    ):
         PoolStore(tmp_path / "other", draws_of(local)).open()
 
 
@@ -59,7 +63,7 @@ def test_what_vllm_cannot_do_in_a_study_is_refused(tmp_path):
 def test_ranks_of_a_launcher_are_refused_before_anything_is_loaded(monkeypatch):
     config = compose("mse", *VLLM)
     monkeypatch.setattr(sampler, "world", lambda: 4)
-    with pytest.raises(RefusedByRank, match="rollout=vllm on 4 ranks: one process of a study"):
+    with pytest.raises(RefusedByRank, match="rollout=vllm on 4 ranks: a study samples with vLLM"):
         start_sampler(config.sampling)
     assert ranks.world() == 1
 
@@ -82,10 +86,10 @@ def test_a_missing_vllm_is_one_line_but_a_dry_run_needs_none(monkeypatch, capsys
 
 def test_the_sentence_warns_above_the_limit():
     assert "WARNING" not in sampler_text("vllm", MAX_LOGPROB_GAP)
-    assert "log-probabilities are 0.0004 nats a token" in sampler_text("vllm", 0.0004)
+    assert "by 0.0004 nats per token" in sampler_text("vllm", 0.0004)
     warning = sampler_text("vllm", 0.123)
-    assert warning.startswith(" WARNING: completions are vllm's")
-    assert "0.12 nats a token" in warning and "use rollout=local" in warning
+    assert warning.startswith(" WARNING: the log-probabilities of the sampler vllm")
+    assert "0.12 nats per token" in warning and "use rollout=local" in warning
 
 
 def test_gaps_of_parts_count_by_their_tokens(tmp_path):
@@ -172,9 +176,9 @@ def test_every_completion_of_a_study_is_vllms(weights, tmp_path, monkeypatch):
     assert drawn_in_all == greedy + pool + values + reference + replicates
     assert sum(temperature == 0 for _, temperature in drawn) == 2  # greedy, of pool and replicates
     assert result["sampler"]["name"] == "vllm" and 0 < result["sampler"]["gap"] < 1e-5
-    assert "Completions are vllm's" in result["summary"]
-    assert "WARNING: completions" not in result["summary"]
-    assert "nats a token from the model" in (tmp_path / "report.html").read_text()
+    assert "The log-probabilities of the sampler vllm" in result["summary"]
+    assert "WARNING: the log-probabilities" not in result["summary"]
+    assert "nats per token" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow

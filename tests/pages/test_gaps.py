@@ -122,13 +122,13 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
     both = [Study(RunRecord(tmp_path / name, name)) for name in ("a", "b")]
     for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
         assert group_size.joint_table(runs, ()).columns[1] == quantity
-        assert f"those of {quantity} generalising" in " ".join(errors.joint_table(runs, ()).notes)
+        assert f"intervals of {quantity}: for new" in " ".join(errors.joint_table(runs, ()).notes)
 
 
 @pytest.mark.parametrize(
     "questions, batch, scope",
-    [(1, "1 question", "of these questions"), (3, "3 questions", "of these questions"),
-     (4, "4 questions", "generalising to new questions")],
+    [(1, "1 question", "for these questions"), (3, "3 questions", "for these questions"),
+     (4, "4 questions", "for new questions")],
 )  # fmt: skip
 def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, questions, batch, scope):
     folder, result = study(tmp_path / "a")
@@ -141,13 +141,11 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     assert facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
     law = next(table for table in tables(run) if "Scaling law" in table.title)
     assert law.notes[0] == f"95 % intervals {scope}."
-    assert f"those of accuracy {scope}." in errors.joint_table([one], ()).notes[0]
+    assert f"intervals of accuracy: {scope}." in errors.joint_table([one], ()).notes[0]
     if questions < 4:
-        both = "generalising to new questions or of these questions (fewer than 4)"
-        assert (
-            f"95 % intervals {both}, of one seed." in group_size.joint_table([one, other], ()).notes
-        )
-        assert "of these" in group_size.interval_note(one)
+        both = "for new questions or for these questions (fewer than 4)"
+        assert f"95 % intervals {both}, one seed." in group_size.joint_table([one, other], ()).notes
+        assert "these questions" in group_size.interval_note(one)
 
 
 def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
@@ -202,5 +200,5 @@ def test_learning_with_gaps_is_drawn(tmp_path, monkeypatch):
     run = RunRecord(folder)
     learning.learning_figure(folder, "learning", [Learning("", rows, run.evals)])
     assert any(sum(map(math.isnan, line)) == 2 for line in lines)
-    assert "Gaps of" in words[0]
+    assert "Gaps in" in words[0]
     assert deepcopy(rows) == rows

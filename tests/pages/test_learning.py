@@ -142,7 +142,7 @@ def test_a_run_folder_is_drawn_as_far_as_it_goes_and_never_raises(tmp_path, caps
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n" + '{"step": 4, "rew')
     draw_learning(tmp_path)
     before = (tmp_path / "learning.svg").read_text()
-    assert "zero-variance groups, share" in before
+    assert "share of zero-variance groups" in before
     assert b"/Type3" not in (tmp_path / "learning.pdf").read_bytes()
     row = eval_row(0, 0.2) | {"split": "test", "decoding": "sampled"}
     (tmp_path / "eval.csv").write_text(csv_text([completed(Evaluation, row)]))

@@ -134,7 +134,7 @@ def test_a_shared_prompt_is_held_once():
 
 def test_completions_of_other_keys_are_refused():
     rows = [{"prompt": "", "completion": "", "reward": 0}, {"prompt": "", "completion": ""}]
-    with pytest.raises(ValueError, match="have not the same keys"):
+    with pytest.raises(ValueError, match="have different keys"):
         completions_json(Completions(rows))
 
 

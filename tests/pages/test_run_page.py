@@ -344,5 +344,5 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_and_allocation(tmp_path)
     assert tables["Unequal group sizes"].rows == [
         ["measured noise", "+2 % [-1 %, +5 %]"],
         ["p(1-p)", "+2 % [-1 %, +5 %]"],
-        ["the best sizes, in sample", "-6 %"],
+        ["best sizes, in sample", "-6 %"],
     ]

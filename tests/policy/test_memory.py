@@ -125,7 +125,7 @@ def test_dry_run_says_how_a_7b_model_is_scored():
     assert 40 < float(by_layer[1]) < 64
     assert "budget.pool_completions=16" in note and "pool=DIR" in note
     unknown = PlannedRun("", compose("mse", "model=org/name"), None, None)
-    assert [note[:22] for note in plan_of(unknown).notes] == ["Each of launch.workers"]
+    assert [note[:22] for note in plan_of(unknown).notes] == ["Each of the launch.wor"]
 
 
 def test_an_uncounted_product_counts_once_what_it_fills():

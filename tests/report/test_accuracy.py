@@ -148,7 +148,7 @@ def test_captions_name_the_number_of_seeds():
     assert "one seed; hollow" in captions(cells, "the G of a line")[0]
     alike = [cell | {"decided": False} for cell in cells]
     assert "ring" not in captions(alike, "the G of a line")[0]
-    assert "seeds (" not in said(one) and "(not paired)" in said(one)
+    assert "seeds (" not in said(one) and "not paired)" in said(one)
     assert "seeds (5)" in said(five + one) and "(one seed: G = 16, 32)" in said(five + one)
 
 

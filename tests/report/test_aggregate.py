@@ -31,8 +31,8 @@ REFUSED = {
     "an unknown key": (["runs=a", "nme=x"], "did you mean name?"),
     "another entry's key": (["runs=a", "group_size=4"], "unknown key group_size"),
     "a sweep": (["-m", "runs=a"], "report is no sweep"),
-    "a step that is not evaluated": (["runs=a", "steps=[3]"], "evaluated are [0, 4, 8]"),
-    "a run's own folder": (["runs=a", "'hydra.run.dir=a/seed-0'"], "is a run's folder"),
+    "a step that is not evaluated": (["runs=a", "steps=[3]"], "evaluated at steps [0, 4, 8]"),
+    "a run's own folder": (["runs=a", "'hydra.run.dir=a/seed-0'"], "is the folder of a run"),
     "runs that have not come to anything": (["runs=begun"], "nothing to show yet"),
 }
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_reported_is_one_line(arguments, message, tmp_path, monke
 
 def test_a_sweep_of_which_nothing_has_begun_says_so(tmp_path, capsys):
     report_sweep([Entry("seed=0", tmp_path / "seed-0", "hash", 8)], tmp_path / "joint", None)
-    assert "has anything to report" in capsys.readouterr().out
+    assert "has results to report" in capsys.readouterr().out
     assert not (tmp_path / "joint").exists()
 
 
@@ -212,6 +212,6 @@ def test_best_sentence_names_sizes_that_differ():
     assert "G = 4, 0.500 [0.400, 0.600]" in best_sentence(cells)
     assert "G = 2 and 8." in best_sentence(cells)
     cells[2] = cell(8, 0.45, distinct=False)
-    assert best_sentence(cells).endswith("less at G = 2, not significantly different at G = 8.")
+    assert best_sentence(cells).endswith("less at G = 2 and not significantly different at G = 8.")
     alike = [cell(2, 0.3, distinct=False, decided=False), cell(4, 0.5, best=True, decided=False)]
     assert best_sentence(alike).endswith("0.300 (G = 2) to 0.500 (G = 4).")

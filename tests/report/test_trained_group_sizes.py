@@ -78,8 +78,8 @@ def test_a_group_size_that_one_budget_lacks_is_missing_there(tmp_path):
 
 
 SERIES = {
-    "a learning rate": ({"learning_rate": 0.5}, "differ in learning_rate too"),
-    "an optimizer": ({"optimizer.name": "sgd"}, "differ in optimizer.name too"),
+    "a learning rate": ({"learning_rate": 0.5}, "also in learning_rate"),
+    "an optimizer": ({"optimizer.name": "sgd"}, "also in optimizer.name"),
 }
 
 

@@ -114,11 +114,11 @@ ANSWERS = {
     "all agree": ((AGREES, AGREES, AGREES), ("All 3 claims", "Lemma 6, Theorem 7 and Theorem 8")),
     "one of each": (
         (AGREES, DISAGREES, OPEN),
-        ("1 of 3 ", "Theorem 7 disagree", "Theorem 8 are not decided", "1 of all 3 claims"),
+        ("1 of 3 ", "Theorem 7 disagree", "Theorem 8 are not decided", "1 of 3 claims"),
     ),
     "two disagree": (
         (DISAGREES, AGREES, DISAGREES),
-        ("1 of 3 ", "Lemma 6 and Theorem 8 disagree", "1 of all 3 claims"),
+        ("1 of 3 ", "Lemma 6 and Theorem 8 disagree", "1 of 3 claims"),
     ),
 }
 
@@ -203,9 +203,9 @@ def test_a_report_of_theorems_is_one_page_one_table_and_its_data(tmp_path, capsy
     assert ["on softmax" in drawn[0], "on coins" in drawn[1]] == [True, True]
     (answer,) = (text for text in found.texts if text.startswith("1 of 2 "))
     order = [
-        answer, "What is predicted, and whether it is measured", "It is looser.",
+        answer, "Theoretical results and their tests", "It is looser.",
         "Lemma 6, the gap under constant and falling learning rates, on softmax",
-        "Theorem 8, the law of the gap, on coins", "Every claim, predicted and measured",
+        "Theorem 8, the law of the gap, on coins", "All claims, predicted and measured",
         "gap over the bound", "Runs", "Completions drawn from test problems", "6000",
     ]  # fmt: skip
     places = [found.texts.index(text) for text in order[:-3]]
@@ -225,7 +225,7 @@ def test_a_report_of_a_sweep_names_what_has_not_begun(tmp_path):
     ]
     report_sweep(entries, tmp_path / "theorems", None)
     text = (tmp_path / "theorems/report.html").read_text()
-    assert "missing: theorem=theorem7: not begun" in text and "some claims of Lemma 6" in text
+    assert "missing: theorem=theorem7: not started" in text and "some claims of Lemma 6" in text
 
 
 @pytest.mark.slow(minutes=0.02)
@@ -249,9 +249,9 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
         "train/G-4": ("train", "tiny_base, bare", "arithmetic", "", "32"),
     }
     texts = Shown((home / "report.html").read_text()).texts
-    titles = ["What is predicted, and whether it is measured",
+    titles = ["Theoretical results and their tests",
               "Theorem 8, the law of the gap, on coins", "Held-out accuracy",
-              "Every claim, predicted and measured"]  # fmt: skip
+              "All claims, predicted and measured"]  # fmt: skip
     places = [texts.index(title) for title in titles]
     assert places == sorted(places)
     assert texts[texts.index("Test problems") + 1] == "coins (1); softmax (1)"
