@@ -164,7 +164,7 @@ class Lock:
         if content != self._content:
             raise Held(
                 f"{self.path.parent} was taken over by {_named(content)}, because this process "
-                f"showed no sign of life for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
+                f"sent no heartbeat for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
                 "and writes nothing"
             )
 
@@ -341,7 +341,7 @@ def _seen_dead(path: Path) -> bytes | None:
     first = _look(path)
     _say(
         f"{path.parent} is locked by {_named(first[0])}: checking for {DEAD_AFTER_SECONDS:g} s "
-        "if it is alive"
+        "whether it is alive"
     )
     for _ in range(round(DEAD_AFTER_SECONDS / LOOK_SECONDS)):
         time.sleep(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Entry point of a rank that a parent started: `python -m grpo_ustat.launch.rank`, without Hydra."""
+"""Entry point of a rank started by a parent: `python -m grpo_ustat.launch.rank`, without Hydra."""
 
 from __future__ import annotations
 

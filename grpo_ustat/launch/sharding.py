@@ -23,7 +23,7 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     if num_processes > 1 and (tasks > 1 or ("RANK" in os.environ and num_processes != others)):
         raise RefusedByRank(
             f"launch.num_processes={num_processes} in each of {others} processes that a launcher "
-            "starts: use one or the other"
+            "starts: use only one of the two"
         )
     ranks = max(num_processes, others)
     if getattr(config.launch, "accelerate", None) is not None:
@@ -31,8 +31,8 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     prompts = getattr(config, "prompts_per_step", ranks)
     if prompts < ranks:
         raise RefusedByRank(
-            f"{prompts} prompts a step (budget.rollouts / group_size) for {ranks} processes: raise "
-            "budget.rollouts, or lower group_size or the number of processes"
+            f"{prompts} prompts per step (budget.rollouts / group_size) for {ranks} processes: "
+            "raise budget.rollouts, or lower group_size or the number of processes"
         )
 
 

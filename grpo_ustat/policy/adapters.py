@@ -70,7 +70,7 @@ def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
         layer = next(iter(shared)).rpartition(".")[2]
         raise ConfigError(
             f"{what} with rollout={rollout}: {layer} shares its weight with another layer, which "
-            "vLLM would change too: leave it out, or use rollout=local"
+            "vLLM would change too: leave out this layer, or use rollout=local"
         )
 
 
@@ -94,9 +94,7 @@ def with_stored_adapters(
         with _quiet():
             options = peft.PeftConfig.from_pretrained(folder)
             if tokens := getattr(options, "alora_invocation_tokens", None):
-                raise ValueError(
-                    f"after alora_invocation_tokens={tokens} alone they are part of it"
-                )
+                raise ValueError(f"they apply only after alora_invocation_tokens={tokens}")
             options.inference_mode = merge
             adapted = peft.PeftModel(model, options)
             report = adapted.load_adapter(
@@ -113,7 +111,7 @@ def with_stored_adapters(
     differing = [*report.missing_keys, *report.unexpected_keys]
     if differing:
         raise ConfigError(
-            f"the adapters do not fit their base model: {differing[0]} is in one only"
+            f"the adapters do not fit their base model: only one of them has {differing[0]}"
         )
     if merge:
         adapted.requires_grad_(True)

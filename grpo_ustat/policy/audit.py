@@ -207,8 +207,8 @@ def _check(
     """Raise an error if the gradients do not match these parameters."""
     if missing := sorted(parameters.keys() - applied.keys()):
         raise ConfigError(
-            f"{len(missing)} of {len(parameters)} trainable parameters are not among the "
-            f"{len(applied)} applied gradients, the first is {missing[0]}: give "
+            f"{len(missing)} of {len(parameters)} trainable parameters have no entry in the "
+            f"{len(applied)} applied gradients, such as {missing[0]}: pass "
             "{name: p.grad for name, p in model.named_parameters()} of the same model"
         )
     for name, parameter in parameters.items():
@@ -216,7 +216,7 @@ def _check(
         if gradient is not None and gradient.shape != parameter.shape:
             raise ConfigError(
                 f"the applied gradient of {name} has shape {tuple(gradient.shape)} and the "
-                f"parameter {tuple(parameter.shape)}: give full gradients, not shards"
+                f"parameter has {tuple(parameter.shape)}: pass full gradients, not shards"
             )
 
 

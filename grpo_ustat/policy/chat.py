@@ -95,7 +95,7 @@ def _clock(moment: datetime | None) -> Iterator[None]:
         def now() -> datetime:
             """Return `moment`."""
             if moment is None:
-                raise ValueError("it writes the day's date, not the log's")
+                raise ValueError("it writes today's date, not the date of the log")
             return moment
 
     module = cast(Any, chat_template_utils)
@@ -143,7 +143,7 @@ class ChatFormat:
     ):
         if tokenizer.chat_template is None:
             raise ConfigError(
-                f"prompt.chat=true, but {name} has no chat format, as base models have none: "
+                f"prompt.chat=true, but {name} has no chat format, as is usual for base models: "
                 "use prompt.chat=false (prompt=plain), or the instruct model"
             )
         self._tokenizer, self._name = tokenizer, name
@@ -164,7 +164,7 @@ class ChatFormat:
     def _refused(self, turn: Turn, what: str) -> ConfigError:
         fix = "use prompt.chat=false"
         if turn["role"] == "system":
-            fix = "use prompt.system=null and say it in prompt.template"
+            fix = "use prompt.system=null and put its text into prompt.template"
         return ConfigError(f"the chat format of {self._name} {what}: {fix}")
 
 
@@ -197,7 +197,7 @@ def tell_date(moment: datetime | None) -> None:
     if moment is not None and moment.date() != datetime.now().date() and is_main():
         tell(
             f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
-            "when this run or its pool was begun",
+            "the date on which this run or its pool was started",
             file=sys.stderr,
         )
 
@@ -208,5 +208,5 @@ def warn_of_options(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) ->
         names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
         warn(
             f"prompt.template_options has {name}, which the model's chat template never reads: "
-            f"{did_you_mean(name, names)}it changes nothing"
+            f"{did_you_mean(name, names)}it has no effect"
         )

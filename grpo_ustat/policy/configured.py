@@ -98,7 +98,7 @@ def train_only(model: nn.Module, pattern: str) -> None:
         some = ", ".join(names[:: max(1, len(names) // 4)][:4])
         hint = did_you_mean(pattern, sorted({part for name in names for part in name.split(".")}))
         raise ConfigError(
-            f"study.parameters={pattern} fits none of the model's {len(names)} trainable "
+            f"study.parameters={pattern} matches none of the model's {len(names)} trainable "
             f"parameters, such as {some}: {hint}use part of a name"
         )
     for name, parameter in model.named_parameters():
@@ -140,8 +140,8 @@ def check_lengths(
     lengths = list(map(len, encode(tokenizer, texts, special_tokens=not in_turns)))
     if not min(lengths):
         raise RefusedByRank(
-            f"the tokenizer of {policy.model.model_name_or_path} makes no token of "
-            f"{texts[lengths.index(0)]!r}: does it have its tokenizer files?"
+            f"the tokenizer of {policy.model.model_name_or_path} produces no tokens for "
+            f"{texts[lengths.index(0)]!r}: check that the model has its tokenizer files"
         )
     limits = [
         (context_length(policy.model), "the model's"),
@@ -157,7 +157,7 @@ def check_lengths(
                 fixes.append(f"max_completion_length={limit - longest} or less")
             if limit > completion_length:
                 most = limit - completion_length
-                fixes.append(f"prompt.max_length={most} to leave longer prompts out")
+                fixes.append(f"prompt.max_length={most} to drop longer prompts")
             both = f"max_completion_length below {limit} and a prompt.max_length"
             raise RefusedByRank(
                 f"a prompt of {longest} tokens and max_completion_length={completion_length} "

@@ -160,8 +160,9 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
     if differing := sorted(report["mismatched_keys"]):
         name, in_file, in_model = differing[0]
         raise ConfigError(
-            f"{name} is {list(in_file)} in the checkpoint, {list(in_model)} by config.json"
-            f" ({len(differing)} weights differ): use the config.json that was saved with these"
+            f"{name} has shape {list(in_file)} in the checkpoint, but {list(in_model)} by "
+            f"config.json ({len(differing)} weights differ): use the config.json that was saved "
+            "with these weights"
         )
     if lacking := sorted(report["missing_keys"], key=[*names, *report["missing_keys"]].index):
         tied = " (with tie_word_embeddings=true it would share the embedding's weight)"
@@ -176,7 +177,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
                 kind = tensors.get_slice(key).get_dtype()
                 if kind not in WEIGHT_DTYPES and any(name.endswith(key) for name in names):
                     raise ConfigError(
-                        f"{key} is of {kind}: weights of {', '.join(WEIGHT_DTYPES)} are read"
+                        f"{key} has type {kind}: use weights of type {', '.join(WEIGHT_DTYPES)}"
                     )
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     unexpected = [
@@ -192,8 +193,8 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
     ]
     if placeless:
         raise ConfigError(
-            f"the checkpoint holds {placeless[0]}{_more(placeless)}, for which the model of "
-            "config.json has no place: use the config.json that was saved with these weights"
+            f"the checkpoint contains {placeless[0]}{_more(placeless)}, but the model of "
+            "config.json has no such weight: use the config.json that was saved with these weights"
         )
     if unexpected:
         warnings.warn(
@@ -215,7 +216,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     end_tokens = frozenset(token for token in candidates if token is not None)
     if not end_tokens:
         raise ConfigError(
-            "the model names no end token: set eos_token_id in generation_config.json"
+            "the model has no end-of-sequence token: set eos_token_id in generation_config.json"
         )
     return end_tokens
 

@@ -27,7 +27,7 @@ def unpacked(model: nn.Module) -> Iterator[None]:
         if getattr(state, "packing_format_for_cpu", False):
             raise ConfigError(
                 "bitsandbytes has packed 4-bit weights for inference on this CPU, so no gradient "
-                "flows through them: load the model anew, and run it in evaluation mode only on "
+                "flows through them: reload the model, and run it in evaluation mode only on "
                 "a GPU"
             )
     for layer in layers:

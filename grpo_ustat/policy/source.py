@@ -48,17 +48,17 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
         if unreachable:
             reason = (
                 "it is not in the hub's local cache, and the hub does not answer: download it "
-                "where there is a network and set HF_HUB_OFFLINE=1, or name a folder"
+                "on a machine with network access and set HF_HUB_OFFLINE=1, or name a folder"
             )
         elif hub_settings.HF_HUB_OFFLINE and of_hub:
             reason = (
-                "it is not in the hub's local cache, and HF_HUB_OFFLINE=1 keeps it from being "
-                "fetched: unset that, or name a folder"
+                "it is not in the hub's local cache, and HF_HUB_OFFLINE=1 prevents its download: "
+                "unset HF_HUB_OFFLINE, or name a folder"
             )
         if "trust_remote_code" in str(error):
             reason = (
-                "it needs code that comes with it; read that code, and if you trust it add "
-                "model.trust_remote_code=true to the command line"
+                "it needs code that is distributed with it; read that code, and if you trust it, "
+                "add model.trust_remote_code=true to the command line"
             )
         raise ConfigError(
             f"no model could be loaded from {key}={model_name_or_path}: {reason}"

@@ -80,7 +80,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]
     stops = frozenset(t for t, text in enumerate(texts) if stop in text)
     if not stops:
         raise ConfigError(
-            f"prompt.stop={stop!r} is in none of the tokenizer's {len(texts)} tokens: "
+            f"prompt.stop={stop!r} occurs in none of the tokenizer's {len(texts)} tokens: "
             "use a shorter string, or null"
         )
     return stops

@@ -158,7 +158,7 @@ class DecodingBatch:
         ).logits[:, -1]
 
     def until_look(self, interval: int) -> int:
-        """Return the number of tokens until the next `look`, or until all rows reach their limit."""
+        """Return the number of tokens until the next `look`, or until all rows are at the limit."""
         return min(
             interval - self.drawn % interval, self.width - self.drawn + int(self.began.max())
         )
@@ -265,7 +265,7 @@ class DecodingBatch:
             column_RT.index_fill_(0, slots_B, 0)
 
     def _read_prompts(self, ids: list[list[int]]) -> tuple[DynamicCache, int, torch.Tensor]:
-        """Return a cache of P prompts, its number of columns, and the next tokens' logits, [P, V]."""
+        """Return a cache of P prompts, its number of columns, and the next logits, [P, V]."""
         ids_PL, mask_PL = left_padded(ids, self.policy.pad_token, self.device)
         length = ids_PL.shape[1]
         cache = growing_cache(self.model.config, length + self.width)

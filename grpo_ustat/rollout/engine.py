@@ -109,9 +109,9 @@ def check_sampling(policy: Policy) -> None:
     alone_RT = check_reading(policy, prompts, written.tokens_RT.tolist())
     if gap := gap_beyond_rounding(policy, written.logprobs_RT, alone_RT):
         raise ConfigError(
-            f"rollout=local cannot sample from {kind} correctly: log-probabilities of tokens drawn "
-            f"side by side differ by up to {gap:.2g} nats from those of the same rows read "
-            f"separately: {OTHER_WAYS}, or use another model"
+            f"rollout=local cannot sample from {kind} correctly: log-probabilities of tokens "
+            f"sampled in one batch differ by up to {gap:.2g} nats from log-probabilities of the "
+            f"same rows read separately: {OTHER_WAYS}, or use another model"
         )
 
 

@@ -105,7 +105,7 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
                 progress.tokens = int(written.lengths_R.sum())
                 rows, at_once = at_once, at_once // 2
                 warnings.warn(
-                    f"not enough memory for {rows} completions side by side, trying {at_once}: set "
+                    f"not enough memory for {rows} completions at a time, trying {at_once}: set "
                     f"rollout_batch_size={at_once} to avoid the failed attempt",
                     stacklevel=3,
                 )

@@ -151,7 +151,7 @@ def draw(
         if question is None:
             have = sum(q.kind == kind for q in exercises.values())
             raise ConfigError(
-                f"{count} distinct {split} questions asked, but these operand ranges hold only "
+                f"{count} distinct {split} questions requested, but these operand ranges have only "
                 f"about {have} of kind {kind}: widen the dataset's ranges or ask for fewer"
             )
         exercises[question.text] = question

@@ -256,7 +256,7 @@ class Fitting:
             fitting = [q for q, length in zip(questions, lengths, strict=True) if length <= most]
             if questions and not fitting:
                 raise ConfigError(
-                    f"prompt.max_length={most} leaves out all {len(questions)} {split} questions, "
+                    f"prompt.max_length={most} excludes all {len(questions)} {split} questions, "
                     f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise it, or use "
                     "null"
                 )

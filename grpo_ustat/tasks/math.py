@@ -105,8 +105,8 @@ def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     missing = ids - {row.text("unique_id").strip() for row in named_rows}
     if missing or not ids:
         raise ConfigError(
-            f"dataset.test_ids={file} names {len(ids)} rows, and {len(missing)} of them are not "
-            f"test rows, such as {min(missing, default='')!r}: use unique_id of test rows"
+            f"dataset.test_ids={file} names {len(ids)} rows, of which {len(missing)} are not "
+            f"test rows, such as {min(missing, default='')!r}: use the unique_id of test rows"
         )
     counts["test questions that test_ids does not name"] += len(rows) - len(named_rows)
     return named_rows

@@ -126,7 +126,7 @@ class MathJudge:
                 result = "undecided" if judged is None else judged.value
                 raise JudgeError(
                     f"the judge of answers is broken: gold {gold} and answer {text} are "
-                    f"{expected.value}, judged {result}: reinstall grpo_ustat"
+                    f"{expected.value}, but were judged {result}: reinstall grpo_ustat"
                 )
         answers = [self.extract(completion) for *_, completion in triples]
         early = [

@@ -75,14 +75,14 @@ class OwnSource:
         for question in questions:
             if not isinstance(question, Question):
                 raise ConfigError(
-                    f"{self._name}: questions({split!r}) holds {question!r:.60}, it must hold "
-                    "grpo_ustat.records.Question"
+                    f"{self._name}: questions({split!r}) contains {question!r:.60}, but it must "
+                    "contain only grpo_ustat.records.Question"
                 )
             for name in ("id", "text", "answer", "kind", "solution"):
                 if SURROGATE.search(text := str(getattr(question, name))):
                     raise ConfigError(
-                        f"{self._name}: questions({split!r}) holds {text!r:.60} as {name}, it must "
-                        "be a text of whole characters"
+                        f"{self._name}: questions({split!r}) contains {text!r:.60} as {name}, but "
+                        "it must be a text of whole characters"
                     )
         count = self._sizes[split]
         if count is not None and count > len(questions):
@@ -174,7 +174,7 @@ def _finite(reward: Any, name: str) -> float:
         with user_errors(name):
             shown = "a number of many digits" if isinstance(number, int) else repr(reward)
         raise ConfigError(
-            f"{name}: the reward is {shown:.60}, it must be a finite number of at most "
+            f"{name}: the reward is {shown:.60}, but it must be a finite number of at most "
             f"{MAX_REWARD:g} for the completion that it is called with"
         )
     return float(number)
@@ -197,7 +197,7 @@ def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
             signature.bind(*arguments)
         except TypeError as error:
             raise ConfigError(
-                f"{name}: {method} takes {signature!s:.120}: it is called as {call}"
+                f"{name}: {method} takes {signature!s:.120}, but it is called as {call}"
             ) from error
 
 
@@ -257,7 +257,7 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
         loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{field_name}={reward}: {name} is no function in {file}")
+        raise ConfigError(f"{field_name}={reward}: {name} is not a function in {file}")
     return cast(Callable[[Prompt, str], float], function)
 
 

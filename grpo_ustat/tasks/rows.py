@@ -42,8 +42,8 @@ class Origin:
         except Exception as error:
             hint = ", or download it elsewhere and set HF_HUB_OFFLINE=1" if unreachable else ""
             raise ConfigError(
-                f"{self.key}={self.path} is no file or folder here, and as a hub id it could not "
-                f"be loaded ({reason_of(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
+                f"{self.key}={self.path} is not a local file or folder, and it could not be loaded "
+                f"from the hub ({reason_of(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
             ) from error
         rows = enumerate(self._chosen(split, splits), start=1)
         return [Row(fields, f"{self.path} split {split} row {n}") for n, fields in rows]
@@ -70,7 +70,7 @@ def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
         test = Origin("dataset.test_path", dataset.test_path, None, dataset.test_revision)
     elif Path(dataset.path).expanduser().is_file():
         raise ConfigError(
-            f"dataset.path={dataset.path} is one file, which cannot be train and test: add "
+            f"dataset.path={dataset.path} is one file, which cannot contain two splits: add "
             "dataset.test_path=FILE, or use a folder with both"
         )
     return train.rows(dataset.train_split), test.rows(dataset.test_split)

@@ -256,7 +256,7 @@ class _Worker:
                 )
             raise JudgeError(
                 f"the judge of answers is broken: gold {gold} and answer {answer} are "
-                f"{expected.value}, judged {judged.value}: install math-verify, sympy and "
+                f"{expected.value}, but were judged {judged.value}: install math-verify, sympy and "
                 "latex2sympy2_extended in the versions of constraints.txt"
             )
         return True

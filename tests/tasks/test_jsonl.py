@@ -241,7 +241,7 @@ async def score(prompt, text):
 
 @pytest.mark.parametrize("source, message", [
     ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
-    ("def score(p, t):\n return float('nan')", "the reward is nan, it must be a finite num"),
+    ("def score(p, t):\n return float('nan')", "the reward is nan, but it must be a finite num"),
     ("def score(p, t):\n return 'good'", "the reward is 'good', it must be a finite number"),
     ("def score(p, t):\n return -float('inf')", "the reward is -inf, it must be a finite number"),
     ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50 for the comp"),
@@ -370,7 +370,7 @@ def test_a_reward_file_that_is_not_there_is_named():
 
 @pytest.mark.parametrize("source, message", [
     ("import nowhere_to_be\ndef score(p, t): 0", "ModuleNotFoundError: .*my.py, line 1"),
-    ("score = 3", "score is no function in"),
+    ("score = 3", "score is not a function in"),
     ("import sys\nsys.exit()\ndef score(p, t): 0", "SystemExit: .*my.py, line 2"),
 ])  # fmt: skip
 def test_a_reward_file_that_fails_is_one_line(source, message, tmp_path):
