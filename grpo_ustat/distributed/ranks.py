@@ -36,7 +36,7 @@ def check_environment() -> None:
     """
     if "RANK" not in os.environ:
         return
-    fix = "start ranks with torchrun or launch.num_processes=N, or unset RANK for one process"
+    fix = "start ranks with torchrun or launch.num_processes=N; for one process, unset RANK"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ.get(name, "0").isdecimal():
             raise ConfigError(f"{name}={os.environ[name]!r} is not a whole number: {fix}")
