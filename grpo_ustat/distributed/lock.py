@@ -67,7 +67,7 @@ class Owner:
     host: str
     # Process id as seen by the process itself; outside a container the id differs.
     pid: int
-    # Id of the running kernel; None if the system has none (not Linux).
+    # Random id of the running kernel, which changes at every boot; None outside Linux.
     boot_id: str | None
     # Time at which the process took the lock, by its own clock; only for display.
     started: str
@@ -281,7 +281,10 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Flock a file; return False if another process holds it, None if flock is not supported."""
+    """Lock a file with flock.
+
+    The result is False if another process holds the lock, and None if flock is not supported.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

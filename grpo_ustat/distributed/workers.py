@@ -241,7 +241,7 @@ def _events(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Delay Ctrl-C and stop requests while processes start, until those processes ignore them.
+    """Delay Ctrl-C and stop requests until the processes started in the block ignore them.
 
     This process receives the signals after the block.
     """

@@ -32,7 +32,7 @@ ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, Unfit
 
 
 def run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Make a command's run, or continue the run in the folder.
+    """Run a command, or continue the run in the folder.
 
     Returns:
         Number that a sweep shows for the run; None if there is none.
@@ -57,7 +57,7 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Make a command's run in this process; see `run`."""
+    """Run a command in this process; see `run`."""
     if world() > 1 and getattr(config.launch, "accelerate", None) is not None:
         export_sharing(config.launch.accelerate)
     if is_main() and slurm.job_id() is not None:

@@ -179,9 +179,9 @@ def can_share(policy: Policy) -> bool:
 def can_read_contiguous(policy: Policy) -> bool:
     """Return True if rows padded at the end and read without a mask give correct log-probabilities.
 
-    The log-probabilities are compared with those of rows that are read one at a time. Each model is
-    tried only once. If there is not enough memory for the trial, the result is False and the next
-    call tries again.
+    The reference is the log-probabilities of rows that are read one at a time. Each model is tried
+    only once. If there is not enough memory for the trial, the result is False and the next call
+    tries again.
     """
     if policy.model not in _contiguous:
         agrees = _agrees(policy, ContiguousReader, UNEQUAL_PROMPTS, at_once=1)

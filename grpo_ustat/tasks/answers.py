@@ -203,7 +203,7 @@ def words(text: str) -> list[str]:
 
 
 def changes_value(word: str) -> bool:
-    """Return True if a word after a number changes its value, such as dozens or tenths.
+    """Return True if a word after a number, such as dozens or tenths, changes the number's value.
 
     >>> [changes_value(word) for word in ("dozens", "fifteenths", "months", "pies", "logs")]
     [True, True, False, False, False]

@@ -324,8 +324,8 @@ class _Backward:
     ) -> None:
         """Run the forward and the backward pass, which fill the totals.
 
-        The arguments have the same meaning as in `completion_scores`; `counts` holds the number of
-        rows of each pass.
+        The arguments have the same meaning as in `completion_scores`. `counts` is the list of the
+        numbers of rows of the passes.
         """
         by_layer = by_layer and LayerByLayer(self.model).fits
         with self._hooks():

@@ -76,7 +76,7 @@ def check_scores(
 def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
     """Yield groups of consecutive parameters with at most PARAMETERS_AT_ONCE entries in all.
 
-    A larger parameter is a group of its own.
+    A parameter with more entries forms a separate group.
     """
     group, entries = [], 0
     for name, parameter in parameters:
