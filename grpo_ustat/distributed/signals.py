@@ -71,8 +71,7 @@ def stop_if_requested() -> None:
     """Raise `Stopped` if a signal requested it; the caller must have saved its results.
 
     Raises:
-        Stopped: this process received a signal since the innermost StopRequest was opened, or the
-            request that encloses it had recorded one.
+        Stopped: the innermost open StopRequest has recorded a signal.
     """
     request = StopRequest._inner
     if request is not None and request.received:

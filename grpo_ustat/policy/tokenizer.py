@@ -23,11 +23,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     key: str = "model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer with AutoTokenizer if its configuration names a specific class.
+    """Load the model's tokenizer with AutoTokenizer unless its configuration names a generic class.
 
-    Otherwise tokenizer.json is used unchanged, because AutoTokenizer would replace its
-    pre-tokenizer by the default of the model type. Adapters without a tokenizer use the tokenizer
-    of their base model. `key`: name of the setting, for errors.
+    If it names a generic class, tokenizer.json is used unchanged, because AutoTokenizer would
+    replace the pre-tokenizer by the default of the model type. Adapters without a tokenizer use
+    the tokenizer of their base model. `key`: name of the setting, for errors.
     """
     source = resolve(model_name_or_path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -50,7 +50,7 @@ def sample(
 
     Args:
         prompts: P prompts.
-        group_size: Number of completions per prompt, G.
+        group_size: number of completions per prompt, G.
         step: training step or replicate, which is part of the draws' key.
         first: index of the first completion. Sampling completions 0..3 and then 4..7 gives the same
             result as sampling 0..7 in one call.

@@ -39,9 +39,10 @@ def family(name: str) -> str:
 class Splits:
     """Questions of each split; the splits are disjoint even if white space is ignored.
 
-    Test questions come from the test rows. The training rows are shuffled by seed. The first ones
-    are used for studies, the next ones as examples, and the rest for training. A question's
-    position in the shuffle depends only on the question and the seed.
+    Test questions come from the test rows. The training rows are shuffled by seed, and the first
+    ones are used for studies. Examples are drawn from the other rows by `examples_seed`. The rest
+    is used for training. A question's position in a shuffle depends only on the question and the
+    seed.
 
     Args:
         train, test: questions of the training rows and of the test rows.

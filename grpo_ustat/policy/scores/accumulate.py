@@ -41,7 +41,7 @@ class Accumulator:
     """Running totals of B completions, to which the gradients of each parameter are added once.
 
     Args:
-        batch: Number of completions, B.
+        batch: number of completions, B.
         weights_KB: K weight vectors for pooled gradients, or None.
         gram: True to compute the inner products <s_i, s_j>.
         features: sketch of every completion's score, or None.
