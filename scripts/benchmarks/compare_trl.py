@@ -30,9 +30,9 @@ in our order, because TRL shuffles rows and `bnpo` depends on their order. With
 top_entropy_quantile, TRL uses the quantile of each micro-batch, while we use the quantile of the
 update, so its control accumulates. TRL's `cispo` without epsilon_high truncates every ratio at its
 epsilon, 0.2. Our side truncates at 5, as documented, so our gradient is 5 times TRL's. "trimmed"
-rows have one completion per micro-batch and no padding before its prompt. In all other rows TRL's prompts
-are left-padded, with an attention mask and without positions. In the float64 comparison, both sides
-also compute in float64 what transformers and TRL normally compute in float32 for any model.
+rows have one completion per micro-batch and no padding before its prompt. In all other rows TRL's
+prompts are left-padded, with an attention mask and without positions. In the float64 comparison,
+both sides also compute in float64 what transformers and TRL normally compute in float32.
 """
 
 from __future__ import annotations
