@@ -418,7 +418,7 @@ def test_ranks_that_start_from_different_weights_are_refused(tmp_path):
         (FSDP2 | {"FSDP_VERSION": "1"}, (), "fsdp_version=1 is not supported: use 2"),
         (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, (), "fsdp_offload_params=True is not supported"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), "use mixed_precision=no there and bf16=true"),
-        ({}, ("budget.rollouts=4",), "1 prompts per step for 2 processes"),
+        ({}, ("budget.rollouts=4",), "1 prompts a step for 2 processes"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused(tmp_path, environment, overrides, match):
@@ -459,4 +459,4 @@ def test_the_shipped_configurations_launch(tmp_path, alone, name):
 def test_a_launched_refusal_is_one_line(tmp_path):
     done = launched("ddp", tmp_path, "budget.rollouts=4")
     assert done.returncode != 0
-    assert done.stderr.count("error: 1 prompts per step ") == 1
+    assert done.stderr.count("error: 1 prompts a step ") == 1
