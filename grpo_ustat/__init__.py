@@ -1,16 +1,16 @@
 """Quality of a GRPO policy gradient, the best group size, and training with it.
 
-Each name below is loaded when it is first used, so that `import grpo_ustat` takes no time:
+Each name below is loaded on first use, so that `import grpo_ustat` is fast:
 
-- `GradientNoiseCallback`: the gradient's error in TRL's GRPOTrainer, while it trains.
-- `audit`: check whether the gradient that a trainer applies is the one that its loss declares;
-  `UpdateRows` gives the rows of the update, `Loss` the declaration.
-- `completion_scores`: exact scores of completions of a loaded model.
+- `GradientNoiseCallback`: measures the gradient's error during training with TRL's GRPOTrainer.
+- `audit`: checks whether a trainer applies the gradient that its loss declares; `UpdateRows`
+  describes the rows of the update, and `Loss` describes the loss.
+- `completion_scores`: exact scores of a loaded model's completions.
 - `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
-- `noise_scale_from_norms`: how many rollouts are worth their price, from norms of gradients.
-- `Baseline`: the declaration of a user's own baseline.
-- `load_run`: a run folder, finished or not.
-- `read_curves`: the curves of a study as a table.
+- `noise_scale_from_norms`: the gradient noise scale, estimated from norms of gradients.
+- `Baseline`: declares a user-defined baseline.
+- `load_run`: loads the folder of a finished or unfinished run.
+- `read_curves`: reads the curves of a study as a table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "scaling_from_arrays",
 ]
 
-# The module of each name, and the extra that it needs.
+# Module that defines each name, and the extra that it needs.
 _HOMES = {
     "Baseline": ("grpo_ustat.estimators.baselines", ""),
     "GradientNoiseCallback": ("grpo_ustat.integrations.trl", "trl"),

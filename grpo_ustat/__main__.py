@@ -11,7 +11,7 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
 from grpo_ustat.config.command_line import install_line
 
-# The package of each module that the extra [cli] brings.
+# Package that provides each module of the extra [cli].
 EXTRA_PACKAGES = {
     "accelerate": "accelerate",
     "datasets": "datasets",
@@ -20,7 +20,7 @@ EXTRA_PACKAGES = {
     "jinja2": "jinja2",
     "math_verify": "math-verify",
     "matplotlib": "matplotlib",
-    # hydra-core brings omegaconf.
+    # hydra-core installs omegaconf.
     "omegaconf": "hydra-core",
     "packaging": "packaging",
     "pandas": "datasets",
@@ -35,7 +35,7 @@ EXTRA_PACKAGES = {
 
 
 def main() -> None:
-    """Run the verb, which reads the rest of the command line itself."""
+    """Run the verb; it parses the rest of the command line."""
     verb, *arguments = sys.argv[1:] or [""]
     if verb in ("", "-h", "--help", "help"):
         print(help_text(), file=sys.stdout if verb else sys.stderr)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _call(verb: str) -> None:
-    """Call the entry of the verb, and print an error of the operating system in one line."""
+    """Call the verb's entry point, and print an operating-system error on one line."""
     from grpo_ustat.launch.command import without_garbage_collection
     from grpo_ustat.runs.faults import fault_line
     from grpo_ustat.terminal.streams import lasting_output
@@ -74,8 +74,8 @@ def _call(verb: str) -> None:
             raise
         _refuse(line)
     finally:
-        # modules and configurations live until the end, which would look for garbage among them
-        # for a tenth of a second
+        # Modules and configurations live until exit. Without this call the garbage collector would
+        # scan them for a tenth of a second at exit.
         if "torch" not in sys.modules:
             gc.freeze()
 

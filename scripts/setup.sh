@@ -1,11 +1,11 @@
-# Sourced by run and test: makes .venv and installs the package into it, once per change of
-# pyproject.toml or constraints.txt, with the extra [cli].  Usage: set_up ROOT [another extra]
+# Sourced by run and test. Creates .venv and installs the package with the extra [cli] into it, once
+# per change of pyproject.toml or constraints.txt.  Usage: set_up ROOT [another extra]
 set_up() {
   local root="$1" extra="${2:-}" venv stamp want
   venv="$root/.venv"
   stamp="$venv/.installed${extra:+-$extra}"
   want="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
-  for done in "$stamp" "$venv/.installed-test"; do  # with the test extra all is there
+  for done in "$stamp" "$venv/.installed-test"; do  # an environment with [test] also has [cli]
     [ -f "$done" ] && [ "$(cat "$done")" = "$want" ] && return
   done
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"

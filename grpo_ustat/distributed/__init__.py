@@ -1,1 +1,1 @@
-"""Several processes: ranks, workers, signals, SLURM."""
+"""Multiple processes: ranks, workers, signals, SLURM."""

@@ -1,20 +1,21 @@
-"""A lock that gives a folder to one process at a time, and ends whenever its owner ends.
+"""Lock that reserves a folder for one process at a time and is released when its owner ends.
 
-The owner holds `.lock` with flock(2) and writes its name into it; the kernel releases the flock
-when the owner dies. Across machines that is not enough: on some file systems flock is limited to
-one machine (BeeGFS and Lustre by default), others have none. So the owner also touches the file
-every `BEAT_SECONDS`, and a lock left by another machine is taken over only after the file was
-unchanged for `DEAD_AFTER_SECONDS`. Only changes of the file are compared, never its time with a
-clock, so clocks may differ by any amount.
+The owner holds the file `.lock` with flock(2) and writes its name into the file. The kernel
+releases the flock when the owner dies. This is not enough for several machines: some file systems
+restrict flock to one machine (BeeGFS and Lustre by default), and others do not support it. The
+owner therefore also touches the file every `BEAT_SECONDS`, and a lock from another machine is taken
+over only if the file has not changed for `DEAD_AFTER_SECONDS`. The file's time is compared only
+with its earlier values, never with a clock, so clocks may differ by any amount.
 
-An owner calls `check` before it writes. If it was suspended for longer and lost its lock, the file
-names another owner, and it ends.
+An owner calls `check` before it writes. If the owner was suspended for too long and lost its lock,
+the file names another owner, and the process ends.
 
-`SoftFileLease` of filelock 4.2.11 has such a heartbeat. It was tried and is not used: it takes the
-lock at once from a live owner whose process id does not exist here, as in another container with
-the same host name, and from a suspended owner on this machine after the lease, although flock shows
-that both live. Its file has no field for a SLURM job, whose restart proves without waiting that an
-owner on another machine is dead.
+`SoftFileLease` of filelock 4.2.11 has a similar heartbeat. It was tried and is not used for two
+reasons. First, it takes the lock from live owners although flock shows that they are alive:
+immediately from an owner whose process id does not exist here (for example in another container
+with the same host name), and after the lease from a suspended owner on this machine. Second, its
+file has no field for a SLURM job, whose restart proves immediately that an owner on another machine
+is dead.
 """
 
 from __future__ import annotations
@@ -39,37 +40,38 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.signals import stop_if_requested
 
 NAME = ".lock"
-# Seconds between two signs of life.
+# Seconds between two heartbeats.
 BEAT_SECONDS = 10.0
-# Seconds without a sign of life after which an owner on another machine is dead.
+# Seconds without a heartbeat after which an owner on another machine is considered dead.
 DEAD_AFTER_SECONDS = 60.0
-# Seconds between two looks for a sign of life.
+# Seconds between two checks for a heartbeat.
 LOOK_SECONDS = 1.0
-# Seconds in which processes that took over at the same moment become visible.
+# Seconds to wait until other processes that took over at the same moment become visible.
 SETTLE_SECONDS = 2.0
-# Seconds for which flock may be denied; a process that only looks holds it for microseconds.
+# Seconds for which a denied flock is retried. A process that only inspects the lock holds the flock
+# for microseconds.
 FLOCK_SECONDS = 1.0
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Held(ConfigError):
-    """Refusal because another process holds the folder; the message names it in one line."""
+    """Error because another process holds the folder; the one-line message names the process."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The record that a process writes into its lock."""
+    """Record that a process writes into its lock."""
 
-    # Random, unique to this lock.
+    # Random token, unique to this lock.
     token: str
     host: str
-    # As the process itself sees it; in a container it differs from the number outside.
+    # Process id as seen by the process itself; outside a container the id differs.
     pid: int
-    # Identifies the kernel since its start; None if there is none (not Linux).
+    # Random id of the running kernel, which changes at every boot; None outside Linux.
     boot_id: str | None
-    # Time at which it took the lock, by its own clock, for people only.
+    # Time at which the process took the lock, by its own clock; only for display.
     started: str
-    # Number of the SLURM job, None outside one, and how often SLURM has started it again; see
+    # Number of the SLURM job (None outside SLURM), and the number of restarts of the job; see
     # `grpo_ustat.distributed.slurm`.
     slurm_job: str | None
     slurm_restart: int
@@ -81,19 +83,19 @@ class Owner:
 
 @dataclass(frozen=True)
 class Holder(Owner):
-    """The owner of a lock, as another process sees it."""
+    """Owner of a lock, as seen by another process."""
 
-    # Seconds since its last sign of life.
+    # Seconds since the owner's last heartbeat.
     silent: float
-    # True if flock shows that it lives; False if only its last sign of life is recent enough.
+    # True if flock shows that the owner is alive; False if only its last heartbeat is recent.
     certain: bool
 
 
 class Lock:
-    """A folder's lock, for one process without its forks; it can be taken once.
+    """Lock of a folder, which one process can take once; its forks do not hold the lock.
 
     Args:
-        folder: created if it does not exist.
+        folder: folder to lock; it is created if it does not exist.
     """
 
     def __init__(self, folder: Path):
@@ -103,12 +105,12 @@ class Lock:
         self._released = threading.Event()
 
     def take(self) -> None:
-        """Take the lock, also from a dead owner, with a line on standard error.
+        """Take the lock; if it is taken from a dead owner, print a line on standard error.
 
         Raises:
-            Held: its owner lives, which takes up to `DEAD_AFTER_SECONDS` to see if it is on another
-                machine.
-            OSError: the file system allows no such file.
+            Held: the owner is alive. If the owner is on another machine, this check takes up to
+                `DEAD_AFTER_SECONDS`.
+            OSError: the lock file cannot be created or written.
         """
         watched = None
         while True:
@@ -125,10 +127,10 @@ class Lock:
             watched = _seen_dead(self.path)
 
     def _own(self, descriptor: int, previous: bytes, settle: bool) -> None:
-        """Write this process into the locked file, and keep it alive from a thread."""
+        """Write this process into the locked file, and start a thread that sends heartbeats."""
         if previous:
             _say(f"{self.path.parent}: {_named(previous)} is gone, this process takes over")
-        # The content comes first, because an empty file has no owner.
+        # Write before truncating, because an empty file has no owner.
         os.pwrite(descriptor, self._content, 0)
         os.ftruncate(descriptor, len(self._content))
         os.fsync(descriptor)
@@ -142,10 +144,10 @@ class Lock:
     def check(self) -> None:
         """Verify that the lock still belongs to this process.
 
-        A disk that does not answer proves nothing, so the check passes.
+        If the file cannot be read because of a disk error, the check passes.
 
         Raises:
-            Held: it was taken over, or removed.
+            Held: the lock was taken over or removed.
         """
         try:
             content = self.path.read_bytes()
@@ -162,12 +164,12 @@ class Lock:
         if content != self._content:
             raise Held(
                 f"{self.path.parent} was taken over by {_named(content)}, because this process "
-                f"showed no sign of life for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
+                f"sent no heartbeat for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
                 "and writes nothing"
             )
 
     def is_own(self) -> bool:
-        """Return True if the lock still belongs to this process."""
+        """Return True if this process still owns the lock."""
         try:
             self.check()
         except Held:
@@ -181,7 +183,7 @@ class Lock:
         _HELD_LOCKS.discard(self)
         self._released.set()
         try:
-            # The lock ends with the descriptor in any case.
+            # Closing the descriptor releases the lock in any case.
             with suppress(Held, OSError):
                 self.check()
                 self.path.unlink()
@@ -207,7 +209,7 @@ def check_own() -> None:
 
 
 def _forget() -> None:
-    """Close the descriptors of a fork, so that the lock ends with the process that took it."""
+    """Close the descriptors in a fork, so that the lock ends with the process that took it."""
     while _HELD_LOCKS:
         os.close(_HELD_LOCKS.pop()._descriptor)
 
@@ -216,12 +218,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def peek(folder: Path) -> Holder | None:
-    """Return the holder of the folder, or None if nobody or a dead process holds it.
+    """Return the process that holds the folder, or None if there is none or it is dead.
 
-    The lock does not change. The time comes from a temporary file in the folder. If the folder
-    cannot be written, this machine's time is used: then the answer for an owner on another machine,
-    whose flock does not show here, depends on the difference of the two clocks. Only `Lock.take`
-    decides, and it compares no clocks.
+    The lock is not changed. The current time is taken from a temporary file in the folder. If the
+    folder is not writable, this machine's time is used; the result for an owner on another machine,
+    whose flock is not visible here, then depends on the difference between the two clocks. Only
+    `Lock.take` is decisive, and it compares no clocks.
     """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
@@ -239,7 +241,7 @@ def peek(folder: Path) -> Holder | None:
 
 
 def in_use(folder: Path, who: str) -> str:
-    """Return the message that refuses a folder which another process holds."""
+    """Return the error message for a folder that another process holds."""
     return (
         f"{folder} is in use by {who}: wait for it, stop it, or choose another folder with "
         "hydra.run.dir=DIR"
@@ -247,17 +249,18 @@ def in_use(folder: Path, who: str) -> str:
 
 
 def _opened(path: Path) -> tuple[int, bool, bool]:
-    """Open the file; return the descriptor, True if it is new, and True if it is flocked.
+    """Open and flock the file; return its descriptor and two flags.
 
-    Some file systems have no flock.
+    The first flag is True if the file is new. The second is True if the file is flocked, and False
+    if the file system does not support flock.
 
     Raises:
-        Held: another process holds it.
+        Held: another process holds the file.
     """
     until = time.monotonic() + FLOCK_SECONDS
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A process that was refused may remove the folder in between.
+        # Another process whose lock was refused may remove the folder in the meantime.
         with suppress(FileNotFoundError):
             descriptor, new = _open_or_create(path)
             flocked = _flock(descriptor)
@@ -278,7 +281,10 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Flock a file; return False if another process holds it, None if flock is not supported."""
+    """Lock a file with flock.
+
+    The result is False if another process holds the lock, and None if flock is not supported.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -304,7 +310,7 @@ def _is_flocked(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return True if the path still leads to the open file, which its owner may have removed."""
+    """Return True if the path still refers to the open file, which its owner may have removed."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -312,9 +318,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _outlived(owner: Owner | None) -> bool:
-    """Return True if an owner whose flock is gone is certainly dead.
+    """Return True if an owner whose flock is released is certainly dead.
 
-    This is certain if it lived under this kernel, or if SLURM has started its job again.
+    This is certain if the owner ran under this kernel, or if SLURM has restarted its job.
     """
     if owner is None:
         return False
@@ -326,19 +332,19 @@ def _outlived(owner: Owner | None) -> bool:
 
 
 def _seen_dead(path: Path) -> bytes | None:
-    """Watch a lock until its owner counts as dead, and return the lock's content.
+    """Watch a lock until its owner is considered dead, and return the lock's content.
 
-    None if the file disappeared. Looks are counted, not time: while a file system hangs, its owner
-    cannot show life either.
+    The result is None if the file disappears. The function counts checks rather than time, because
+    the owner cannot send heartbeats while the file system hangs.
 
     Raises:
-        Held: as soon as the owner shows life.
+        Held: the owner sent a heartbeat.
         Stopped: a signal asked this process to stop.
     """
     first = _look(path)
     _say(
         f"{path.parent} is locked by {_named(first[0])}: checking for {DEAD_AFTER_SECONDS:g} s "
-        "if it is alive"
+        "whether it is alive"
     )
     for _ in range(round(DEAD_AFTER_SECONDS / LOOK_SECONDS)):
         time.sleep(LOOK_SECONDS)
@@ -354,7 +360,7 @@ def _seen_dead(path: Path) -> bytes | None:
 def _look(path: Path) -> tuple[bytes, int | None]:
     """Return a lock's content and the time of its last change in ns.
 
-    The file is opened each time, because NFS asks its server only then.
+    The file is opened each time, because NFS contacts its server only when a file is opened.
     """
     try:
         with path.open("rb") as file:
@@ -388,9 +394,9 @@ def _this_process() -> Owner:
 
 
 def _now(folder: Path) -> float:
-    """Return the time in seconds by the clock that stamps the folder's files.
+    """Return the time in seconds by the clock that sets the times of the folder's files.
 
-    It is this machine's time if the folder cannot be written.
+    If the folder is not writable, this machine's time is returned.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:

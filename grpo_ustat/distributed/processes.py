@@ -1,4 +1,4 @@
-"""Processes that end together: children with their parent, and all started ones on request."""
+"""Ending of processes: children when their parent ends, and all started processes on request."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from pathlib import Path
 
 import psutil
 
-# Seconds between two looks for a parent.
+# Seconds between two checks that the parent is alive.
 LOOK_SECONDS = 0.5
 
 
 def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
-    """Return the children of a process, if recursive all descendants; empty if it is gone."""
+    """Return the children of a process, or all descendants if `recursive` is true.
+
+    The list is empty if the process has ended.
+    """
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive)
     return []
 
 
 def kill_children(pid: int, recursive: bool = False) -> None:
-    """Kill the children of a process, if recursive all descendants."""
+    """Kill the children of a process, or all descendants if `recursive` is true."""
     for child in children(pid, recursive):
         with suppress(psutil.NoSuchProcess):
             child.kill()
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process that leads a group, and its group."""
-    # macOS denies permission for zombies.
+    """Kill the process group that a process leads."""
+    # macOS raises PermissionError for zombies.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[None]:
-    """Yield twice a second while this process's parent, and an ancestor above it, live.
+    """Yield twice a second while this process's parent and, if given, an ancestor are alive.
 
     Polling is needed because a killed process sends no notice.
     """
@@ -55,10 +58,10 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
 
 
 def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | None = None) -> None:
-    """End this process as soon as its parent, or an ancestor above it, is dead.
+    """End this process as soon as its parent or the given ancestor is dead.
 
-    It ends with code 1, without cleanup except for a temporary folder of the parent, which is
-    removed first. See `while_parent_lives`.
+    The process ends with exit code 1. The only cleanup is the removal of the parent's temporary
+    folder, if given. See `while_parent_lives`.
     """
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Ranks of a run that torchrun or `accelerate launch` started, or a single process."""
+"""Ranks of a run started by torchrun or `accelerate launch`; a single process is also supported."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.signals import Stopped
 
-# Process id of the command that started the ranks.
+# Environment variable with the process id of the command that started the ranks.
 PARENT_VARIABLE = "GRPO_USTAT_PARENT"
-# Number of a local worker, in its environment.
+# Environment variable with the number of a local worker.
 WORKER_VARIABLE = "GRPO_USTAT_WORKER"
-# Time for which a rank waits for the others; the 30 minutes of gloo are too short.
+# Maximum time that a rank waits for the others; gloo's default of 30 minutes is too short.
 LONGEST_WAIT = timedelta(days=20)
 
 
 class RefusedByRank(ConfigError):
-    """A ConfigError of one rank, raised on all ranks at the same call; it is printed once."""
+    """ConfigError of one rank, raised on all ranks in the same call and printed only once."""
 
 
 class _PeerFailed(Exception):
@@ -30,13 +30,13 @@ class _PeerFailed(Exception):
 
 
 def check_environment() -> None:
-    """Refuse an environment that defines this process's rank only in part.
+    """Raise an error if the environment defines this process's rank only partially.
 
-    The process would wait forever, or act as the first of several.
+    The process would otherwise wait forever, or act as the first of several ranks.
     """
     if "RANK" not in os.environ:
         return
-    fix = "start ranks by torchrun or launch.num_processes=N, or for one process unset RANK"
+    fix = "start ranks with torchrun or launch.num_processes=N; for one process, unset RANK"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ.get(name, "0").isdecimal():
             raise ConfigError(f"{name}={os.environ[name]!r} is not a whole number: {fix}")
@@ -67,7 +67,7 @@ def is_main() -> bool:
 
 
 def own_device(device: str) -> str:
-    """Return the configured device; `cuda` becomes the device of this rank or local worker."""
+    """Return the configured device; `cuda` is resolved to the device of this rank or worker."""
     if device != "cuda" or (world() == 1 and WORKER_VARIABLE not in os.environ):
         return device
     import torch
@@ -75,7 +75,7 @@ def own_device(device: str) -> str:
     if world() == 1:
         return f"cuda:{int(os.environ[WORKER_VARIABLE]) % max(1, torch.cuda.device_count())}"
 
-    # A task of SLURM may see only its own device, as the first.
+    # A SLURM task may see only its own device, which then has index 0.
     local_rank, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if here > visible > 1:
@@ -84,7 +84,7 @@ def own_device(device: str) -> str:
 
 
 def one_on_each_gpu(workers: int, device: str) -> int:
-    """Return the number of local workers that get a model: on CUDA one for each GPU."""
+    """Return the number of local workers that load a model; on CUDA, at most one per GPU."""
     if not device.startswith("cuda"):
         return workers
     import torch
@@ -98,19 +98,19 @@ def barrier() -> None:
 
 
 def main_only(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function only on rank 0; every rank waits for it and returns its value.
+    """Call the function only on rank 0; every rank waits for the call and returns its value.
 
-    Errors are those of `all_gather_call`.
+    The errors are the same as in `all_gather_call`.
     """
     return all_gather_call(function if is_main() else _nothing, *arguments)[0]
 
 
 def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call the function on every rank; every rank returns the values of all, in their order.
+    """Call the function on every rank, and return the values of all ranks in the order of ranks.
 
     Raises:
-        RefusedByRank, Stopped: raised on all ranks if it was raised on one.
-        RuntimeError: another rank failed; the failed rank raises its own error.
+        RefusedByRank, Stopped: one rank raised a ConfigError or Stopped; all ranks raise the error.
+        RuntimeError: another rank failed; the failed rank raises its original error.
         SystemExit: the connection to a rank is lost.
     """
     if world() == 1:
@@ -146,9 +146,9 @@ def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def tally(added: int) -> int:
-    """Add to a count, from inside `all_gather_call`, and return the sum over all ranks so far.
+    """Add to a count within `all_gather_call`, and return the current sum over all ranks.
 
-    If another rank failed, it raises an exception that `all_gather_call` catches.
+    If another rank has failed, the function raises an exception that `all_gather_call` catches.
     """
     peers = _join()
     if peers.count("failed", 0):
@@ -161,7 +161,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _Peers:
-    """Connections to the other ranks: a group for values, a store for counts between its calls."""
+    """Connections to the other ranks: a process group for values, and a store for counts."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -169,25 +169,25 @@ class _Peers:
 
         self.calls = 0
         if dist.is_initialized():
-            # Accelerate has joined the ranks.
+            # Accelerate has already connected the ranks.
             self._store = dist.distributed_c10d._get_default_store()
         else:
             self._store, number, size = next(rendezvous("env://"))
-            # It returns once all ranks have joined; before that no rank has touched a folder.
+            # This call returns when all ranks have joined. No rank has used a folder before that.
             dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         self._gather = dist.all_gather_object
         atexit.register(_leave)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order."""
+        """Return the values of all ranks in the order of ranks."""
         values: list[Any] = [None] * world()
         with _connected():
             self._gather(values, value, group=self._group)
         return values
 
     def count(self, key: str, added: int) -> int:
-        """Add to a count of the current call, and return the sum over all ranks so far."""
+        """Add to a count of the current call, and return the current sum over all ranks."""
         with _connected():
             return self._store.add(f"grpo_ustat/{self.calls}/{key}", added)
 
@@ -196,7 +196,7 @@ _join = cache(_Peers)
 
 
 def _leave() -> None:
-    """Close the connections: their threads abort the process if they outlive the interpreter."""
+    """Close the connections, because threads that outlive the interpreter abort the process."""
     import torch.distributed as dist
 
     _join.cache_clear()
@@ -205,7 +205,7 @@ def _leave() -> None:
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """End this rank, and its sweep, with one line if the connection to another rank is lost."""
+    """End this rank and its sweep with a one-line error if the connection to a rank is lost."""
     try:
         yield
     except RuntimeError as error:
@@ -214,9 +214,9 @@ def _connected() -> Iterator[None]:
 
 @contextmanager
 def name_lost_ranks() -> Iterator[None]:
-    """End this rank as `_connected` does, around work that may also raise other errors.
+    """End this rank if the connection to a rank is lost, around work that may raise other errors.
 
-    Only errors of torch.distributed and gloo count as lost connections.
+    Only errors of torch.distributed and gloo are treated as lost connections.
 
     Raises:
         SystemExit: the connection to a rank is lost.

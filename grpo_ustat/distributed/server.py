@@ -1,7 +1,7 @@
-"""First import of the process that forks a study's workers, see `workers.preload`.
+"""First import of the server process that forks a study's workers; see `workers.preload`.
 
-The process that started the server removes the folder with its socket. If that process was killed,
-the server removes the folder when it ends, which it does once no process is left to ask it.
+The process that started the server removes the folder with the server's socket. If that process was
+killed, the server ends when no process is connected to it, and then removes the folder itself.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import atexit
 import os
 import shutil
 
-# Folder of the socket, in the environment of the server.
+# Environment variable of the server with the folder of its socket.
 FOLDER_VARIABLE = "GRPO_USTAT_SERVER_FOLDER"
 
 
 def remove_folder(path: str, process: int) -> None:
-    """Remove a folder in the process with this number, not in its forks."""
+    """Remove a folder if this is the process with the given id, and not one of its forks."""
     if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -1,8 +1,8 @@
-"""Requests to stop: signals that schedulers send before they take a machine away.
+"""Stop requests: signals that schedulers send before they reclaim a machine.
 
-A handler only records the signal. Work checks for it between steps, on all ranks together, saves
-and ends with code 75. A step that has begun is finished first, so a scheduler must grant the time
-of a step and a save.
+A handler only records the signal. Between steps, the work checks for a signal on all ranks
+together, saves, and ends with exit code 75. A step in progress is finished first, so a scheduler
+must allow enough time for one step and a save.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import time
 from types import FrameType
 from typing import ClassVar
 
-# EX_TEMPFAIL of sysexits.h: the same command continues from here.
+# EX_TEMPFAIL of sysexits.h: running the same command again continues the work.
 EXIT_CODE = 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(Exception):
-    """Work that ended early by request, after it was saved as far as possible."""
+    """Early end of the work by request, after it was saved as far as possible."""
 
 
 class StopRequest:
-    """Recorder of a stopping signal while it is open; afterwards the handlers are restored.
+    """Context that records stopping signals and restores the previous handlers at its end.
 
-    An inner request starts with the signal that an outer one has recorded.
+    A nested request starts with the signal that the outer request has recorded.
     """
 
     _inner: ClassVar[StopRequest | None] = None
@@ -33,13 +33,13 @@ class StopRequest:
     _since: ClassVar[float | None] = None
 
     def __init__(self) -> None:
-        # Number of the last stopping signal, 0 without one.
+        # Number of the last stopping signal; 0 if there was none.
         self.received = 0
 
     def __enter__(self) -> StopRequest:
         self._outer, self._before = StopRequest._inner, {}
         StopRequest._inner = self
-        # Python lets no other thread set handlers.
+        # Python allows only the main thread to set handlers.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in STOPPING}
         if self._outer is not None:
@@ -59,19 +59,19 @@ class StopRequest:
         self.on_signal(number)
 
     def on_signal(self, number: int) -> None:
-        """Respond at once to a signal, in subclasses; does nothing here."""
+        """Respond to a signal immediately; subclasses may override this empty method."""
 
     @property
     def name(self) -> str:
-        """The signal that this process received, in words."""
+        """Name of the signal that this process received."""
         return signal.Signals(self.received).name if self.received else "a signal to another rank"
 
 
 def stop_if_requested() -> None:
-    """End the work if a signal asked for it; the caller has saved its results.
+    """Raise `Stopped` if a signal requested it; the caller must have saved its results.
 
     Raises:
-        Stopped: a signal came to this process since the innermost StopRequest was opened.
+        Stopped: the innermost open StopRequest has recorded a signal.
     """
     request = StopRequest._inner
     if request is not None and request.received:
@@ -79,5 +79,5 @@ def stop_if_requested() -> None:
 
 
 def seconds_since_request() -> float:
-    """Return the seconds since the first stopping signal to this process; 0 without one."""
+    """Return the seconds since this process received its first stopping signal; 0 if none."""
     return time.monotonic() - StopRequest._since if StopRequest._since else 0.0

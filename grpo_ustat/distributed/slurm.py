@@ -1,22 +1,23 @@
-"""SLURM's information about the job in which this process runs, and the next state of the job.
+"""SLURM's information about the job of this process, and the next state of the job.
 
-Recipients of each signal, and the output of `scontrol show job` afterwards (measured on SLURM
-22.05, preemption by partition with PreemptMode=REQUEUE and a GraceTime):
+The table shows which processes receive which signals, and the output of `scontrol show job`
+afterwards. It was measured on SLURM 22.05 with preemption by partition, PreemptMode=REQUEUE and a
+GraceTime.
 
-| event | batch script and its children | tasks of srun | JobState, what else |
+| event | batch script and its children | tasks of srun | JobState and other fields |
 |---|---|---|---|
-| `scancel ID` | CONT, TERM | CONT, TERM | COMPLETING, Restarts as before |
-| `scontrol requeue ID` | CONT, TERM | CONT, TERM | COMPLETING, Restarts one more |
+| `scancel ID` | CONT, TERM | CONT, TERM | COMPLETING, Restarts unchanged |
+| `scontrol requeue ID` | CONT, TERM | CONT, TERM | COMPLETING, Restarts increased by one |
 | preemption | nothing | TERM, CONT | RUNNING, PreemptTime |
-| end of its GraceTime | CONT, TERM | CONT, TERM | COMPLETING, Restarts one more |
+| end of its GraceTime | CONT, TERM | CONT, TERM | COMPLETING, Restarts increased by one |
 | `--signal=USR2@SECONDS` before the limit | nothing | USR2 | RUNNING |
-| `--signal=B:USR1@SECONDS` | USR1 to the script alone | nothing | RUNNING |
+| `--signal=B:USR1@SECONDS` | USR1, only the script | nothing | RUNNING |
 | `scancel --signal=USR2 ID` | nothing | USR2 | RUNNING |
 | time limit | CONT, TERM | CONT, TERM | COMPLETING, Reason=TimeLimit |
 
-Tasks are signalled with all that they have started, in whatever session. TERM may come twice, and
-is followed by KILL after KillWait, except the first TERM of a preemption. A job that ends by itself
-while preempted, with any exit code, does not come back unless it asks.
+A signal to a task also reaches all processes that the task has started, in any session. TERM may
+come twice. Except for the first TERM of a preemption, it is followed by KILL after KillWait. If a
+preempted job ends by itself, with any exit code, it is restarted only on request.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ from grpo_ustat.terminal.streams import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
 WORKING_STATES = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
-# Seconds for scontrol to answer; on an idle controller it takes at most 0.03.
+# Time limit in seconds for an answer of scontrol; an idle controller answers within 0.03 s.
 SCONTROL_SECONDS = 20.0
-# A shell that ignores signals, as what it runs then does: a second signal reaches every process
-# that a task has started.
+# Shell command that runs a program with these signals ignored. Otherwise a second signal, which
+# reaches every process that a task has started, would end the program.
 IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'
-# Variables of SBATCH_ stay: they are the user's preferences.
+# SBATCH_ variables are kept, because they are the user's preferences.
 JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
-# SLURM's first record of each job.
+# First record of each job that SLURM returned.
 _first_record: dict[str, dict[str, str]] = {}
 
 
 class Grace(NamedTuple):
-    """Seconds that this cluster grants; None if SLURM does not report them."""
+    """Grace periods of this cluster in seconds; None if SLURM does not report them."""
 
-    # Time between the TERM that a preemption sends to srun's tasks and the next TERM: the
-    # partition's GraceTime (a QOS may have its own). A batch script gets no such time.
+    # Time between the TERM that a preemption sends to srun's tasks and the next TERM, which is the
+    # partition's GraceTime (a QOS may have its own). A batch script has no such grace period.
     preempted: float | None
-    # Time between any other TERM and KILL, the cluster's KillWait.
+    # Time between any other TERM and KILL, which is the cluster's KillWait.
     killed: float | None
 
 
 def job_id() -> str | None:
-    """Return the job's number, not the number of its array; None outside SLURM.
+    """Return the number of this job, not the number of its array; None outside SLURM.
 
-    The last job of an array to start has the array's number, so `scontrol requeue` with this number
-    requeues the whole array. Use `address` for commands that concern only this job.
+    The job of an array that starts last has the number of the array, so `scontrol requeue` with
+    this number requeues the whole array. Use `address` for commands about this job only.
     """
     return os.environ.get("SLURM_JOB_ID")
 
@@ -71,8 +72,8 @@ def job_id() -> str | None:
 def address() -> str | None:
     """Return the unique name of this job in SLURM's commands, such as 17 or 17_3.
 
-    None outside SLURM. The environment may name the array of another job, from which this one was
-    submitted, so SLURM's record decides.
+    The result is None outside SLURM. SLURM's record is used, because the environment may name the
+    array of another job from which this job was submitted.
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     if not (job_id() and array and task):
@@ -83,11 +84,11 @@ def address() -> str | None:
 
 
 def restart_count() -> int:
-    """Return the number of times that SLURM has started this job again.
+    """Return the number of times that SLURM has restarted this job.
 
-    SLURM sets the variable only from the first restart on. Until then it may come from another job,
-    from which this one was submitted. In that case SLURM's own count, which grows by one as soon as
-    a restart is due, is smaller.
+    SLURM sets the variable only at the first restart. Before that, the variable may come from
+    another job from which this job was submitted. SLURM's own count is then smaller. That count
+    increases by one as soon as a restart is due.
     """
     count = int(os.environ.get("SLURM_RESTART_COUNT", 0))
     return min(count, int(_first().get("Restarts", count))) if count and job_id() else count
@@ -95,9 +96,9 @@ def restart_count() -> int:
 
 @contextmanager
 def without_job_env() -> Iterator[None]:
-    """Remove SLURM's variables of this job from the environment, and restore them at the end.
+    """Remove this job's SLURM variables from the environment within the block.
 
-    Jobs submitted within would inherit them.
+    Jobs submitted within the block would otherwise inherit them.
     """
     names = [x for x in os.environ if x.startswith(JOB_PREFIXES) and x not in CLUSTER_VARIABLES]
     removed = {name: os.environ.pop(name) for name in names}
@@ -111,7 +112,7 @@ def is_task_of_several() -> bool:
     """Return True if `srun` started this process as one of several tasks; its rank is SLURM_PROCID.
 
     A batch script also has SLURM_PROCID and SLURM_NTASKS. It has SLURM_STEP_NUM_TASKS only if it
-    was submitted from a task, and then the value belongs to that task.
+    was submitted from a task; the value then refers to that task.
     """
     of_step = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     return int(of_step) > 1 and of_step == os.environ.get("SLURM_NTASKS")
@@ -120,15 +121,15 @@ def is_task_of_several() -> bool:
 def next_action() -> Ending:
     """Predict what happens to this job if this process ends now, after a signal to stop.
 
-    A job that still runs was preempted or warned: it must ask, by `requeue`. So must a job that
-    reached its time limit. A job that is being removed comes back if SLURM counts one more restart
-    than at the start of this process; otherwise somebody cancelled it, and a request would undo
-    that.
+    A job that is still running was preempted or warned, and must call `requeue`. A job that reached
+    its time limit must do the same. A job that is being removed is restarted if SLURM counts one
+    more restart than at the start of this process. Otherwise somebody cancelled the job, and a
+    request would undo the cancellation.
 
     Returns:
-        `requeue`: the job ends for good unless it asks for a restart. `comes_back`: SLURM restarts
-        it by itself. `for_good`: it must not or cannot restart, because SLURM gives no record, or
-        because it was submitted with `--no-requeue` or by `srun` and `salloc`.
+        `requeue` if the job is restarted only on request. `comes_back` if SLURM restarts the job
+        without a request. `for_good` if the job must not or cannot restart: it was cancelled, SLURM
+        gives no record, or the job was submitted with `--no-requeue`, by `srun` or by `salloc`.
     """
     job = _job()
     if int(job.get("Restarts", 0)) > restart_count():
@@ -139,37 +140,38 @@ def next_action() -> Ending:
 
 
 def requeue() -> bool:
-    """Ask SLURM to start this job again; return False, and print the reason, if it refuses.
+    """Ask SLURM to restart this job; if SLURM refuses, print the reason and return False.
 
-    SLURM then ends the rest of the job: CONT and TERM to all processes, KILL after KillWait.
+    SLURM then ends the rest of the job with CONT and TERM to all processes, and KILL after
+    KillWait.
     """
     return _query("scontrol", "requeue", address() or "") is not None
 
 
 def submissions(folder: str) -> set[str]:
-    """Return the jobs that submitit has submitted with `folder`/JOB as the place of its files."""
+    """Return the ids of the jobs whose files submitit stores in `folder`, a path with a job id."""
     return {path.name for path in Path(folder).parent.glob("[0-9]*")}
 
 
 def await_end(jobs: set[str], interval: float = 30) -> None:
-    """Wait while any of these jobs waits or runs.
+    """Wait while any of these jobs is waiting or running.
 
     Args:
-        jobs: as `address` names them.
-        interval: seconds between two looks; waiting for a sweep takes days.
+        jobs: names of the jobs in the form of `address`.
+        interval: seconds between two checks; a sweep can take days.
     """
     while jobs & queue():
         time.sleep(interval)
 
 
 def queue() -> set[str]:
-    """Return the user's other jobs that wait or run, named as by `address`; empty if unknown."""
+    """Return the user's other waiting or running jobs, named as by `address`; empty if unknown."""
     jobs = _query("squeue", "--me", "--array", "-h", "-o", "%i") or ""
     return set(jobs.split()) - {address()}
 
 
 def grace() -> Grace:
-    """Return the time that this cluster grants between a signal and the end, see `Grace`."""
+    """Return the grace periods of this cluster; see `Grace`."""
     partition = os.environ.get("SLURM_JOB_PARTITION")
     if not partition:
         return Grace(None, None)
@@ -182,15 +184,15 @@ def grace() -> Grace:
 
 
 def _job() -> dict[str, str]:
-    """Return JobId, JobState, Reason, Restarts ... of this job now; empty if unknown."""
+    """Return the current fields of this job (JobId, JobState, Reason, ...); empty if unknown."""
     job = job_id()
     if not job:
         return {}
-    # If an array has this number, SLURM prints all its jobs.
+    # If an array has this number, SLURM prints all jobs of the array.
     text = _query("scontrol", "show", "job", job) or ""
     records = re.split(r"(?m)^(?=JobId=)", text)
     record_text = next((x for x in records if re.match(rf"JobId={job}\b", x)), "")
-    # Read only lines without names and comments, and the first line up to the name.
+    # Skip names and comments, which may contain any text.
     first = re.split(r" JobName=|\n", record_text, maxsplit=1)[0]
     lines = re.findall(r"(?m)^\s+((?:JobState|Requeue)=.*)$", record_text)[:2]
     words = " ".join([first, *lines]).split()
@@ -200,14 +202,14 @@ def _job() -> dict[str, str]:
 
 
 def _first() -> dict[str, str]:
-    """Return SLURM's first record of this job; empty if SLURM gave none."""
+    """Return SLURM's first record of this job; empty if SLURM returned none."""
     if job_id() not in _first_record:
         _job()
     return _first_record.get(job_id() or "", {})
 
 
 def _query(*words: str) -> str | None:
-    """Return the output of one of SLURM's commands; None, and print a line, if it fails twice."""
+    """Return the output of a SLURM command; print a line and return None if it fails twice."""
     why = f"no {words[0]} here"
     for _ in range(2 if shutil.which(words[0]) else 0):
         try:
@@ -239,7 +241,7 @@ def _seconds(match: re.Match[str] | None) -> float | None:
 
 
 def join_tasks() -> None:
-    """Become a rank if this process is one of several tasks; otherwise do nothing."""
+    """Set the environment of a rank if this process is one of several tasks."""
     if "RANK" in os.environ or _join_submitit() or not is_task_of_several():
         return
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
@@ -257,27 +259,27 @@ def join_tasks() -> None:
         WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
         MASTER_ADDR=process.stdout.split()[0],
-        # These ports are below those of connections.
+        # These ports are below the range of ephemeral ports.
         MASTER_PORT=str(20000 + (7919 * job + step) % 12000),
     )
 
 
 def _join_submitit() -> bool:
-    """Return True if submitit started this task; one of several becomes a rank."""
+    """Return True if submitit started this task; make it a rank if it is one of several tasks."""
     if "SUBMITIT_EXECUTOR" not in os.environ:
         return False
     import submitit
 
     if submitit.JobEnvironment().num_tasks > 1:
-        # Accelerate chooses the device by the local rank among the visible ones.
+        # Accelerate uses the local rank to choose among the visible devices.
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     return True
 
 
 def main() -> None:
-    """Requeue the job if it should run again, after a batch script's program was stopped and saved.
+    """Requeue the job if necessary, after a batch script's program was stopped and has saved.
 
-    Prints the job's next state.
+    The function prints the next state of the job.
     """
     ending = next_action()
     if ending == "requeue" and not requeue():

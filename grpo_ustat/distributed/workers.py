@@ -1,4 +1,4 @@
-"""Sharing of work among processes, each with its own copy of the model, and their supervision."""
+"""Distribution of work among processes with separate copies of the model, and their supervision."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 
-# In bytes: with /pymp-XXXXXXXX/listener-XXXXXXXX it reaches the 107 of a socket.
+# Maximum length of the temporary folder's path in bytes. The path of a socket,
+# FOLDER/pymp-XXXXXXXX/listener-XXXXXXXX, is limited to 107 bytes.
 LONGEST_TEMPORARY_PATH = 75
 Work = Callable[..., Iterator[Any]]
-# `owner`: the process that started the server; empty if workers start afresh.
+# `owner` is the id of the process that started the server; without a server it is missing.
 _FORK_SERVER: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Cost of a piece of work; seconds add up over workers, so they exceed the wall time."""
+    """Cost of a piece of work; seconds are summed over workers and may exceed the wall time."""
 
     rollouts: int = 0
-    # Tokens of all completions.
+    # Number of tokens of all completions.
     tokens: int = 0
-    # Completions that reached max_completion_length.
+    # Number of completions that reached max_completion_length.
     clipped: int = 0
-    # Answers that could not be judged.
+    # Numbers of answers that could not be judged.
     timeouts: int = 0
     failures: int = 0
-    # Time of sampling completions, and of computing their scores.
+    # Seconds spent on sampling completions and on computing their scores.
     seconds_generate: float = 0.0
     seconds_score: float = 0.0
 
@@ -66,14 +67,16 @@ class WorkCost:
 def preload(modules: Sequence[str], device: str) -> None:
     """Start a server process that imports the workers' modules and later forks the workers.
 
-    It imports while this process works, serves all later calls of `share`, and ends with this
-    process. There is no server, and every worker starts afresh, if `device` is not the CPU (a fork
-    could not use it), outside Linux (forks are not safe), if the path of the temporary folder is
-    too long for a socket, or if this process is a fork of one with such a server.
+    The server imports while this process works, serves all later calls of `share`, and ends with
+    this process. In the following cases no server is started, and every worker starts as a new
+    process: `device` is not the CPU (a fork could not use it), the system is not Linux (forks are
+    not safe), the path of the temporary folder is too long for a socket, or this process is a fork
+    of a process with a server.
 
     Args:
-        modules: module names; a module that cannot be imported is left to the workers.
-        device: device of the run, "cpu", "cuda" ...
+        modules: names of the modules; a module that the server cannot import is imported by the
+            workers.
+        device: device of the run, such as "cpu" or "cuda".
     """
     _FORK_SERVER.clear()
     fits = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
@@ -82,7 +85,7 @@ def preload(modules: Sequence[str], device: str) -> None:
     mp.set_forkserver_preload([server.__name__, *modules])
     os.environ[server.FOLDER_VARIABLE] = util.get_temp_dir()
     try:
-        # The server must not end at these signals either: its workers would end with it.
+        # The server must ignore these signals too, because its workers would end with it.
         with _signals_held():
             forkserver.ensure_running()
     except ChildProcessError:
@@ -94,7 +97,7 @@ def preload(modules: Sequence[str], device: str) -> None:
 
 
 def _end_server() -> None:
-    """Kill the server when this process ends; while it imports it does not notice by itself."""
+    """Kill the server when this process ends; an importing server does not notice the end."""
     pid = vars(forkserver._forkserver)["_forkserver_pid"]
     if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
@@ -110,24 +113,24 @@ def share(
     *arguments: Any,
     weights: list[float] | None = None,
 ) -> tuple[list[Any], WorkCost]:
-    """Run `work(items, *arguments)`, a generator, over the items shared out among processes.
+    """Run the generator `work(items, *arguments)` with the items distributed among processes.
 
     `work` yields `WorkCost(...)` for progress, `Notice(...)` for a line (only the first one is
     shown), and anything else as a result. The processes are the ranks of the run if a launcher
-    started several, otherwise `workers` local ones. Every rank returns all results in the order of
-    the processes, and the total cost.
+    started several ranks, otherwise `workers` local processes. Every rank returns all results, in
+    the order of the processes, and the total cost.
 
     Args:
-        work: a module-level generator function.
-        items: what to share out, the same on every rank.
-        workers: number of local processes; 1 runs in this one.
-        title, total: of the progress bar, which counts `WorkCost.rollouts`.
-        weights: expected work of each item; equal unless given.
+        work: module-level generator function.
+        items: items to distribute, the same on every rank.
+        workers: number of local processes; if 1, the work is done in this process.
+        title, total: title and total of the progress bar, which counts `WorkCost.rollouts`.
+        weights: expected work of each item; None for equal weights.
 
     Raises:
-        Held: another process took the folder over.
-        Stopped: by a signal; results stored on disk stay.
-        RuntimeError: a worker failed; its traceback is the message.
+        Held: another process took over the folder.
+        Stopped: a signal requested a stop; results on disk are kept.
+        RuntimeError: a worker failed; the message contains its traceback.
     """
     among = min(world() if world() > 1 else workers, len(items))
     shares = shares_of(items, [1.0] * len(items) if weights is None else weights, among)
@@ -141,7 +144,9 @@ def share(
 
 
 def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list[Any]]:
-    """Share items out, the heaviest first, each to the worker with the least; order is preserved.
+    """Assign the items, the heaviest first, to the worker with the least work.
+
+    The items of each worker keep their order.
 
     >>> shares_of(["a", "b", "c", "d"], [1, 2, 5, 1], 2)
     [['c'], ['a', 'b', 'd']]
@@ -156,7 +161,7 @@ def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list
 
 
 def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any], WorkCost]:
-    """Return the results of this rank's workers, by worker, and their cost."""
+    """Return the results of this rank's workers, in the order of workers, and their total cost."""
     results, cost, noticed = defaultdict(list), WorkCost(), False
     for worker, event in events:
         check_own()
@@ -181,9 +186,9 @@ def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any]
 def _events(
     work: Work, shares: list[list[Any]], arguments: tuple
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield (worker, event) of this rank's share, or of local workers.
+    """Yield pairs (worker, event) of this rank's share or of local workers.
 
-    The workers end with the generator.
+    The workers are killed when the generator ends.
     """
     if world() > 1 or len(shares) < 2:
         for part in shares[rank() : rank() + 1]:
@@ -204,7 +209,7 @@ def _events(
                     daemon=True,
                 )
                 process.start()
-                # So the pipe ends with the worker.
+                # The pipe now closes when the worker ends.
                 far_end.close()
                 processes.append(process)
                 numbers[pipe] = number
@@ -236,11 +241,11 @@ def _events(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold Ctrl-C and requests to stop back while processes start, until those ignore them.
+    """Delay Ctrl-C and stop requests until the processes started in the block ignore them.
 
-    This process receives them afterwards.
+    This process receives the signals after the block.
     """
-    # Starting the tracker later would lift the mask.
+    # Start the resource tracker first, because its start would lift the mask.
     resource_tracker.ensure_running()
     interrupts: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
@@ -263,20 +268,20 @@ def _run_worker(
     items: list[Any],
     arguments: tuple,
 ) -> None:
-    """Work in a worker's process, and send the events and then the outcome."""
-    # A fork has the environment of its server.
+    """Do the work of a worker process; send its events and then its outcome."""
+    # A forked worker starts with the environment of the server.
     os.environ.update(environment)
     os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
-    # The process with this id is the same one, or a server between the two.
+    # The direct parent is either the process with id `parent.pid` or the server between the two.
     end_with_parent(os.getppid(), ancestor=parent.pid)
     # A scheduler sends these signals to all processes; the parent answers them.
     for stop in STOPPING:
         signal.signal(stop, signal.SIG_IGN)
-    # Programs that the worker starts may listen to them.
+    # Programs that the worker starts may handle these signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    # Judges send from their own threads.
+    # Judges send events from their own threads.
     sending = threading.Lock()
 
     def send(kind: str, event: Any) -> None:

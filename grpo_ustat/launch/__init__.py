@@ -1,1 +1,1 @@
-"""Starting a run, in this process or in ranks, and requeueing it when it is stopped."""
+"""Starting of a run in this process or in ranks, and requeueing of a stopped run."""

@@ -1,4 +1,4 @@
-"""Description of a command for `launch`, which treats all commands alike."""
+"""Description of a command for `launch`, which handles all commands in the same way."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ Run = Callable[[Any, Any], float | None]
 
 @dataclass(frozen=True)
 class Command:
-    """Command `grpo-ustat NAME`: it composes `conf/NAME.yaml` and makes runs or a report."""
+    """Command `grpo-ustat NAME`, which composes `conf/NAME.yaml` and makes runs or a report."""
 
-    # Name of the command, of its schema in `SCHEMAS`, its main file in `conf/` and its room.
+    # Name of the command, of its schema in `SCHEMAS`, of its main file in `conf/`, and of its
+    # subpackage.
     name: str
-    # Imports what the command needs and returns the function that makes one run. That function maps
-    # a checked configuration and its `RunFolder` to the number that a sweep shows. For a command
-    # that makes no runs, it maps a configuration and a folder to None.
+    # Function that imports the command's dependencies and returns the function that makes one run.
+    # That second function takes a checked configuration and its `RunFolder` and returns the number
+    # that a sweep shows. For a command that makes no runs, it takes a configuration and a folder
+    # and returns None.
     load_run: Callable[[], Run]
-    # Prints the costs of planned runs; None for a command without costs.
+    # Function that prints the costs of planned runs; None for a command without costs.
     show_costs: Callable[[Sequence[Any]], None] | None = None
-    # Split whose questions `show_prompts` shows; None if a run asks no questions.
+    # Split whose questions `show_prompts` shows; None if a run has no questions.
     split: str | None = None
-    # Returns the names of the modules that a run's local workers import; empty if it starts no
-    # workers.
+    # Function that returns the names of the modules that a run's local workers import; empty if the
+    # run starts no workers.
     preload: Callable[[Any], Sequence[str]] = lambda _: ()
 
 
 def load_command(name: str) -> Command:
-    """Return the command of this name; ranks and jobs get only the name."""
+    """Return the command of this name; ranks and jobs receive only the name."""
     return importlib.import_module(f"grpo_ustat.{name}.__main__").COMMAND
 
 
 def load_sweep_report() -> Callable[[Sequence[Any], Path, Sequence[int] | None], None]:
-    """Return the function that reports a sweep's entries into a folder, at given training steps."""
+    """Return the function that writes a report on a sweep's entries at given steps to a folder."""
     return importlib.import_module("grpo_ustat.report.aggregate").report_sweep
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch off garbage collection while modules are imported and configurations composed.
+    """Disable garbage collection while modules are imported and configurations are composed.
 
-    There is no garbage, and looking for it takes a sixth of the time.
+    These steps create no garbage, and the collector would take a sixth of their time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Entry of a rank that a parent started: `python -m grpo_ustat.launch.rank`, without Hydra."""
+"""Entry point of a rank started by a parent: `python -m grpo_ustat.launch.rank`, without Hydra."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from grpo_ustat.terminal.streams import lasting_output
 def main() -> None:
     """Run this rank; rank 0 writes its outcome to a file for the parent.
 
-    The arguments are the command's name, the configuration's file, the run folder, and the file of
-    the outcome.
+    The command-line arguments are the name of the command, the configuration file, the run folder
+    and the outcome file.
     """
     name, config_file, folder, outcome_file = sys.argv[1:]
     of_parent = Path(config_file).parent
@@ -46,19 +46,19 @@ def main() -> None:
 def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, Any], int]:
     """Run the command on this rank; return its outcome for the parent and the exit code.
 
-    The exit code is not 0 if other ranks may wait for this one.
+    The exit code is nonzero if other ranks may be waiting for this rank.
     """
     try:
         return {"value": run_here(command, config, folder)}, 0
     except Stopped as stopped:
         return {"stopped": str(stopped)}, 0
     except RefusedByRank as error:
-        # The other ranks are on their way to this barrier.
+        # All ranks raise this error and reach this barrier.
         barrier()
         return {"refused": str(error)}, 0
     except ONE_LINE_ERRORS as error:
         if not is_main():
-            # Rank 0 does not know of this error.
+            # Rank 0 has not seen this error.
             raise SystemExit(f"error: {error}") from None
         return {"refused": str(error)}, 1
 

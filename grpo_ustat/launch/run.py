@@ -1,9 +1,9 @@
 """One run, in this process or in ranks, depending on how the process was started.
 
-1. `RANK` is set, by torchrun or `accelerate launch`: this process is that rank.
-2. SLURM or submitit started several tasks: this process is one rank of as many.
-3. `launch.num_processes` is above 1: this process starts that many ranks and waits for them.
-4. Otherwise this process is the run.
+1. If torchrun or `accelerate launch` has set `RANK`, this process is that rank.
+2. If SLURM or submitit started several tasks, each task is a rank.
+3. If `launch.num_processes` is above 1, this process starts that many ranks and waits for them.
+4. Otherwise the run takes place in this process.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, Unfit
 
 
 def run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Make a command's run, or continue the run that the folder holds.
+    """Run a command, or continue the run in the folder.
 
     Returns:
-        The number that a sweep shows for the run; None if it has none.
+        Number that a sweep shows for the run; None if there is none.
 
     Raises:
-        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: like a ConfigError, the message
-            needs no traceback.
-        Stopped: by a signal; finished work is saved.
+        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the run failed; as for a
+            ConfigError, the message is sufficient without a traceback.
+        Stopped: a signal requested a stop; finished work is saved.
     """
     with StopRequest():
-        # A signal may have come during composition, or between two runs of a sweep.
+        # A signal may have arrived during composition, or between two runs of a sweep.
         stop_if_requested()
         join_tasks()
         check_ranks(config)
@@ -57,7 +57,7 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Make a command's run in this process; see `run`."""
+    """Run a command in this process; see `run`."""
     if world() > 1 and getattr(config.launch, "accelerate", None) is not None:
         export_sharing(config.launch.accelerate)
     if is_main() and slurm.job_id() is not None:
@@ -74,12 +74,12 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
     """Call the command's function, in this process only or as one rank of several.
 
     Raises:
-        NotSaved: the system refused a write; the same command continues from what is on disk.
+        NotSaved: a file could not be written; the same command continues from the files on disk.
     """
     with faults_of(folder.path):
         modules = command.preload(config) if world() == 1 and folder.result() is None else ()
         if modules:
-            # Only here, because --help does not need it.
+            # Import only here, because --help does not need this module.
             from grpo_ustat.distributed.workers import preload
 
             preload(modules, config.launch.device)
@@ -89,6 +89,6 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Record in the folder why ranks failed; rank 0 may know only that another rank ended."""
+    """Record in the folder why ranks failed; rank 0 may have seen only that another rank ended."""
     if folder.path.is_dir():
         history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

@@ -1,4 +1,4 @@
-"""Sharing of a run among ranks: their number, and named configurations of accelerate."""
+"""Distribution of a run over ranks: the number of ranks, and named accelerate configurations."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ ACCELERATE_FOLDER = Path(__file__).parent / "accelerate"
 
 
 def check_ranks(config: Any, tasks: int = 1) -> None:
-    """Refuse contradictory numbers of processes, and more processes than prompts of a step.
+    """Raise an error for contradictory numbers of processes, or more processes than prompts.
+
+    A step must have at least one prompt for each process.
 
     Args:
-        tasks: processes that a scheduler will start for this run.
+        tasks: number of processes that a scheduler will start for this run.
     """
     num_processes, others = config.launch.num_processes, max(world(), tasks)
     if num_processes > 1 and (tasks > 1 or ("RANK" in os.environ and num_processes != others)):
         raise RefusedByRank(
             f"launch.num_processes={num_processes} in each of {others} processes that a launcher "
-            "starts: use one or the other"
+            "starts: use only one of the two"
         )
     ranks = max(num_processes, others)
     if getattr(config.launch, "accelerate", None) is not None:
@@ -29,13 +31,13 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     prompts = getattr(config, "prompts_per_step", ranks)
     if prompts < ranks:
         raise RefusedByRank(
-            f"{prompts} prompts a step (budget.rollouts / group_size) for {ranks} processes: raise "
-            "budget.rollouts, or lower group_size or the number of processes"
+            f"{prompts} prompts a step (budget.rollouts / group_size) for {ranks} processes: "
+            "raise budget.rollouts, or lower group_size or the number of processes"
         )
 
 
 def check_sharing(name: str, ranks: int) -> None:
-    """Refuse an unknown configuration of accelerate, and a single process, which shares nothing."""
+    """Raise an error for an unknown configuration of accelerate, or for a single process."""
     presets = sorted(file.stem for file in ACCELERATE_FOLDER.glob("*.yaml"))
     if name not in presets:
         raise RefusedByRank(f"unknown launch.accelerate {name!r}: choose from {', '.join(presets)}")
@@ -46,7 +48,7 @@ def check_sharing(name: str, ranks: int) -> None:
 
 
 def export_sharing(name: str) -> None:
-    """Give this rank the environment that `accelerate launch --config_file` would give it."""
+    """Set the same environment variables for this rank as `accelerate launch --config_file`."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         raise RefusedByRank(
             f"launch.accelerate={name} under accelerate launch, which has its own configuration: "

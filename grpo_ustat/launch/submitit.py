@@ -1,4 +1,4 @@
-"""Jobs of submitit, and the end of a stopped run: exit code 75, or a requeue under submitit."""
+"""Submitit jobs, and the end of a stopped run: exit code 75, or a requeue under submitit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
 from grpo_ustat.terminal.streams import tell
 
-# Seconds that the first rank has to requeue the job.
+# Time limit in seconds for the first rank to requeue the job.
 REQUEUE_SECONDS = 60.0
-# Seconds between two looks at the job's state.
+# Seconds between two checks of the job's state.
 REQUEUE_LOOK_SECONDS = 5
 
 
-# Fields of a launcher that are not parameters of a job.
+# Fields of a launcher that are not job parameters.
 NO_PARAMETERS = ("_target_", "submitit_folder", "max_num_timeout")
-# Parameters with the same name for every cluster of submitit.
+# Parameters that have the same name for every cluster of submitit.
 SHARED_PARAMETERS = (
     "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name",
     "stderr_to_stdout",
@@ -30,14 +30,14 @@ SHARED_PARAMETERS = (
 
 
 class EndedForGood(RuntimeError):
-    """End of a sweep's job that will not start again, such as a cancelled job."""
+    """End of a sweep's job that will not be restarted, such as a cancelled job."""
 
 
 def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[str, Any]) -> Any:
-    """Submit jobs, as one array on SLURM; return them as submitit's.
+    """Submit jobs, as one array on SLURM, and return submitit's job objects.
 
     Args:
-        jobs: each with a `checkpoint`, see `resubmission`.
+        jobs: jobs with a method `checkpoint`; see `resubmission`.
         cluster: `slurm`, or `local` for processes on this machine.
         launcher: fields of `conf/hydra/launcher/`.
     """
@@ -57,25 +57,27 @@ def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[s
 
 
 def resubmission(job: Callable[[], None]) -> Any:
-    """Return a job as submitit requeues it."""
+    """Return a job in the form that submitit requeues."""
     from submitit.helpers import DelayedSubmission
 
     return DelayedSubmission(job)
 
 
 def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
-    """Print that the work can go on, and end this process.
+    """Print that the work can be continued, and end this process.
 
-    Under submitit, its signal handler requeues the job. This function calls the handler unless
-    SLURM requeues the job itself or has ended it for good. In the last case it raises an exception
-    as the job's result, because the submitting process waits for one.
+    Under submitit, submitit's signal handler requeues the job. This function calls the handler
+    unless SLURM requeues the job itself or has ended it for good. If SLURM has ended the job, the
+    function raises an exception as the job's result, because the submitting process waits for a
+    result.
 
     Args:
-        on_existing: setting of the run; outside SLURM only `resume` continues it.
+        on_existing: setting of the run; outside SLURM only `resume` continues the run.
 
     Raises:
-        SystemExit: code 75; under submitit its handler raises it after the requeue.
-        EndedForGood, UncompletedJobError: under submitit, if the job does not start again.
+        SystemExit: the process ends with code 75; under submitit, the handler raises this exception
+            after the requeue.
+        EndedForGood, UncompletedJobError: under submitit, the job is not restarted.
     """
     if is_main():
         again = on_existing == "resume" or slurm.job_id() is not None
@@ -88,7 +90,7 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
     handler = signal.getsignal(number)
     if not (callable(handler) and isinstance(getattr(handler, "__self__", None), SignalHandler)):
-        # A command started by such a job inherits only the environment of submitit.
+        # A command started by a submitit job inherits only submitit's environment, not its handler.
         raise SystemExit(EXIT_CODE)
     of_slurm = os.environ["SUBMITIT_EXECUTOR"] == "slurm"
     action = slurm.next_action() if of_slurm else "requeue"
@@ -97,7 +99,7 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     if action == "requeue" and is_main():
         handler(number, None)
     if action == "requeue" and of_slurm:
-        # The first rank may have reasons not to requeue, so wait for it.
+        # Wait for the first rank, because it may decide not to requeue the job.
         until = time.monotonic() + REQUEUE_SECONDS
         while slurm.next_action() == "requeue":
             if time.monotonic() > until:

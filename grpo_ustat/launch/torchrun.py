@@ -1,8 +1,8 @@
-"""Parent process of the ranks on this machine, which starts torchrun and passes signals on.
+"""Parent process of the ranks on this machine, which starts torchrun and forwards signals.
 
-Each rank is `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
-file and does not use Hydra. A stopping signal goes to the ranks, not to torchrun: they save and
-end by themselves, and torchrun reports no failure. Ranks always end with this process.
+Each rank runs `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
+file and does not use Hydra. A stopping signal is sent to the ranks, not to torchrun, so the ranks
+save and end by themselves and torchrun reports no failure. Ranks always end with this process.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from grpo_ustat.runs.folder import RunFolder
 
 
 class RanksFailed(RuntimeError):
-    """Failure of ranks without a reason from rank 0; the ranks' output has the reason."""
+    """Failure of ranks for which rank 0 gave no reason; the output of the ranks has the reason."""
 
 
 def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
     """Run the command of this name on `launch.num_processes` ranks of this machine.
 
     Raises:
-        Stopped: by a signal to the ranks.
+        Stopped: a signal stopped the ranks.
         RanksFailed: a rank failed; its message is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="grpo_ustat-") as place:
@@ -49,7 +49,7 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
         with relay, start_torchrun(config.launch.num_processes, words) as torchrun:
             code = relay.wait(torchrun)
         outcome = json.loads(outcome_file.read_text()) if outcome_file.is_file() else {}
-        # Only ranks that had the time have written a file.
+        # A rank that was killed may not have written its file.
         failures = sorted(Path(place).glob("rank-*.txt"))
         reasons = [f"{file.stem.replace('-', ' ')}: {file.read_text()}" for file in failures]
     if "value" in outcome:
@@ -66,21 +66,21 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
 
 
 class SignalRelay(StopRequest):
-    """Relay of the first stopping signal to the ranks; it kills ranks that do not end in time.
+    """Relay of the first stopping signal to the ranks, which kills ranks that do not end in time.
 
     Args:
-        grace_seconds: time after that signal until the ranks are killed.
+        grace_seconds: seconds between that signal and the killing of the ranks.
     """
 
     def __init__(self, grace_seconds: int):
         super().__init__()
         self._grace = grace_seconds
-        # End of the grace, on the monotonic clock.
+        # End of the grace period on the monotonic clock.
         self._until: float | None = None
         self._torchrun: subprocess.Popen | None = None
 
     def on_signal(self, number: int) -> None:
-        """Pass the first stopping signal on to the ranks at once."""
+        """Forward the first stopping signal to the ranks immediately."""
         if self._until is None:
             self._pass_on()
 
@@ -92,7 +92,7 @@ class SignalRelay(StopRequest):
                 return torchrun.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 if self.received:
-                    # Signal again, because a rank that was still starting had not listened.
+                    # Repeat the signal, because a rank that was still starting had no handler.
                     self._pass_on()
             if self._until is not None and time.monotonic() > self._until:
                 print(
@@ -116,7 +116,7 @@ class SignalRelay(StopRequest):
 
 @contextmanager
 def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Popen]:
-    """Start torchrun with its ranks, and kill all of them at the end.
+    """Start torchrun and its ranks, and kill them all at the end of the block.
 
     Args:
         count: number of ranks.
@@ -124,11 +124,11 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
     """
 
     def ignore_stopping() -> None:
-        """Ignore the stopping signals in this process: the ranks answer them."""
+        """Ignore the stopping signals in torchrun, because the ranks handle them."""
         for number in (*STOPPING, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
-    # A torchrun that is killed would leave its files elsewhere.
+    # Put torchrun's files into the parent's folder, because a killed torchrun does not remove them.
     own_files = Path(words[1]).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--log-dir={own_files / 'torchrun'}"]
@@ -147,7 +147,7 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
 
 
 def _kill(torchrun: subprocess.Popen) -> None:
-    """Kill the ranks and then torchrun; in the other order the ranks would survive."""
+    """Kill the ranks and then torchrun; in the reverse order the ranks would survive."""
     if torchrun.poll() is None:
         kill_children(torchrun.pid)
         torchrun.kill()

@@ -1,4 +1,7 @@
-"""LoRA adapters (Hu et al. 2022) by PEFT, an optional dependency: on a model or merged into it."""
+"""LoRA adapters (Hu et al. 2022), attached to a model or merged into it.
+
+They need PEFT, an optional dependency.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ from grpo_ustat.terminal.streams import single_line
 def with_adapters(
     lora: LoraConfig, model: PreTrainedModel, *, seed: int, revision: str | None, rollout: str
 ) -> torch.nn.Module:
-    """Return the frozen model with the configured adapters, which are trainable.
+    """Return the frozen model with the configured trainable adapters.
 
     Args:
         seed: seed of the adapters' random initial weights.
-        revision: revision of the model on the hub; the adapters name it with their base model.
-        rollout: name of the sampler, to refuse adapters that vLLM cannot read.
+        revision: revision of the base model on the hub, stored in the adapters' configuration.
+        rollout: name of the sampler, needed to refuse adapters that vLLM cannot read.
     """
     names = lora.target_modules
     assert names is not None
     peft = _peft(f"lora.r={lora.r}")
-    # Adapters start at random, the same on every rank.
+    # Every rank must start from the same random adapters.
     torch.manual_seed(seed)
     options = peft.LoraConfig(
         r=lora.r,
@@ -53,45 +56,45 @@ def with_adapters(
 
 
 def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
-    """Refuse vLLM with adapters on a weight that layers share, see `adapted_shared_layers`.
+    """Raise an error if vLLM would sample with adapters on a weight that layers share.
+
+    See `adapted_shared_layers`.
 
     Args:
-        model: with or without adapters.
+        model: model with or without adapters.
         rollout: name of the sampler.
-        what: the request for the adapters, for the message.
+        what: setting that requested the adapters, for the error message.
     """
     shared = adapted_shared_layers(model)
     if shared and rollout != "local":
         layer = next(iter(shared)).rpartition(".")[2]
         raise ConfigError(
             f"{what} with rollout={rollout}: {layer} shares its weight with another layer, which "
-            "vLLM would change too: leave it out, or use rollout=local"
+            "vLLM would change too: leave out this layer, or use rollout=local"
         )
 
 
 def with_stored_adapters(
     model: PreTrainedModel, folder: str, *, merge: bool = False
 ) -> torch.nn.Module:
-    """Return the model with a folder's adapters, separate or merged into its weights.
+    """Return the model with the adapters of a folder, kept separate or merged into the weights.
 
-    If separate, only the adapters are trainable, as in the run that trained them. If merged, all
-    weights are trainable; in a model of 16 bits the sums are rounded. If adapters are on an
-    embedding that shares its weight with the output layer, merging makes them two weights, because
-    PEFT treats them as two layers.
+    If the adapters are kept separate, only they are trainable, as in the run that trained them. If
+    they are merged, all weights are trainable; the merged weights of a 16-bit model are rounded. If
+    an adapted embedding shares its weight with the output layer, merging splits the shared weight
+    into two, because PEFT treats the embedding and the output layer as separate layers.
 
     Args:
-        model: the adapters' base model; changed in place.
+        model: base model of the adapters; changed in place.
         folder: folder of the adapters.
-        merge: add the adapters to the weights.
+        merge: True to add the adapters to the weights.
     """
     peft = _peft(f"{folder} with LoRA adapters")
     try:
         with _quiet():
             options = peft.PeftConfig.from_pretrained(folder)
             if tokens := getattr(options, "alora_invocation_tokens", None):
-                raise ValueError(
-                    f"after alora_invocation_tokens={tokens} alone they are part of it"
-                )
+                raise ValueError(f"they apply only after alora_invocation_tokens={tokens}")
             options.inference_mode = merge
             adapted = peft.PeftModel(model, options)
             report = adapted.load_adapter(
@@ -108,21 +111,21 @@ def with_stored_adapters(
     differing = [*report.missing_keys, *report.unexpected_keys]
     if differing:
         raise ConfigError(
-            f"the adapters do not fit their base model: {differing[0]} is in one only"
+            f"the adapters do not fit their base model: only one of them has {differing[0]}"
         )
     if merge:
         adapted.requires_grad_(True)
-        # Adapters on top of it name this folder as their base.
+        # Adapters trained on the merged model store this folder as their base.
         adapted.name_or_path = os.path.abspath(folder)
     return adapted
 
 
 def adapted_shared_layers(model: Any) -> dict[str, Any]:
-    """Return the layers of a PEFT model, by name, with adapters on a weight that layers share.
+    """Return the layers, by name, whose adapted weight is shared with another layer.
 
-    Trained tokens count like adapters. A tied embedding shares the output layer's weight, so
-    adapters that are merged into it would change both layers. Trained tokens that PEFT also ties
-    are excluded, because they are meant to change both.
+    Trained tokens are treated like adapters. A tied embedding shares the output layer's weight, so
+    merging adapters into the embedding would change both layers. Trained tokens that PEFT also ties
+    are excluded, because they are meant to change both layers.
     """
     owners = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     ties = {
@@ -151,9 +154,9 @@ def _peft(what: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence PEFT's warnings of a deprecated attribute of transformers, and of tied weights.
+    """Silence PEFT's warnings about a deprecated transformers attribute and about tied weights.
 
-    For the latter see `adapted_shared_layers`.
+    For tied weights see `adapted_shared_layers`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -162,13 +165,13 @@ def _quiet() -> Iterator[None]:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Prepare a model's layers for recomputing their activations, see `recomputing`."""
+    """Prepare a model's layers to recompute their activations; see `recomputing`."""
     dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
     if dropout:
         name, value = next(iter(dropout.items()))
         raise ConfigError(
             f"gradient_checkpointing=true with the model's {name}={value}: layers in training mode "
-            "would drop at random; use gradient_checkpointing=false"
+            "would apply dropout; use gradient_checkpointing=false"
         )
     later_name = getattr(model, "activation_checkpointing_enable", None)
     (later_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -178,9 +181,10 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def recomputing(model: torch.nn.Module) -> Iterator[None]:
     """Make layers prepared by `checkpoint_layers` recompute their activations in the backward pass.
 
-    Transformers recomputes only in training mode, and then uses no cache. Outside the block the
-    layers must not recompute, because sampling would read each token without the others. Only the
-    layers are set to training mode, because scores need the sampled policy, without dropout.
+    Transformers recomputes activations only in training mode, and then disables the cache. Outside
+    the block the layers must not recompute, because sampling without a cache would read each token
+    without its context. Only the layers are set to training mode, because scores must use the
+    policy that was sampled, without dropout.
     """
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]

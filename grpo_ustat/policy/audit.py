@@ -1,4 +1,4 @@
-"""Comparison of a trainer's applied gradient, its `p.grad`, with the declared gradient."""
+"""Comparison of the gradient that a trainer applies (`p.grad`) with the declared gradient."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask
 
-# Length of the sketch of a gradient that is kept to look for a cause.
+# Length of the gradient sketches that are used to find the cause of a difference.
 SKETCH = 16381
 
 
 @dataclass(frozen=True)
 class UpdateRows:
-    """Rows of an update, and the factor of each row's score in the declared gradient."""
+    """Rows of an update, and the weight of each row's score in the declared gradient."""
 
-    # Token ids, prompts and completions.
+    # Token ids of prompts and completions.
     input_ids_BT: torch.Tensor
     # 1 on real tokens.
     attention_mask_BT: torch.Tensor
-    # 1 on the tokens whose log-probabilities count.
+    # 1 on the tokens whose log-probabilities the loss uses.
     completion_mask_BT: torch.Tensor
-    # Factors W; the declared gradient is `sum_i W_i s_i`, the direction of ascent.
+    # Weights W; the declared gradient is the direction of ascent, `sum_i W_i s_i`.
     weights_B: Array
-    # Weights of other losses, by name, that would explain a difference.
+    # Row weights of other losses, by name, which may explain a difference.
     others: Mapping[str, Array] = field(default_factory=dict[str, Array])
 
     @classmethod
@@ -61,12 +61,14 @@ class UpdateRows:
         completion_mask_BT: torch.Tensor,
         ended_PG: Mask | None = None,
     ) -> UpdateRows:
-        """Return the rows with a loss's weights at the first update of a batch, by `row_weights`.
+        """Return the rows with the weights that a loss gives them at the first update of a batch.
+
+        `row_weights` computes the weights.
 
         Args:
             rewards_PG: rewards; row p G + i is completion i of prompt p.
             input_ids_BT, attention_mask_BT, completion_mask_BT: tokens of the B = P G rows.
-            ended_PG: True for each completion that ended; None: all did.
+            ended_PG: True for each completion that ended; None if all completions ended.
         """
         rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
         if rewards_PG.ndim != 2 or rewards_PG.size != len(input_ids_BT):
@@ -91,7 +93,7 @@ class UpdateRows:
         )  # fmt: skip
 
     def part(self, index: Integers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids and masks of some of the rows."""
+        """Return the ids and masks of the rows with these indices."""
         place = torch.as_tensor(index, device=self.input_ids_BT.device)
         tensors = (self.input_ids_BT, self.attention_mask_BT, self.completion_mask_BT)
         return tensors[0][place], tensors[1][place], tensors[2][place]
@@ -107,24 +109,26 @@ def audit(
     divisors: Mapping[str, int] | None = None,
     completions_at_once: int = 8,
 ) -> GradientAudit:
-    """Compare the gradient of an update, before clipping, with the declared one.
+    """Compare the gradient of an update, before clipping, with the declared gradient.
 
-    It is valid for the first update of a batch, in which every importance ratio is 1. The model is
-    scored in evaluation mode, without dropout, and in the precision of the loss, because scores of
-    a peaked policy differ in bfloat16. Modes and gradients are restored.
+    The comparison is valid for the first update of a batch, in which every importance ratio is 1.
+    The model is scored in evaluation mode, without dropout, and in the precision of the loss,
+    because scores of a peaked policy differ in bfloat16. Modes and gradients are restored.
 
     Args:
-        model: a causal language model, with the weights at which the gradient was computed.
+        model: causal language model with the weights at which the gradient was computed.
         applied_gradients: `{name: p.grad for name, p in model.named_parameters()}` of the minimised
-            loss, that is minus the direction of ascent; None: a gradient of 0. Full gradients, not
-            shards, summed or averaged over processes as the optimizer gets them.
-        rows: rows of the update, on all processes and in all micro-batches.
-        temperature: divides the logits, as in the loss.
-        compute_dtype: type of the autocast in which the loss was computed; None: the precision of
-            the parameters.
+            loss, which is the negative of the direction of ascent; None means a gradient of 0. Pass
+            full gradients, not shards, summed or averaged over processes as the optimizer receives
+            them.
+        rows: rows of the update, from all processes and all micro-batches.
+        temperature: temperature that divides the logits in the loss.
+        compute_dtype: autocast type in which the loss was computed; None for the precision of the
+            parameters.
         divisors: numbers by which a trainer may divide once too often or not at all, such as
-            `{"gradient_accumulation_steps": 4}`; a difference by such a factor is then named.
-        completions_at_once: completions of a pass of the model.
+            `{"gradient_accumulation_steps": 4}`; if the gradients differ by such a factor, the
+            result names it.
+        completions_at_once: number of completions per pass through the model.
     """
     faults = [fault for name, by in (divisors or {}).items() for fault in divided(by, name)]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -174,7 +178,10 @@ def audit(
 
 @contextmanager
 def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[None]:
-    """Set the model to evaluation mode, with autocast to a narrow type if given; restore modes."""
+    """Set the model to evaluation mode within the block, with autocast if the type is narrow.
+
+    The modes of all modules are restored at the end.
+    """
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     narrow = compute_dtype is not None and compute_dtype.itemsize < 4
@@ -197,11 +204,11 @@ def epsilon_of(*dtypes: torch.dtype | None) -> float:
 def _check(
     parameters: Mapping[str, nn.Parameter], applied: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Refuse gradients that do not belong to these parameters."""
+    """Raise an error if the gradients do not match these parameters."""
     if missing := sorted(parameters.keys() - applied.keys()):
         raise ConfigError(
-            f"{len(missing)} of {len(parameters)} trainable parameters are not among the "
-            f"{len(applied)} applied gradients, the first is {missing[0]}: give "
+            f"{len(missing)} of {len(parameters)} trainable parameters have no entry in the "
+            f"{len(applied)} applied gradients, such as {missing[0]}: pass "
             "{name: p.grad for name, p in model.named_parameters()} of the same model"
         )
     for name, parameter in parameters.items():
@@ -209,7 +216,7 @@ def _check(
         if gradient is not None and gradient.shape != parameter.shape:
             raise ConfigError(
                 f"the applied gradient of {name} has shape {tuple(gradient.shape)} and the "
-                f"parameter {tuple(parameter.shape)}: give full gradients, not shards"
+                f"parameter has {tuple(parameter.shape)}: pass full gradients, not shards"
             )
 
 
@@ -231,11 +238,11 @@ def _products(
 
 
 def _parts(index: Integers, at_once: int) -> list[Integers]:
-    """Split the places into pieces of at most `at_once`; empty if there are no places."""
+    """Split the indices into arrays of at most `at_once`; no indices give an empty list."""
     return np.split(index, range(at_once, len(index), at_once)) if len(index) else []
 
 
 def _by_layer(model: PreTrainedModel, rows: UpdateRows, part: Integers) -> bool:
-    """Return True if the whole graph of these rows would take too much of the free memory."""
+    """Return True if the full graph of these rows would need too much of the free memory."""
     needed = score_bytes(model, len(part) * rows.input_ids_BT.shape[1], by_layer=False)
     return needed > GRAPH_MEMORY_SHARE * free_bytes(model.device)

@@ -21,7 +21,7 @@ from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import single_line, tell
 
-# No template writes these words by itself.
+# Placeholders that no chat template contains.
 _QUESTION, _ANSWER = "Question 7", "Answer 7"
 
 
@@ -33,16 +33,17 @@ def in_chat_format(
     *,
     answers: bool = True,
 ) -> str:
-    """Write turns as the model reads them, with special tokens, up to the beginning of its answer.
+    """Return the text of the turns, with special tokens, up to the start of the model's answer.
 
-    With `answers` false, the text ends after the last turn.
+    If `answers` is false, the text ends after the last turn.
 
-    A chat template is a program that comes with a model. Transformers runs it without access to
-    Python's objects.
+    A chat template is a program that is distributed with a model. Transformers runs it in a sandbox
+    without access to Python objects.
 
     Args:
         options: keyword arguments of the template.
-        moment: time that its `strftime_now` returns; None: calling it is an error.
+        moment: time that the template's `strftime_now` returns; if None, calling it raises an
+            error.
 
     Raises:
         ValueError: the template refuses the turns, fails, or asks for the date without `moment`.
@@ -60,15 +61,15 @@ def in_chat_format(
 def around_answers(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return the chat template's texts between a question and its answer, and after the answer.
+    """Return the text that the chat template writes before the answer, and the text after it.
 
-    White space at their ends is removed. A text is "" if the template writes nothing or refuses the
-    two turns.
+    The first text lies between the question and the answer. White space at both ends is removed. A
+    text is empty if the template writes nothing there or refuses the two turns.
 
     Args:
         options: keyword arguments of the template.
     """
-    # Any date is right: a template writes it before the question.
+    # The date does not matter, because a template writes it before the question.
     day = datetime(2000, 1, 1)
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
@@ -81,10 +82,10 @@ def around_answers(
 
 @contextmanager
 def _clock(moment: datetime | None) -> Iterator[None]:
-    """Set the clock of chat templates to this moment; None: reading it is an error.
+    """Set the clock of chat templates to `moment`; if None, reading the clock raises an error.
 
-    Transformers gives templates only its functions. The function `strftime_now` reads the clock of
-    its module.
+    Templates can call only the functions that transformers passes to them. One of these,
+    `strftime_now`, reads the `datetime` class of its module, which is replaced within the block.
     """
 
     class Clock:
@@ -92,9 +93,9 @@ def _clock(moment: datetime | None) -> Iterator[None]:
 
         @staticmethod
         def now() -> datetime:
-            """Return the moment."""
+            """Return `moment`."""
             if moment is None:
-                raise ValueError("it writes the day's date, not the log's")
+                raise ValueError("it writes today's date, not the date of the log")
             return moment
 
     module = cast(Any, chat_template_utils)
@@ -106,9 +107,9 @@ def _clock(moment: datetime | None) -> Iterator[None]:
 
 
 def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if prompts are turns in a chat format, special tokens included.
+    """Return True if prompts are written in a chat format, which includes the special tokens.
 
-    `prompt.chat` decides; if it is null, it is True if the tokenizer has such a format.
+    The result is `prompt.chat`, or, if that is null, whether the tokenizer has a chat template.
     """
     return tokenizer.chat_template is not None if chat is None else chat
 
@@ -125,12 +126,12 @@ def unread_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
 
 
 class ChatFormat:
-    """Writer of turns in a model's chat format, up to the beginning of its answer.
+    """Writer of turns in a model's chat format, up to the start of the model's answer.
 
     Args:
-        name: the model's name, for messages.
-        options: keyword arguments of its chat template.
-        moment: time whose date the template writes, if it writes one; None: the present.
+        name: name of the model, for error messages.
+        options: keyword arguments of the chat template.
+        moment: time that the template uses if it writes the date; None for the current time.
     """
 
     def __init__(
@@ -142,14 +143,14 @@ class ChatFormat:
     ):
         if tokenizer.chat_template is None:
             raise ConfigError(
-                f"prompt.chat=true, but {name} has no chat format, as base models have none: "
+                f"prompt.chat=true, but {name} has no chat format, as is usual for base models: "
                 "use prompt.chat=false (prompt=plain), or the instruct model"
             )
         self._tokenizer, self._name = tokenizer, name
         self._options, self._moment = options or {}, moment or datetime.now()
 
     def __call__(self, turns: list[Turn]) -> str:
-        """Return the text that the model reads, special tokens included."""
+        """Return the text that the model reads, including special tokens."""
         try:
             text = in_chat_format(self._tokenizer, turns, self._options, self._moment)
         except ValueError as error:
@@ -163,7 +164,7 @@ class ChatFormat:
     def _refused(self, turn: Turn, what: str) -> ConfigError:
         fix = "use prompt.chat=false"
         if turn["role"] == "system":
-            fix = "use prompt.system=null and say it in prompt.template"
+            fix = "use prompt.system=null and put its text into prompt.template"
         return ConfigError(f"the chat format of {self._name} {what}: {fix}")
 
 
@@ -173,10 +174,10 @@ def chat_format(
     tokenizer: PreTrainedTokenizerBase | None = None,
     moment: datetime | None = None,
 ) -> ChatFormat | None:
-    """Return the function that writes turns in the configured model's chat format.
+    """Return the function that writes turns in the configured model's chat format, or None.
 
-    None if `prompt.chat` is false, or null and the model has no such format. The tokenizer is
-    loaded unless it is an argument. `moment`: see `ChatFormat`.
+    The result is None if `prompt.chat` is false, or if it is null and the model has no chat format.
+    The tokenizer is loaded unless it is passed. `moment`: see `ChatFormat`.
     """
     if prompt.chat is False:
         return None
@@ -192,11 +193,11 @@ def chat_format(
 
 
 def tell_date(moment: datetime | None) -> None:
-    """Print on rank 0 that prompts have the date of an earlier day, if they do."""
+    """Print a note on rank 0 if the prompts contain an earlier date than today's."""
     if moment is not None and moment.date() != datetime.now().date() and is_main():
         tell(
             f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
-            "when this run or its pool was begun",
+            "the date on which this run or its pool was started",
             file=sys.stderr,
         )
 
@@ -207,5 +208,5 @@ def warn_of_options(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) ->
         names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
         warn(
             f"prompt.template_options has {name}, which the model's chat template never reads: "
-            f"{did_you_mean(name, names)}it changes nothing"
+            f"{did_you_mean(name, names)}it has no effect"
         )

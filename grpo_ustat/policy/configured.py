@@ -1,4 +1,4 @@
-"""Policy and task of a configuration, and checks that they fit each other."""
+"""Policy and task of a configuration, and checks that they are compatible."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def configured_policy(
     device: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
-    """Load the configured policy on a device, by default this rank's.
+    """Load the configured policy on a device, by default on this rank's device.
 
-    Completions also end at `prompt.stop`. Sets this process's number of threads and the use of TF32
-    products; loads the tokenizer unless it is an argument.
+    Tokens that contain `prompt.stop` are added to the end-of-sequence tokens. The function also
+    sets this process's number of threads and its use of TF32 products. The tokenizer is loaded
+    unless it is passed.
     """
     device = device or own_device(options.device)
     check_device(device)
@@ -58,7 +59,7 @@ def configured_policy(
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that this PyTorch cannot use."""
+    """Raise an error if the installed PyTorch cannot use the device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -69,9 +70,9 @@ def check_device(device: str) -> None:
 
 
 def check_parameters(options: PolicyOptions) -> None:
-    """Refuse a regular expression that fits no parameter of the configured model.
+    """Raise an error if `study.parameters` matches no parameter of the configured model.
 
-    The check needs no weights. Adapters, and a model that cannot be made without its weights, are
+    The check needs no weights. Adapters, and models that cannot be built without their weights, are
     checked only after loading.
     """
     model = options.model
@@ -90,14 +91,14 @@ def check_parameters(options: PolicyOptions) -> None:
 
 
 def train_only(model: nn.Module, pattern: str) -> None:
-    """Freeze all trainable parameters whose names contain no match of a regular expression."""
+    """Freeze all trainable parameters whose names do not match a regular expression."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     matches = {name for name in names if re.search(pattern, name)}
     if not matches:
         some = ", ".join(names[:: max(1, len(names) // 4)][:4])
         hint = did_you_mean(pattern, sorted({part for name in names for part in name.split(".")}))
         raise ConfigError(
-            f"study.parameters={pattern} fits none of the model's {len(names)} trainable "
+            f"study.parameters={pattern} matches none of the model's {len(names)} trainable "
             f"parameters, such as {some}: {hint}use part of a name"
         )
     for name, parameter in model.named_parameters():
@@ -110,10 +111,10 @@ def configured_task(
     tokenizer: PreTrainedTokenizerBase | None = None,
     moment: datetime | None = None,
 ) -> Task:
-    """Make the configured task, with prompts in the model's chat format if configured.
+    """Create the configured task; its prompts use the model's chat format if so configured.
 
-    `prompt.chat` sets the format. Prompts longer than `prompt.max_length` are dropped. The
-    tokenizer is loaded if it is needed and not given. `moment`: see `ChatFormat`.
+    `prompt.chat` selects the format. Prompts longer than `prompt.max_length` are dropped. The
+    tokenizer is loaded if it is needed and was not passed. `moment`: see `ChatFormat`.
     """
 
     def lengths(texts: list[str]) -> list[int]:
@@ -130,17 +131,17 @@ def check_lengths(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
 ) -> None:
-    """Refuse prompts that, with a completion, exceed the positions of the model or of vLLM.
+    """Raise an error if a prompt and its completion exceed the context of the model or of vLLM.
 
-    They must also lie on the same side of the length at which LongRoPE changes.
+    All rows must also lie on the same side of the length at which LongRoPE changes its factors.
     """
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(policy.prompt.chat, tokenizer)
     lengths = list(map(len, encode(tokenizer, texts, special_tokens=not in_turns)))
     if not min(lengths):
         raise RefusedByRank(
-            f"the tokenizer of {policy.model.model_name_or_path} makes no token of "
-            f"{texts[lengths.index(0)]!r}: does it have its tokenizer files?"
+            f"the tokenizer of {policy.model.model_name_or_path} produces no tokens for "
+            f"{texts[lengths.index(0)]!r}: check that the model has its tokenizer files"
         )
     limits = [
         (context_length(policy.model), "the model's"),
@@ -156,7 +157,7 @@ def check_lengths(
                 fixes.append(f"max_completion_length={limit - longest} or less")
             if limit > completion_length:
                 most = limit - completion_length
-                fixes.append(f"prompt.max_length={most} to leave longer prompts out")
+                fixes.append(f"prompt.max_length={most} to drop longer prompts")
             both = f"max_completion_length below {limit} and a prompt.max_length"
             raise RefusedByRank(
                 f"a prompt of {longest} tokens and max_completion_length={completion_length} "

@@ -1,7 +1,8 @@
-"""Dropout: detection of active modules, and repetition of masks.
+"""Dropout: detection of active modules, and reproduction of masks.
 
-Masks are draws of a device's generator. So the same state before the same forward pass, with as
-many rows and columns, gives the same masks, also those of a fused attention, which cannot be read.
+Masks are drawn from a device's generator. The same generator state before the same forward pass,
+with the same numbers of rows and columns, therefore reproduces the masks. This includes the masks
+of a fused attention, which cannot be read.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 RandomStates = tuple[torch.Tensor, ...]
-"""States of the CPU's generator, then of the device's, if it has one."""
+"""States of the CPU's generator and of the device's generator, if it has one."""
 
 
 def active_dropout(model: nn.Module) -> tuple[str, float] | None:
-    """Return the first dropout of a model that is above 0, with its name; None without one.
+    """Return the name and rate of the first dropout above 0 in a model, or None.
 
-    It may be a module, or a number that a module passes to its attention.
+    The dropout may be a module, or a number that a module passes to its attention.
     """
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -52,7 +53,7 @@ def set_random_states(device: torch.device, states: RandomStates) -> None:
 
 @contextmanager
 def same_draws(device: torch.device, states: RandomStates | None = None) -> Iterator[None]:
-    """Restore the generators after the block, which begins with these or the present states."""
+    """Restore the generators after the block, which starts from `states` or the current states."""
     before = random_states(device)
     try:
         if states is not None:
@@ -63,7 +64,7 @@ def same_draws(device: torch.device, states: RandomStates | None = None) -> Iter
 
 
 def seeded_states(device: torch.device, seed: int) -> RandomStates:
-    """Return the states of the generators after seeding; the present states are restored."""
+    """Return the states of the generators after seeding; the current states are restored."""
     with same_draws(device):
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
@@ -75,10 +76,10 @@ def seeded_states(device: torch.device, seed: int) -> RandomStates:
 
 @contextmanager
 def dropping(model: nn.Module, states: RandomStates) -> Iterator[None]:
-    """Let a model drop as in training, with masks from these states of the generators.
+    """Apply dropout as in training, with masks drawn from these generator states.
 
-    Modes, generators and running statistics are restored. Checkpointing of layers is off within the
-    block, because `LayerByLayer` does it if memory is short.
+    Modes and generators are restored, and running statistics do not change. Gradient checkpointing
+    is off within the block, because `LayerByLayer` takes its place if memory is short.
     """
     modes = {module: module.training for module in model.modules()}
     checkpointed = [m for m in modes if getattr(m, "gradient_checkpointing", False) is True]

@@ -1,6 +1,6 @@
-"""Loading of a causal language model: a folder, embedded or cached, or a hub id.
+"""Loading of a causal language model from a folder, an embedded or cached model, or the hub.
 
-LoRA adapters in a folder are put on the model that they name, or merged into it.
+LoRA adapters in a folder are attached to the base model that they name, or merged into it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_ustat.policy.adapters import with_stored_adapters
 from grpo_ustat.policy.source import errors_in_one_line, resolve
 from grpo_ustat.policy.tokenizer import encode, load_tokenizer
 
-# Types of weights, as safetensors names them.
+# Weight types, named as in safetensors.
 WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
@@ -41,13 +41,13 @@ class Policy:
     # The causal language model, in evaluation mode.
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    # Ids that end a completion.
+    # Ids of the end-of-sequence tokens.
     end_tokens: frozenset[int]
-    # Id used for padding; masks, not this id, mark the padding.
+    # Id used for padding. Padding is recognised by masks, not by this id.
     pad_token: int
-    # True if sampling and scoring compute in bfloat16 with weights of a wider type.
+    # True if sampling and scoring compute in bfloat16 although the weights have a wider type.
     bf16: bool = False
-    # True if the tokenizer adds its special tokens to prompts; False if a chat format writes them.
+    # True if the tokenizer adds special tokens to prompts; False if the chat format contains them.
     special_tokens: bool = True
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -55,7 +55,7 @@ class Policy:
         return encode(self.tokenizer, texts, special_tokens=self.special_tokens)
 
     def computing(self) -> torch.autocast:
-        """Return the context of every forward pass: autocast to bfloat16 if `bf16` is set."""
+        """Return the context for forward passes, which autocasts to bfloat16 if `bf16` is set."""
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
 
@@ -73,16 +73,16 @@ def load_policy(
     """Load a policy in evaluation mode, with all parameters or only LoRA adapters trainable.
 
     Args:
-        model_name_or_path: `embedded:NAME`, `cached:NAME`, a folder in save_pretrained layout, also
-            PEFT's of LoRA adapters, or `org/name`.
+        model_name_or_path: `embedded:NAME`, `cached:NAME`, `org/name`, or a folder written by
+            save_pretrained (of a model or of PEFT's LoRA adapters).
         revision: branch, tag or commit on the hub.
-        dtype: torch dtype by name.
+        dtype: name of a torch dtype.
         device: torch device.
-        attn_implementation: name in transformers; None: its default.
-        trust_remote_code: run code that comes with the model.
-        tokenizer: tokenizer of the model; None: it is loaded.
-        merge_adapters: True: add a folder's LoRA adapters to the weights of their model, which are
-            then trainable; False: keep them separate, and only the adapters trainable.
+        attn_implementation: name of the attention in transformers; None for the default.
+        trust_remote_code: True to run code that is distributed with the model.
+        tokenizer: tokenizer of the model; if None, it is loaded.
+        merge_adapters: True to add a folder's LoRA adapters to the weights of their base model,
+            which are then trainable; False to keep the adapters separate and train only them.
     """
     transformers_logging.disable_progress_bar()
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -98,7 +98,7 @@ def load_policy(
                 raise ConfigError(f"{name} is not finite: download the model again")
     end_tokens = _end_tokens(model, tokenizer)
     pad = _pad_token(model, tokenizer, model_name_or_path)
-    # Transformers decorates `to` in a way that loses the type of its `self`.
+    # The decorator of `to` in transformers loses the type of `self`.
     model.to(device).eval()  # pyright: ignore[reportArgumentType]
     return Policy(model, tokenizer, end_tokens, min(end_tokens) if pad is None else pad)
 
@@ -106,24 +106,24 @@ def load_policy(
 def _model(source: str, *, revision: str | None, merge: bool, **options: Any) -> PreTrainedModel:
     """Load the causal language model at a source.
 
-    LoRA adapters are put on the base model that they name, or merged into it. Adapters of the base
-    model itself are always merged.
+    LoRA adapters are attached to the base model that they name, or merged into it. If the base
+    model is itself a folder of adapters, these are always merged.
     """
     adapters = adapter_base(Path(source))
     if adapters is not None:
         base, revision = adapters
         model = _model(resolve(base), revision=revision, merge=True, **options)
-        # A PeftModel forwards attributes to the model below it.
+        # A PeftModel forwards attribute access to its base model.
         return cast(PreTrainedModel, with_stored_adapters(model, source, merge=merge))
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
     folder = Path(source)
     files = weight_files(folder) if folder.is_dir() else []
     if (file := folder / "generation_config.json").is_file():
-        # Transformers passes over a damaged file; this raises.
+        # Transformers ignores a damaged file; this call raises an error.
         json.loads(file.read_text(encoding="utf-8"))
     verbosity = transformers_logging.get_verbosity()
-    # `report` holds what transformers would print.
+    # `report` contains everything that transformers would print.
     transformers_logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -146,22 +146,23 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
 
 
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[Path]) -> None:
-    """Refuse a model whose checkpoint lacks some of its weights, or holds others.
+    """Raise an error if the checkpoint's weights do not match the model.
 
-    Transformers draws missing weights at random. Buffers, such as masks, are not weights: the model
-    makes them.
+    Transformers initialises missing weights at random. Buffers, such as masks, are ignored, because
+    the model creates them.
 
     Args:
-        model: as loaded.
-        report: transformers' report of names in only one of the two, or with two shapes.
-        files: files of the checkpoint, whose types of weights are checked; empty for the hub.
+        model: model as loaded.
+        report: transformers' report of weights that are missing, unexpected or of another shape.
+        files: checkpoint files whose weight types are checked; empty for a model on the hub.
     """
     names = [name for name, _ in model.named_parameters()]
     if differing := sorted(report["mismatched_keys"]):
         name, in_file, in_model = differing[0]
         raise ConfigError(
-            f"{name} is {list(in_file)} in the checkpoint, {list(in_model)} by config.json"
-            f" ({len(differing)} weights differ): use the config.json that was saved with these"
+            f"{name} has shape {list(in_file)} in the checkpoint, but {list(in_model)} by "
+            f"config.json ({len(differing)} weights differ): use the config.json that was saved "
+            "with these weights"
         )
     if lacking := sorted(report["missing_keys"], key=[*names, *report["missing_keys"]].index):
         tied = " (with tie_word_embeddings=true it would share the embedding's weight)"
@@ -176,7 +177,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
                 kind = tensors.get_slice(key).get_dtype()
                 if kind not in WEIGHT_DTYPES and any(name.endswith(key) for name in names):
                     raise ConfigError(
-                        f"{key} is of {kind}: weights of {', '.join(WEIGHT_DTYPES)} are read"
+                        f"{key} has type {kind}: use weights of type {', '.join(WEIGHT_DTYPES)}"
                     )
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     unexpected = [
@@ -192,8 +193,8 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
     ]
     if placeless:
         raise ConfigError(
-            f"the checkpoint holds {placeless[0]}{_more(placeless)}, for which the model of "
-            "config.json has no place: use the config.json that was saved with these weights"
+            f"the checkpoint contains {placeless[0]}{_more(placeless)}, but the model of "
+            "config.json has no such weight: use the config.json that was saved with these weights"
         )
     if unexpected:
         warnings.warn(
@@ -208,23 +209,23 @@ def _more(names: list[Any]) -> str:
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids that end a completion, by the generation configuration or the tokenizer."""
+    """Return the end-of-sequence ids of the generation configuration and of the tokenizer."""
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     candidates = (*listed, cast("int | None", tokenizer.eos_token_id))
     end_tokens = frozenset(token for token in candidates if token is not None)
     if not end_tokens:
         raise ConfigError(
-            "the model names no end token: set eos_token_id in generation_config.json"
+            "the model has no end-of-sequence token: set eos_token_id in generation_config.json"
         )
     return end_tokens
 
 
 def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
-    """Return the tokenizer's id for padding; None if it has none, or one that the model lacks.
+    """Return the tokenizer's padding id, or None if there is none or the embedding lacks its row.
 
-    Trainers of base models often add a padding token that the model lacks. Any other token without
-    a row in the embedding is refused. `name`: name of the model, for the message.
+    Tokenizers of base models often have an added padding token without a row in the embedding. Any
+    other token without a row raises an error. `name`: name of the model, for the error message.
     """
     pad = cast("int | None", tokenizer.pad_token_id)
     rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)

@@ -1,9 +1,9 @@
-"""Rows for the model, and log-probabilities of completions.
+"""Input rows of the model, and log-probabilities of completions.
 
 A row is a left-padded prompt followed by a right-padded completion, so that all completions start
-in the same column. Positions are always explicit, so that a padded prompt has the positions that it
-has without padding. Contiguous rows have all their padding at the end: a causal model reads them
-without a mask.
+in the same column. Positions are always passed explicitly, so that padding does not shift the
+positions of a prompt. Contiguous rows have all their padding at the end, so a causal model can read
+them without a mask.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Rows:
     input_ids_BT: torch.Tensor
     # 1 on prompt and completion tokens.
     attention_mask_BT: torch.Tensor
-    # 1 on completion tokens that the policy wrote, see `Rollouts.scored_PGT`.
+    # 1 on completion tokens that the policy generated; see `Rollouts.scored_PGT`.
     completion_mask_BT: torch.Tensor
-    # T, the columns that hold completions.
+    # Number of columns that hold completions, T.
     width: int
 
 
 def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device) -> Rows:
-    """Pack the completions with flat indices p*G + i into rows, in that order."""
+    """Pack the completions with flat indices p*G + i into rows, in the order of `index`."""
     group_size = rollouts.mask_PGT.shape[1]
     prompts = [rollouts.prompt_tokens[i // group_size] for i in index]
     prompt_BL, mask_BL = left_padded(prompts, pad_token, device)
@@ -56,23 +56,23 @@ def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.de
 
 @dataclass(frozen=True)
 class ContiguousRows:
-    """B rows of a prompt and its completion without a gap, padded only at the end.
+    """B rows, each a prompt and its completion without a gap, padded only at the end.
 
-    Completions are predicted in windows of T columns.
+    The arrays of completion tokens have T columns.
     """
 
     input_ids_BL: torch.Tensor
-    # The column whose output predicts each completion token; the last column on padding.
+    # Column whose output predicts each completion token; the last column on padding.
     columns_BT: torch.Tensor
     targets_BT: torch.Tensor
-    # 1 on completion tokens that the policy wrote, see `Rollouts.scored_PGT`.
+    # 1 on completion tokens that the policy generated; see `Rollouts.scored_PGT`.
     mask_BT: torch.Tensor
 
 
 def pack_contiguous(
     rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device
 ) -> ContiguousRows:
-    """Pack the completions with flat indices p*G + i into contiguous rows, in that order."""
+    """Pack the completions with flat indices p*G + i into contiguous rows, in `index` order."""
     group_size, longest = rollouts.mask_PGT.shape[1:]
     written_BT = rollouts.mask_PGT.reshape(-1, longest)[index]
     lengths_B = written_BT.sum(axis=1)
@@ -96,7 +96,7 @@ def pack_contiguous(
 def left_padded(
     prompts: list[list[int]], pad_token: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and mask of P prompts, [P, L], each ending in the last column."""
+    """Return the token ids and the mask of P left-padded prompts, each of shape [P, L]."""
     ids_PL = np.full((len(prompts), max(map(len, prompts))), pad_token, dtype=np.int64)
     mask_PL = np.zeros_like(ids_PL)
     for row, prompt in enumerate(prompts):
@@ -113,7 +113,7 @@ def positions(attention_mask_BT: torch.Tensor) -> torch.Tensor:
 def completion_logprobs(
     model: PreTrainedModel, rows: Rows, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Sum the completion tokens' log-probabilities of each row, shape [B], float32 or wider."""
+    """Sum the log-probabilities of each row's completion tokens, shape [B], float32 or wider."""
     return token_logprobs(model, rows, temperature).sum(dim=1)
 
 
@@ -135,5 +135,5 @@ def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0)
 
 
 def widen(values: torch.Tensor) -> torch.Tensor:
-    """Convert values to float32 or wider, the types of all sums."""
+    """Convert values to float32 if they are narrower; all sums use float32 or wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

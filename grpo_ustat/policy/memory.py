@@ -1,4 +1,4 @@
-"""Memory: the need of scoring, the free bytes, and errors when it runs out."""
+"""Memory needed for scoring, free memory, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.limits import pass_bytes
 
-# The graph of a whole model may take this share of the free memory.
+# Largest share of the free memory that the graph of the whole model may use.
 GRAPH_MEMORY_SHARE = 1 / 2
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that a tensor could still take, with PyTorch's unused reserve."""
+    """Return the bytes that tensors can still use, including PyTorch's unused reserve."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -23,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def score_bytes(model: PreTrainedModel, tokens: int, by_layer: bool) -> int:
-    """Estimate the bytes that scoring so many tokens of a model holds, see `pass_bytes`."""
+    """Estimate the bytes that a model needs to score `tokens` tokens; see `pass_bytes`."""
     config = model.config.get_text_config(decoder=True)
     inner = getattr(config, "intermediate_size", None) or 0
     inner = max(inner) if isinstance(inner, list) else inner
@@ -32,13 +32,13 @@ def score_bytes(model: PreTrainedModel, tokens: int, by_layer: bool) -> int:
 
 
 def check_weights(weights: int, completion: int, free: int, device: str) -> None:
-    """Refuse a model that does not fit into a device's free memory even with one completion.
+    """Raise an error if the model and one completion do not fit into a device's free memory.
 
     Args:
-        weights: bytes of the model.
-        completion: bytes of scoring one completion, layer by layer.
+        weights: bytes of the model's weights.
+        completion: bytes needed to score one completion layer by layer.
         free: free bytes.
-        device: device of the model, for the message.
+        device: device of the model, for the error message.
     """
     if weights + completion <= free:
         return
@@ -51,5 +51,5 @@ def check_weights(weights: int, completion: int, free: int, device: str) -> None
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Return True if an accelerator's or the CPU's memory ran out."""
+    """Return True if the error means that an accelerator or the CPU ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)

@@ -1,8 +1,9 @@
 r"""Output layer: gradients at its logits, in chunks of rows or of the vocabulary.
 
-With logits o and the model's function of them, l = f(o) (a scale, a soft cap, mostly the identity),
-the log-probability of token y has the gradient `f'(o) (onehot(y) - softmax(l / temperature))` over
-temperature. Only completion positions are computed, and never all logits of a large batch at once.
+A model may transform the logits o of its output layer into l = f(o), by a scale or a soft cap;
+usually f is the identity. At o, the log-probability of token y has the gradient
+`f'(o) (onehot(y) - softmax(l / temperature)) / temperature`. Only completion positions are
+computed, and the logits of a large batch are never all in memory.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from transformers.utils.generic import ModelOutput
 
 from grpo_ustat.policy.logprobs import widen
 
-# Loading needs more packages than scores do.
+# `loading` imports packages that scores do not need.
 if TYPE_CHECKING:
     from grpo_ustat.policy.loading import Policy
 
-# Bytes of logits computed at a time.
+# Bytes of the logits that are computed at a time.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
 class Head:
-    """Output layer of a policy, with any function of its logits.
+    """Output layer of a policy, with the model's transformation of its logits.
 
     Args:
-        output: class of the output of the model below the output layer.
-        temperature: t, divides the logits.
+        output: output class of the model below the output layer.
+        temperature: temperature t that divides the logits.
     """
 
     def __init__(self, policy: Policy, output: type[ModelOutput], temperature: float):
@@ -42,20 +43,20 @@ class Head:
 
     @torch.no_grad()
     def logprobs(self, window: Window) -> torch.Tensor:
-        """Return log-probabilities of the window's targets, [B, T], 0 where its mask is 0."""
+        """Return the log-probabilities of the window's targets, [B, T], 0 if masked."""
         return self._by_token(
             window, lambda scores, targets_N: _chosen(scores, targets_N) - scores.logsumexp(dim=-1)
         )
 
     @torch.no_grad()
     def entropies(self, window: Window) -> torch.Tensor:
-        """Return entropies in nats of the window's token distributions, [B, T], 0 where masked."""
+        """Return the entropies of the window's token distributions in nats, [B, T], 0 if masked."""
         return self._by_token(window, lambda scores, _: _entropy(scores.log_softmax(dim=-1)))
 
     def _by_token(
         self, window: Window, of_scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return [B, T] of a function of logits over temperature, [N, V], and targets, [N]."""
+        """Apply a function of logits over temperature, [N, V], and targets, [N]; return [B, T]."""
         place_N = window.mask_BT.flatten().nonzero().squeeze(1)
         targets_N, values = window.targets_BT.flatten()[place_N], []
         for part, hidden_ND in self._chunks(window.hidden_BTD.flatten(0, 1)[place_N]):
@@ -70,19 +71,21 @@ class Head:
     ) -> torch.Tensor:
         """Add the gradient of `sum factor * logprob + entropy_factor * H` to the parameters.
 
-        It is also added to the `grad` of all parameters in the graph of the window's hidden states.
+        The gradient is added to the `grad` of the output layer's parameters and of all parameters
+        in the graph of the window's hidden states.
 
         Args:
-            window: hidden states with their graph.
-            factor_BT: factor of each token's log-probability; nothing is computed where it is 0.
+            window: window whose hidden states have a graph.
+            factor_BT: factor of each token's log-probability; tokens whose factors are all 0 are
+                skipped.
             entropy_BT: factor of each token's entropy.
 
         Returns:
-            The log-probabilities, [B, T], 0 where nothing was computed.
+            Log-probabilities, [B, T], 0 at skipped tokens.
         """
         used = factor_BT != 0 if entropy_BT is None else (factor_BT != 0) | (entropy_BT != 0)
         result = widen(window.hidden_BTD[:0].detach()).new_zeros(used.shape)
-        # Only this line waits for the device.
+        # Only this line synchronises with the device.
         place_N = used.flatten().nonzero().squeeze(1)
         if not len(place_N):
             return result
@@ -106,7 +109,7 @@ class Head:
         return result
 
     def _gradient(self, logits_NV, targets_N, factor_N, entropy_N):
-        """Return gradients at the logits, [N, V], and the log-probabilities of the targets, [N]."""
+        """Return the gradients at the logits, [N, V], and the targets' log-probabilities, [N]."""
         log_NV = self._scores(logits_NV).log_softmax(dim=-1)
         logprob_N = _chosen(log_NV, targets_N)
         factor_N1 = factor_N.to(log_NV)[:, None] / self.temperature
@@ -131,7 +134,7 @@ class Head:
         return scores_NV if self.temperature == 1 else scores_NV / self.temperature
 
     def _chunks(self, hidden_ND: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield parts of N positions whose logits fit into `CHUNK_BYTES`, with their place."""
+        """Yield chunks of N positions whose logits fit into `CHUNK_BYTES`, with their slices."""
         vocabulary = self.layer.head.weight.shape[0]
         entry = widen(hidden_ND[:0]).element_size()
         size = max(1, CHUNK_BYTES[hidden_ND.device.type] // (entry * vocabulary))
@@ -145,7 +148,7 @@ def _chosen(scores_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
 
 
 def _entropy(log_NV: torch.Tensor) -> torch.Tensor:
-    # As in `_gradient`, a logit of -inf adds 0.
+    # As in `_gradient`, a logit of -inf adds 0 to the entropy.
     log_NV = log_NV.clamp(min=-1e30)
     return -(log_NV.exp() * log_NV).sum(dim=-1)
 
@@ -156,25 +159,25 @@ class Window:
 
     # Hidden states before the output layer.
     hidden_BTD: torch.Tensor
-    # The tokens predicted from them.
+    # Tokens predicted from these hidden states.
     targets_BT: torch.Tensor
-    # 1 where the prediction counts.
+    # 1 if the predicted token is scored.
     mask_BT: torch.Tensor
 
     def part(self, index: torch.Tensor | slice) -> tuple[Window, slice]:
-        """Return the window of some rows, and its columns, in which any of the rows counts."""
+        """Return the window of some rows, cut to the columns that they use, and these columns."""
         used = self.mask_BT[index].any(dim=0).nonzero()
         columns = slice(int(used.min()), int(used.max()) + 1) if len(used) else slice(0, 1)
         return Window(*(x[index][:, columns] for x in vars(self).values())), columns
 
 
 class OutputLayer:
-    """Last layer of a causal model, with any function of its logits.
+    """Last layer of a causal model, with the model's transformation of its logits.
 
     Args:
         model: causal language model, without a PEFT wrapper.
-        output: class of the output of the model below the output layer.
-        temperature: divides the logits.
+        output: output class of the model below the output layer.
+        temperature: temperature that divides the logits.
     """
 
     def __init__(self, model: PreTrainedModel, output: type[ModelOutput], temperature: float):
@@ -186,13 +189,13 @@ class OutputLayer:
     def gradients(self, window: Window, vocabulary=slice(None), normaliser_BT=None):
         """Return the gradients of the summed log-probabilities at the logits, [B, T, V].
 
-        The second value is the log of the sum of exponentials over the vocabulary, [B, T].
+        The second return value is the log-sum-exp over the vocabulary, [B, T].
 
         Args:
             window: positions and hidden states.
-            vocabulary: tokens whose logits are used.
-            normaliser_BT: log of the sum of exponentials over the full vocabulary, needed if
-                `vocabulary` is a part of it.
+            vocabulary: slice of the vocabulary for which gradients are computed.
+            normaliser_BT: log-sum-exp over the full vocabulary; required if `vocabulary` is only a
+                part of it.
         """
         with torch.enable_grad():
             logits, final = self.logits(window.hidden_BTD, vocabulary)
@@ -210,7 +213,7 @@ class OutputLayer:
         return grads, normaliser_BT
 
     def back(self, grads_BTV: torch.Tensor, vocabulary=slice(None)) -> torch.Tensor:
-        """Return gradients at the hidden states from those at the logits."""
+        """Propagate gradients at the logits to the hidden states."""
         return grads_BTV.to(self.head.weight.dtype) @ self.head.weight[vocabulary]
 
     def through(self, window: Window) -> torch.Tensor:
@@ -222,12 +225,12 @@ class OutputLayer:
             return torch.autograd.grad((chosen * window.mask_BT).sum(), hidden)[0]
 
     def final(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the model's final logits, [B, T, V], from hidden states before the output layer.
+        """Return the model's final logits, [B, T, V], computed from the last hidden states.
 
-        The hidden states are [B, T, D].
+        The hidden states before the output layer have shape [B, T, D].
         """
         output = self.output(last_hidden_state=hidden_BTD)
-        # Models call either of the two.
+        # A model may call either of these two modules.
         below = {body(self.model), self.model.get_decoder()} - {self.model}
         with ExitStack() as patched:
             for module in below:
@@ -238,9 +241,9 @@ class OutputLayer:
     def logits(
         self, hidden_BTD: torch.Tensor, vocabulary: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits of some tokens, [B, T, V], from the output layer and from the model.
+        """Return the logits of some tokens before and after the model's transformation, [B, T, V].
 
-        They are the same tensor if the model does not change the logits of its output layer.
+        Both are the same tensor if the model does not transform the logits of its output layer.
         """
         if self._plain:
             with torch.no_grad(), self._only(vocabulary):
@@ -255,9 +258,9 @@ class OutputLayer:
 
     @contextmanager
     def _only(self, vocabulary: slice, leaves: list | None = None) -> Iterator[None]:
-        """Make the layer compute the logits of only some tokens, [B, T, V].
+        """Make the layer compute the logits of only some tokens, [B, T, V], within the block.
 
-        With `leaves`, these logits are a leaf of the graph, appended to that list.
+        If `leaves` is given, these logits are a leaf of the graph and are appended to that list.
         """
         head = self.head
 
@@ -273,23 +276,20 @@ class OutputLayer:
 
 
 def causal(model: Any) -> PreTrainedModel:
-    """Return the causal language model itself, without a PEFT wrapper; adapters stay in place."""
+    """Return the causal language model without a PEFT wrapper; adapters stay in place."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def body(model: PreTrainedModel) -> nn.Module:
-    """Return the module of a causal model that computes the hidden states.
-
-    It contains everything below the output layer.
-    """
+    """Return the module of a causal model that contains everything below the output layer."""
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """Return the argument by which `forward` takes the cache, or None.
+    """Return the name of the cache argument of `forward`, or None.
 
-    It is `past_key_values`, or `cache` from transformers 5.24 on.
+    The name is `past_key_values`, or `cache` since transformers 5.24.
     """
     parameters = inspect.signature(module.forward).parameters
     return next((name for name in ("past_key_values", "cache") if name in parameters), None)

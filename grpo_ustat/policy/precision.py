@@ -1,4 +1,4 @@
-"""TF32: float32 products of matrices on a GPU, with factors rounded to 10 bits after the point."""
+"""TF32: float32 matrix products on a GPU whose factors are rounded to 10 bits of mantissa."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-# True if this PyTorch's bmm may sum in a wider type.
+# True if the installed PyTorch's bmm can accumulate in a wider type.
 HAS_WIDENING_BMM = "dtype" in torch.ops.aten.bmm.overloads()
 
 
@@ -31,7 +31,7 @@ def full_products() -> Iterator[None]:
 
 
 def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if `wide_bmm` takes these factors without widening them."""
+    """Return True if `wide_bmm` accepts these factors without widening them."""
     narrow = left.dtype == right.dtype and left.dtype in NARROW_DTYPES
     return HAS_WIDENING_BMM and narrow and left.device.type == "cuda"
 
@@ -39,10 +39,10 @@ def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
 def wide_bmm(
     left_BIK: torch.Tensor, right_BKJ: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the batched product, [B, I, J], float32 or wider; into `out` if given.
+    """Compute the batched product, [B, I, J], in float32 or wider; write it to `out` if given.
 
-    Two factors of one narrow type are not widened on a GPU: the products of their entries are exact
-    in float32, in which they are summed.
+    Two factors of the same narrow type are not widened on a GPU, because the products of their
+    entries are exact in float32, the type of the sums.
     """
     if sums_wider(left_BIK, right_BKJ):
         return torch.bmm(left_BIK, right_BKJ, out_dtype=torch.float32, out=out)

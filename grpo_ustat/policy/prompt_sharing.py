@@ -1,9 +1,10 @@
-"""Reading of completions with gradients: a prompt is read once for its group.
+"""Forward passes over completions with gradients, in which a group's prompt is read only once.
 
-A pass reads its prompts, then their completions in several parts that continue from copies of the
-prompts' keys and values. The backward passes of the parts leave gradients at these copies, which
-are propagated through the prompts at the end. So the gradient is that of a pass over prompt and
-completion, and only the activations of the prompts and of one part are in memory at a time.
+A pass reads its prompts first. It then reads their completions in several parts, which continue
+from copies of the prompts' keys and values. The backward passes of the parts leave gradients at
+these copies, which are propagated through the prompts at the end. The gradient therefore equals the
+gradient of a pass over prompt and completion, but only the activations of the prompts and of one
+part are in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from grpo_ustat.records import Rollouts
 
 
 class SharedPromptReader:
-    """Reader of each prompt once, then of its completions in parts that continue from the prompt.
+    """Reader that reads each prompt once, and then its completions in parts that continue from it.
 
     Args:
-        prompts: indices of the prompts to read, ascending.
+        prompts: ascending indices of the prompts to read.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
@@ -59,7 +60,7 @@ class SharedPromptReader:
         mask_BT = rows.completion_mask_BT[:, -rows.width :]
         hidden_BTD = self.leaves[0][place_B][:, None]
         if rows.width > 1:
-            # The prompts' keys and values, a row for each completion.
+            # Keys and values of the prompts, one row for each completion.
             past = copy.copy(self.cache)
             past.layers = [copy.copy(layer) for layer in self.cache.layers]
             for number, layer in enumerate(cast("list[DynamicLayer]", past.layers)):
@@ -77,7 +78,7 @@ class SharedPromptReader:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return hidden states of the last columns; a mask is used if prompts differ in length."""
+        """Return the hidden states of these ids; a mask is used if prompts differ in length."""
         with self.policy.computing():
             output = self.below(
                 input_ids=ids,
@@ -91,9 +92,9 @@ class SharedPromptReader:
 
 
 class ContiguousReader:
-    """Reader of prompt and completion of a row in one pass, padded at the end and without a mask.
+    """Reader that reads prompt and completion in one pass, in rows padded only at the end.
 
-    Without a mask the fast kernels of causal attention apply.
+    It passes no mask, so the fast kernels of causal attention apply.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
@@ -117,7 +118,7 @@ class ContiguousReader:
 
 
 class FullReader:
-    """Reader of prompt and completion of a row in one pass with a mask, for models that need it."""
+    """Reader that reads prompt and completion in one pass with a mask, for models that need it."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
@@ -146,22 +147,22 @@ class FullReader:
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
 _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-# Mean difference in nats that narrow types may cause at a drawn token; SmolLM2-135M in bfloat16:
-# 0.07.
+# Largest mean difference of the log-probabilities of sampled tokens, in nats, that is attributed to
+# narrow types. SmolLM2-135M in bfloat16 has a difference of 0.07.
 MAX_NARROW_GAP = 0.3
-# Errors of a model that is read in an unusual way.
+# Errors that a model may raise if it does not support a way of reading.
 OTHER_WAYS_OF_READING = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-# Tokens of a prompt and its completion in a trial.
+# Number of tokens of a prompt and its completion in a trial.
 TRIAL_TOKENS = 20
-# Prompts of trials.
+# Prompts used in trials.
 UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]
 
 
 def can_share(policy: Policy) -> bool:
     """Return True if a prompt can be read once for its group.
 
-    The layers' state must consist of keys and values, and continuing from copies of these must give
-    the log-probabilities of a single pass.
+    The state of every layer must consist of keys and values, and a continuation from copies of them
+    must give the same log-probabilities as a single pass.
     """
     below = body(causal(policy.model))
     takes = cache_name(below) and "position_ids" in inspect.signature(below.forward).parameters
@@ -178,8 +179,9 @@ def can_share(policy: Policy) -> bool:
 def can_read_contiguous(policy: Policy) -> bool:
     """Return True if rows padded at the end and read without a mask give correct log-probabilities.
 
-    They are compared with those of rows that are read one by one. A model is tried once; without
-    enough memory for that the result is False, and the next call tries again.
+    The reference is the log-probabilities of rows that are read one at a time. Each model is tried
+    only once. If there is not enough memory for the trial, the result is False and the next call
+    tries again.
     """
     if policy.model not in _contiguous:
         agrees = _agrees(policy, ContiguousReader, UNEQUAL_PROMPTS, at_once=1)
@@ -192,18 +194,18 @@ def can_read_contiguous(policy: Policy) -> bool:
 def check_reading(
     policy: Policy, prompts: list[list[int]], completions: list[list[int]]
 ) -> torch.Tensor:
-    """Refuse a model that reads rows padded to one length differently from separate rows.
+    """Raise an error if the model reads padded rows differently from separate rows.
 
-    This happens if its positions begin elsewhere: scores would belong to other probabilities.
+    This happens if padding shifts the positions; scores would then belong to other probabilities.
 
     Args:
         prompts: tokens of P prompts of unequal lengths.
-        completions: T tokens of a completion of each prompt. If the model computes in a narrow
-            type, the model must have drawn them: rounding may change log-probabilities of unlikely
-            tokens by nats.
+        completions: T tokens of one completion per prompt. If the model computes in a narrow type,
+            it must have sampled these tokens, because rounding can change the log-probabilities of
+            unlikely tokens by several nats.
 
     Returns:
-        Log-probabilities of the rows read separately, [P, T].
+        Log-probabilities of the separately read rows, [P, T].
     """
     width = len(completions[0])
     rows = [[*prompt, *tokens] for prompt, tokens in zip(prompts, completions, strict=True)]
@@ -223,10 +225,10 @@ def check_reading(
 
 
 def check_rows(policy: Policy) -> None:
-    """Apply `check_reading` to a model whose tokens another program draws.
+    """Apply `check_reading` to a model for which another program samples the tokens.
 
-    A model that computes in a narrow type is not tried, because that needs tokens that it has
-    drawn.
+    A model that computes in a narrow type is not checked, because its check needs tokens that the
+    model itself has sampled.
     """
     if computes_narrowly(policy):
         return
@@ -236,9 +238,9 @@ def check_rows(policy: Policy) -> None:
 
 @torch.inference_mode()
 def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
-    """Return log-probabilities of the last tokens of a separate row, [T].
+    """Return the log-probabilities of the last tokens of a single row, [T].
 
-    It is read without mask, positions or cache, as transformers reads it by default.
+    The row is read without mask, positions or cache, which is the default of transformers.
     """
     ids_1L = torch.tensor([tokens], device=policy.model.device)
     with policy.computing():
@@ -257,23 +259,23 @@ def computes_narrowly(policy: Policy) -> bool:
 def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the largest difference of log-probabilities, in nats, or 0 if rounding explains it.
 
-    It is also 0 if they are not finite, which sampling and scoring report.
+    The result is also 0 for values that are not finite; sampling and scoring report those.
     """
     gaps = (first.double().cpu() - second.double().cpu()).abs()
     if computes_narrowly(policy):
         differ = float(gaps.mean()) > MAX_NARROW_GAP
     else:
-        # Also for float64, because some layers compute in float32 with any type of weights.
+        # The float32 tolerance also applies to float64 models, because some of their layers compute
+        # in float32.
         largest = max(1.0, float(second.abs().max()))
         differ = float(gaps.max()) > 1000 * torch.finfo(torch.float32).eps * largest
     return float(gaps.max()) if differ else 0.0
 
 
 def trial(policy: Policy) -> tuple[list[list[int]], int]:
-    """Return three short prompts of unequal lengths, and the number of tokens of a completion.
+    """Return three short prompts of unequal lengths, and the length of their completions in tokens.
 
-    No row is longer than the model's positions, or than what LongRoPE reads with one set of
-    factors.
+    No row exceeds the model's positions, or the length at which LongRoPE changes its factors.
     """
     config = policy.model.config.get_text_config(decoder=True)
     limits = (getattr(config, "max_position_embeddings", None), rope_switch(config))
@@ -284,7 +286,7 @@ def trial(policy: Policy) -> tuple[list[list[int]], int]:
 
 
 def trial_tokens(policy: Policy, count: int) -> list[int]:
-    """Return a row of `count` token ids that any model has, without special ones."""
+    """Return a row of `count` token ids that the model has, without special tokens."""
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
     plain = (t for t in range(2, vocabulary) if t not in {policy.pad_token, *policy.end_tokens})
     tokens = list(islice(plain, 8)) or [0]
@@ -294,9 +296,9 @@ def trial_tokens(policy: Policy, count: int) -> list[int]:
 def _agrees(
     policy: Policy, way: Callable[..., Reader], prompts: list[list[int]], at_once: int
 ) -> bool | None:
-    """Return True if a reader gives, up to rounding, the values of `FullReader`.
+    """Return True if a reader and `FullReader` agree up to rounding; None if memory runs out.
 
-    `FullReader` reads `at_once` rows at a time. None if the memory does not suffice.
+    `FullReader` reads `at_once` rows at a time.
     """
     try:
         tried, reference = (
@@ -307,7 +309,7 @@ def _agrees(
         no_memory = isinstance(error, RuntimeError) and out_of_memory(error)
         return None if no_memory else False
     if policy.bf16 or policy.model.dtype.itemsize == 2:
-        # Rounding in bfloat16 changes a token's value by up to this much.
+        # Rounding in bfloat16 changes a log-probability by at most this tolerance.
         return torch.allclose(tried, reference, rtol=0.0, atol=0.2)
     largest = max(1.0, float(reference.abs().max()))
     return torch.allclose(
@@ -322,9 +324,9 @@ def _trial(
     at_once: int,
     completions: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Return log-probabilities of a completion of each prompt, [P, T], `at_once` rows at a time.
+    """Return the log-probabilities of one completion per prompt, [P, T].
 
-    The default completion has three tokens.
+    The reader reads `at_once` rows at a time. The default completions have three tokens.
     """
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
     tokens = np.array(completions or [[2, 3, 4], [5, 6, 7]], dtype=np.int64)[:, None] % vocabulary

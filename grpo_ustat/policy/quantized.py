@@ -1,4 +1,4 @@
-"""Quantised base weights under adapters, which are never trained or repacked here."""
+"""Quantised base weights under adapters; they are neither trained nor repacked here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import nn
 
 from grpo_ustat.config.schema import ConfigError
 
-# A bitsandbytes layer with this attribute set packs its weights for the CPU.
+# If this attribute of a bitsandbytes layer is True, the layer packs its weights for the CPU.
 PACKS = "support_avx512bf16_for_cpu"
 
 
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
-    """Keep bitsandbytes from packing the weights of its 4-bit layers.
+    """Prevent bitsandbytes from packing the weights of its 4-bit layers within the block.
 
-    On a CPU with AVX512-BF16 a forward pass in evaluation mode and without gradients would pack
-    them for inference. Packed weights propagate no gradient, and stay packed in training.
+    On a CPU with AVX512-BF16, a forward pass in evaluation mode and without gradients would pack
+    the weights for inference. Packed weights propagate no gradient, and they stay packed during
+    training.
     """
     layers = [m for m in model.modules() if getattr(m, PACKS, False)]
     for layer in layers:
@@ -26,7 +27,7 @@ def unpacked(model: nn.Module) -> Iterator[None]:
         if getattr(state, "packing_format_for_cpu", False):
             raise ConfigError(
                 "bitsandbytes has packed 4-bit weights for inference on this CPU, so no gradient "
-                "flows through them: load the model anew, and run it in evaluation mode only on "
+                "flows through them: reload the model, and run it in evaluation mode only on "
                 "a GPU"
             )
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Source of a model: folder or hub id, errors of reading it, values of its config.json."""
+"""Source of a model: its folder or hub id, loading errors, and values of its config.json."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def resolve(model_name_or_path: str) -> str:
 
 @contextmanager
 def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path") -> Iterator[None]:
-    """Turn an error of the block, which loads from a source, into one line with the fix.
+    """Convert an error while loading from a source into a one-line message with the fix.
 
-    An error of memory passes unchanged. `key`: name of the setting, for the message.
+    Out-of-memory errors pass unchanged. `key`: name of the setting, for the error message.
     """
     of_hub = not Path(resolve(model_name_or_path)).exists()
     unreachable = of_hub and go_offline_if_unreachable()
     try:
         yield
     except Exception as error:
-        # Transformers raises whatever a damaged file leads to.
+        # A damaged file can make transformers raise any exception.
         if isinstance(error, RuntimeError) and out_of_memory(error):
             raise
         plain = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
@@ -48,17 +48,17 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
         if unreachable:
             reason = (
                 "it is not in the hub's local cache, and the hub does not answer: download it "
-                "where there is a network and set HF_HUB_OFFLINE=1, or name a folder"
+                "on a machine with network access and set HF_HUB_OFFLINE=1, or name a folder"
             )
         elif hub_settings.HF_HUB_OFFLINE and of_hub:
             reason = (
-                "it is not in the hub's local cache, and HF_HUB_OFFLINE=1 keeps it from being "
-                "fetched: unset that, or name a folder"
+                "it is not in the hub's local cache, and HF_HUB_OFFLINE=1 prevents its download: "
+                "unset HF_HUB_OFFLINE, or name a folder"
             )
         if "trust_remote_code" in str(error):
             reason = (
-                "it needs code that comes with it; read that code, and if you trust it add "
-                "model.trust_remote_code=true to the command line"
+                "it needs code that is distributed with it; read that code, and if you trust it, "
+                "add model.trust_remote_code=true to the command line"
             )
         raise ConfigError(
             f"no model could be loaded from {key}={model_name_or_path}: {reason}"
@@ -66,7 +66,7 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
 
 
 def _text_config(model: ModelConfig) -> PretrainedConfig:
-    """Load the configured model's config.json, or the part of its language model."""
+    """Load the configured model's config.json; return the part about its language model."""
     name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
@@ -78,19 +78,20 @@ def _text_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Return the number of positions, for prompt and completion together; None: unknown."""
+    """Return the model's number of positions for prompt plus completion; None if unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def rope_switch(config: PretrainedConfig) -> int | None:
-    """Return the length up to which LongRoPE uses its short factors; None: it has only one set.
+    """Return the length up to which LongRoPE uses its short factors; None if it has only one set.
 
-    It is compared with the longest row of a pass. Beyond it, all rows are read with the long
-    factors, including their first tokens. See `dynamic_rope_update` of transformers. Its other
-    kind, `dynamic`, changes beyond `max_position_embeddings`, which no row here exceeds.
+    LongRoPE compares this length with the longest row of a pass. If that row is longer, all rows
+    are read with the long factors, including their first tokens; see `dynamic_rope_update` of
+    transformers. The other kind in that function, `dynamic`, changes only beyond
+    `max_position_embeddings`, which no row here exceeds.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # A model with layers of several kinds has parameters for each kind.
+    # A model with several kinds of layers has rope parameters for each kind.
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     switches = [
         kind.get("original_max_position_embeddings")
@@ -102,13 +103,15 @@ def rope_switch(config: PretrainedConfig) -> int | None:
 
 
 def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
-    """Return the model's `rope_switch` if some passes are on either side of it, else None.
+    """Return the model's `rope_switch` if passes lie on both sides of it, else None.
 
-    A token's log-probability would then depend on the other rows of a pass and on the cache.
+    In that case a token's log-probability would depend on the other rows of the pass and on the
+    cache.
 
     Args:
-        shortest: tokens of the shortest prompt; the sampler may read all but the last of them.
-        longest: tokens of the longest row, its completion included.
+        shortest: number of tokens of the shortest prompt; the sampler may read all but the last
+            one.
+        longest: number of tokens of the longest row, including its completion.
     """
     switch = rope_switch(_text_config(model))
     return switch if switch is not None and shortest <= switch + 1 and longest > switch else None

@@ -1,4 +1,4 @@
-"""Tokenizer of a model: loading, saving, and ids of texts."""
+"""Tokenizer of a model: loading, saving, and encoding of texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_ustat.config.model import ModelConfig, adapter_base
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.source import errors_in_one_line, resolve
 
-# The same class, renamed in transformers 5.0.
+# Two names of one class, which transformers 5.0 renamed.
 CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -23,11 +23,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     key: str = "model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer by AutoTokenizer, unless tokenizer.json names no class.
+    """Load the model's tokenizer with AutoTokenizer unless its configuration names a generic class.
 
-    Such a tokenizer.json is used unchanged, because AutoTokenizer would replace its splitting of
-    words by the default of the model type. Adapters without a tokenizer use the tokenizer of the
-    model that they name. `key`: name of the setting, for errors.
+    If it names a generic class, tokenizer.json is used unchanged, because AutoTokenizer would
+    replace the pre-tokenizer by the default of the model type. Adapters without a tokenizer use
+    the tokenizer of their base model. `key`: name of the setting, for errors.
     """
     source = resolve(model_name_or_path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -53,9 +53,9 @@ def configured_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files like `save_pretrained`, with a class that any transformers knows.
+    """Write a tokenizer's files so that any version of transformers can load them.
 
-    Versions before 5.0 have no TokenizersBackend.
+    The name of the class TokenizersBackend is replaced, because versions before 5.0 lack it.
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
@@ -80,7 +80,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]
     stops = frozenset(t for t, text in enumerate(texts) if stop in text)
     if not stops:
         raise ConfigError(
-            f"prompt.stop={stop!r} is in none of the tokenizer's {len(texts)} tokens: "
+            f"prompt.stop={stop!r} occurs in none of the tokenizer's {len(texts)} tokens: "
             "use a shorter string, or null"
         )
     return stops

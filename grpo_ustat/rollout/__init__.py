@@ -1,1 +1,1 @@
-"""Completions: keyed draws, the in-process sampler, vLLM."""
+"""Sampling of completions: keyed draws, the in-process sampler, and vLLM."""

@@ -1,7 +1,7 @@
-"""Completions written side by side: the state of each row, and operations on all rows at once.
+"""Completions sampled in parallel: the state of each row, and operations on all rows at once.
 
-Columns are tokens of prompt and completion. All rows end in the same column. A row's own columns
-begin at its prompt's first token, and its mask hides earlier columns.
+Columns are tokens of prompt and completion. All rows end in the same column. A row starts at the
+column of its prompt's first token, and its mask hides earlier columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_ustat.rollout.decoding import choose
 from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-# Finished rows leave once fewer than this share are unfinished.
+# Finished rows leave the batch when the share of unfinished rows falls below this value.
 COMPACT_BELOW = 0.8
 ROW_TENSORS = (
     *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
@@ -32,12 +32,12 @@ ROW_TENSORS = (
 
 @dataclass(frozen=True)
 class Work:
-    """Completions to sample; number r = p G + i is completion i of prompt p."""
+    """Completions to sample; index r = p G + i is completion i of prompt p."""
 
     # Token ids of each prompt.
     encoded: list[list[int]]
     group_size: int
-    # Returns the uniforms [len(rows), T] of completions.
+    # Function that returns the uniforms of completions, [len(rows), T].
     draws: Callable[[list[int]], np.ndarray]
 
     def prompt(self, r: int) -> list[int]:
@@ -46,17 +46,17 @@ class Work:
 
 
 class Completions:
-    """R completions of at most T tokens on the host.
+    """R completions of at most T tokens, stored on the host.
 
-    Columns after the end of a completion are 0, and so is a row that is not yet written.
+    Columns after the end of a completion are 0. Rows that are not yet sampled are also 0.
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         self.tokens_RT = torch.zeros((rows, width), dtype=torch.int64)
-        # Log-probability of each token and entropy of its distribution, in float32 or wider.
+        # Log-probability of each token, and entropy of its distribution, in float32 or wider.
         self.logprobs_RT = self.tokens_RT.to(torch.promote_types(dtype, torch.float32))
         self.entropy_RT = self.logprobs_RT.clone()
-        # Tokens of each row.
+        # Number of tokens of each row.
         self.lengths_R = self.tokens_RT.sum(dim=1)
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -66,38 +66,38 @@ class Completions:
 
 @dataclass
 class ReadPrompts:
-    """Prompts read up to their last token, for rows that begin later."""
+    """Prompts that were read up to their last token, for rows that start later."""
 
     # Keys and values of P prompts.
     cache: DynamicCache
-    # Row of each prompt in the cache.
+    # Row of the cache by prompt.
     index: dict[int, int]
 
 
 class DecodingBatch:
     """R rows that the model continues token by token.
 
-    Tensors [R, T + 1] of written values have one column more than a completion, because finished
-    rows that are still in the batch write zeros after their end.
+    Tensors of sampled values, [R, T + 1], have one column more than a completion, because finished
+    rows that are still in the batch write a zero after their end.
     """
 
     def __init__(self, policy: Policy, work: Work, rows: list[int], sampling: Sampling):
-        """Read each prompt once, repeat it, and draw the first tokens."""
+        """Read each prompt once, repeat it for its rows, and draw the first tokens."""
         self.policy, self.work, self.sampling = policy, work, sampling
         self.model, self.device = policy.model, policy.model.device
-        # Name of the argument by which the model takes the cache.
+        # Name of the model's cache argument.
         self.cache_name = str(cache_name(causal(policy.model)))
         self.width = sampling.max_completion_length
-        # The completion that each row writes; -1 after it was handed over.
+        # Index of each row's completion; -1 after the completion was copied out of the batch.
         self.rows = np.array(rows)
-        # Tokens drawn so far by the batch, and their number when each row began.
+        # Number of tokens that the batch has drawn per row, and this number when each row started.
         self.drawn = 0
         self.began = np.zeros_like(self.rows)
         prompts, index = np.unique(self.rows // work.group_size, return_inverse=True)
-        # `length`: columns read so far.
+        # `length` is the number of columns read so far.
         self.cache, self.length, logits_PV = self._read_prompts([work.encoded[p] for p in prompts])
         lengths = np.array([len(work.prompt(r)) for r in rows])
-        # True if rows can be replaced, see `replaceable_rows`.
+        # True if rows can be replaced; see `replaceable_rows`.
         self.replaceable = replaceable_rows(self.cache, self.length)
         # First column of each row.
         self.starts, self.prompt_lengths_R = self.length - lengths, self._on_device(lengths)
@@ -113,7 +113,7 @@ class DecodingBatch:
         self.goes_on_V = self._on_device(goes_on_V)
         index_R = self._on_device(index)
         self.cache.reorder_cache(cast(torch.LongTensor, index_R))
-        # As of the last `look`.
+        # State at the last `look`.
         self.unfinished, self.finished_tokens = np.ones(len(rows), dtype=bool), 0
         self.read_ahead: ReadPrompts | None = None
         self.draw(logits_PV[index_R])
@@ -129,7 +129,7 @@ class DecodingBatch:
                 self.mask_RT = torch.nn.functional.pad(self.mask_RT, (0, missing + 64), value=1)
 
     def draw(self, logits_RV: torch.Tensor) -> None:
-        """Draw each row's next token and write it down."""
+        """Draw each row's next token and store it."""
         place_R1 = self.lengths_R[:, None]
         uniform_R = self.uniforms_RT.gather(1, place_R1)[:, 0]
         self.token_R, logprob_R, entropy_R = choose(
@@ -158,17 +158,17 @@ class DecodingBatch:
         ).logits[:, -1]
 
     def until_look(self, interval: int) -> int:
-        """Return the tokens until the next look: `interval`, or fewer if all rows end before."""
+        """Return the number of tokens until the next `look`, or until all rows are at the limit."""
         return min(
             interval - self.drawn % interval, self.width - self.drawn + int(self.began.max())
         )
 
     def all_at_the_limit(self) -> bool:
-        """Return True if every row has drawn as many tokens as a completion may have."""
+        """Return True if every row has drawn the maximum number of tokens of a completion."""
         return self.drawn - int(self.began.max()) >= self.width
 
     def look(self, progress: Progress) -> int:
-        """Return the number of unfinished rows and report progress; waits for the device."""
+        """Return the number of unfinished rows, and report progress; this waits for the device."""
         state_2R = torch.stack([self.unfinished_R.to(torch.int64), self.lengths_R]).cpu().numpy()
         written = self.rows >= 0
         before, self.unfinished = self.unfinished, (state_2R[0] > 0) & written
@@ -193,11 +193,11 @@ class DecodingBatch:
         self.rows[slots] = -1
 
     def fewer_rows(self, count: int) -> int:
-        """Return the number of rows to continue with: `count` unfinished ones if these are few."""
+        """Return the number of rows to keep: `count`, the unfinished rows, if these are few."""
         return count if count < COMPACT_BELOW * len(self.rows) else len(self.rows)
 
     def keep_rows(self, count: int) -> None:
-        """Continue with `count` rows: all unfinished ones, then rows that were handed over."""
+        """Keep only `count` rows: all unfinished rows, and then rows that were copied out."""
         slots = np.sort(np.argsort(~self.unfinished, kind="stable")[:count])
         index_B = self._on_device(slots)
         self.cache.reorder_cache(cast(torch.LongTensor, index_B))
@@ -207,10 +207,10 @@ class DecodingBatch:
             setattr(self, name, getattr(self, name)[slots])
 
     def refill(self, waiting: list[int]) -> None:
-        """Give the places of finished rows to waiting completions.
+        """Replace finished rows by waiting completions.
 
-        A new row enters with its prompt read up to the last token. That token takes the place of
-        the token drawn last, so the next `read` reads it.
+        The prompt of a new row has been read up to its last token. This last token replaces the
+        token drawn last, so the next `read` reads it.
         """
         slots = np.flatnonzero(~self.unfinished)
         while len(slots) and waiting:
@@ -218,7 +218,7 @@ class DecodingBatch:
             if self.read_ahead is None or prompt not in self.read_ahead.index:
                 rows = waiting[: len(self.rows)]
                 prompts = list(dict.fromkeys(row // self.work.group_size for row in rows))
-                # A prompt of one token has no column without it, so it is read as it is.
+                # A prompt of one token is read completely, because nothing precedes its token.
                 ids = [self.work.encoded[p][:-1] or self.work.encoded[p] for p in prompts]
                 cache, _, _ = self._read_prompts(ids)
                 self.read_ahead = ReadPrompts(cache, {p: i for i, p in enumerate(prompts)})
@@ -236,7 +236,7 @@ class DecodingBatch:
         self._drop_columns()
 
     def _drop_columns(self) -> None:
-        """Drop the first columns, which no unfinished row uses."""
+        """Drop the first columns if no unfinished row uses them."""
         first = int(self.starts[self.unfinished].min())
         if first > 0:
             for layer in self.cache.layers:
@@ -245,7 +245,7 @@ class DecodingBatch:
             self.mask_RT = self.mask_RT[:, first:]
 
     def _replace(self, slots: np.ndarray, rows: list[int], read: ReadPrompts) -> None:
-        """Begin completions `rows` in the places `slots`."""
+        """Start the completions `rows` in the batch rows `slots`."""
         prompts = [self.work.prompt(r) for r in rows]
         lengths = np.array([len(prompt) for prompt in prompts])
         slots_B, lengths_B = self._on_device(slots), self._on_device(lengths)
@@ -265,7 +265,7 @@ class DecodingBatch:
             column_RT.index_fill_(0, slots_B, 0)
 
     def _read_prompts(self, ids: list[list[int]]) -> tuple[DynamicCache, int, torch.Tensor]:
-        """Return a cache of P prompts, its columns, and the logits [P, V] of their next tokens."""
+        """Return a cache of P prompts, its number of columns, and the next logits, [P, V]."""
         ids_PL, mask_PL = left_padded(ids, self.policy.pad_token, self.device)
         length = ids_PL.shape[1]
         cache = growing_cache(self.model.config, length + self.width)
@@ -280,11 +280,11 @@ class DecodingBatch:
         return cache, length, output.logits[:, -1]
 
     def _mask(self, starts: np.ndarray, columns: int) -> torch.Tensor:
-        """Return a mask that is 1 from each row's first column on."""
+        """Return a mask that is 1 from the first column of each row onwards."""
         return self._on_device((np.arange(columns) >= starts[:, None]).astype(np.int64))
 
     def _uniforms(self, rows: list[int]) -> torch.Tensor:
-        """Return the draws of these completions and a column of zeros for finished rows."""
+        """Return the uniforms of these completions, and a column of zeros for finished rows."""
         return self._on_device(np.pad(self.work.draws(rows), ((0, 0), (0, 1))))
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""A key-value cache that grows in place, and whose rows can be replaced.
+"""Key-value cache that grows in place and whose rows can be replaced.
 
-`DynamicCache` copies its whole content for every token. Here long keys and values are in buffers
-with room for more tokens, so a token costs only its own entry; attention reads the same numbers.
-Short ones on CPUs are still copied, because reading them with gaps costs more.
+`DynamicCache` copies its whole content for every token. This cache stores long keys and values in
+buffers with room for more tokens, so only the entries of a new token are written. Attention reads
+the same numbers. Short keys and values on CPUs are still copied, because non-contiguous reads would
+cost more.
 
-All rows end in the same column, whenever they began, so a finished row can be replaced: the new
-prompt's entries overwrite the last columns, and the row's mask begins with them.
+All rows end in the same column, no matter when they started, so a finished row can be replaced. The
+new prompt's entries overwrite the last columns, and the row's mask starts at these columns.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# Room of a new buffer: copying it costs little beside what attention reads.
+# Number of spare tokens in a new buffer. Copying a buffer that rarely costs little compared with
+# what attention reads.
 SPARE_TOKENS = 64
-# Size of a row's head from which a copy costs more than reading with gaps.
+# Size of one head of one row from which a copy costs more than non-contiguous reads.
 MIN_IN_PLACE_BYTES = 12 * 1024
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
-    """Make `DynamicCache(config=config)` with attention layers that grow in place.
+    """Create a `DynamicCache(config=config)` whose attention layers grow in place.
 
-    Layers of other kinds (recurrent states, hybrids) stay as transformers made them.
+    Layers of other kinds (recurrent states, hybrids) are kept as transformers created them.
 
     Args:
-        most: columns beyond which buffers of accelerators do not grow to the next power of two.
+        most: maximum number of columns to which buffers on accelerators are rounded up.
     """
     cache = DynamicCache(config=config)
     for place, layer in enumerate(cache.layers):
@@ -40,9 +42,10 @@ def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
 
 
 def replaceable_rows(cache: DynamicCache, length: int) -> bool:
-    """Return True if rows can be replaced: each layer is of a class below, with `length` columns.
+    """Return True if the rows of all layers can be replaced.
 
-    The layers stay empty if the model keeps its state elsewhere.
+    Every layer must be of a class below and hold `length` columns. Layers stay empty if the model
+    keeps its state elsewhere.
     """
     return all(
         isinstance(layer, GrowingLayer | GrowingSlidingWindowLayer) and layer.holds(length)
@@ -51,7 +54,7 @@ def replaceable_rows(cache: DynamicCache, length: int) -> bool:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values [B, H, T, D] of all tokens so far."""
+    """Keys and values of all tokens so far, [B, H, T, D]."""
 
     def __init__(self, most: int = 0) -> None:
         super().__init__()
@@ -60,7 +63,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values; return all of them. See `DynamicLayer`."""
+        """Append keys and values, and return all keys and values; see `DynamicLayer`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -69,27 +72,27 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def holds(self, length: int) -> bool:
-        """Return True if these are the columns of a text of `length` tokens."""
+        """Return True if the layer holds the columns of a text of `length` tokens."""
         return self.get_seq_length() == length
 
     def replace(
         self, rows_B: torch.Tensor, other: GrowingLayer, index_B: torch.Tensor, count: int
     ) -> None:
-        """Write the last `count` columns of `other`'s rows `index_B` over the rows `rows_B`."""
+        """Overwrite rows `rows_B` with the last `count` columns of rows `index_B` of `other`."""
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
         replace_rows(self.keys, rows_B, other.keys, index_B, count)
         replace_rows(self.values, rows_B, other.values, index_B, count)
 
     def drop(self, count: int) -> None:
-        """Forget the first `count` columns."""
+        """Drop the first `count` columns."""
         assert self.keys is not None and self.values is not None
         self.keys = self._keys.crop(self.keys, count)
         self.values = self._values.crop(self.values, count)
 
 
 class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
-    """Keys and values [B, H, min(T, window - 1), D] of the last tokens."""
+    """Keys and values of the last tokens, [B, H, min(T, window - 1), D]."""
 
     def __init__(self, sliding_window: int, most: int = 0):
         super().__init__(sliding_window)
@@ -98,7 +101,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values; return those that the new tokens read."""
+        """Append keys and values, and return the keys and values that the new tokens read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -110,7 +113,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def holds(self, length: int) -> bool:
-        """Return True if these are the columns of a text of `length` tokens, within the window."""
+        """Return True if the layer holds the columns in the window of a text of `length` tokens."""
         kept = min(length, self.sliding_window - 1)
         columns = -1 if self.keys is None else self.keys.shape[-2]
         return self.cumulative_length == length and columns == kept
@@ -122,7 +125,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         index_B: torch.Tensor,
         count: int,
     ) -> None:
-        """Write the last columns of `other`'s rows over rows, within the window."""
+        """Overwrite rows as `GrowingLayer.replace` does, within the window."""
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
         count = min(count, self.sliding_window - 1)
@@ -130,7 +133,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         replace_rows(self.values, rows_B, other.values, index_B, count)
 
     def drop(self, count: int) -> None:
-        """Forget the first `count` columns that are still kept."""
+        """Drop the first `count` columns of the text, as far as the layer still holds them."""
         assert self.keys is not None and self.values is not None
         self.cumulative_length -= count
         excess = max(0, self.keys.shape[-2] - self.cumulative_length)
@@ -145,30 +148,30 @@ def replace_rows(
     index_B: torch.Tensor,
     count: int,
 ) -> None:
-    """Copy `source`'s rows `index_B` over `target`'s `rows_B`, only the last `count` columns.
+    """Copy the last `count` columns of `source`'s rows `index_B` to `target`'s rows `rows_B`.
 
-    Both tensors are [rows, H, T, D].
+    Both tensors have shape [rows, H, T, D].
     """
     columns = source[:, :, source.shape[-2] - count :]
     target[:, :, target.shape[-2] - count :].index_copy_(0, rows_B, columns[index_B])
 
 
 class GrowingTensor:
-    """A tensor [B, H, T, D] that grows along T within a buffer.
+    """Tensor [B, H, T, D] that grows along T within a buffer.
 
-    The last returned view is extended in place. Any other tensor, such as that view with fewer
-    rows, moves into a new buffer first. On accelerators a buffer's columns are a power of two, or
-    `most`: with few sizes the allocator can reuse a freed buffer.
+    The last returned view is extended in place. Any other tensor, such as the view with fewer rows,
+    is first copied into a new buffer. On accelerators, the number of columns of a buffer is a power
+    of two or `most`, because with only a few sizes the allocator can reuse freed buffers.
     """
 
     def __init__(self, most: int = 0) -> None:
         # See `growing_cache`.
         self.most = most
-        # The tensor returned last, at the end of the used part of the buffer.
+        # Tensor returned last, at the end of the used part of the buffer.
         self.view: torch.Tensor | None = None
-        # [B, H, T + room, D]; None if tensors are short and copied instead.
+        # Buffer [B, H, T + room, D]; None if tensors are short and therefore copied.
         self.buffer: torch.Tensor | None = None
-        # Columns of the buffer in use.
+        # Number of used columns of the buffer.
         self.length = 0
 
     def append(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -192,7 +195,10 @@ class GrowingTensor:
         return self.view
 
     def crop(self, old: torch.Tensor, start: int) -> torch.Tensor:
-        """Return `old` without the tokens before `start`, to be extended in place if `old` was."""
+        """Return `old` without the tokens before `start`.
+
+        The result can be extended in place if `old` could be.
+        """
         view = old[..., start:, :]
         if old is self.view:
             self.view = view

@@ -1,4 +1,4 @@
-"""Tokens from logits: drawn by inverting the cumulative distribution, or the most likely ones."""
+"""Choice of tokens from logits, by inverse transform sampling or by the largest logit."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import torch
 
 from grpo_ustat.policy.logprobs import widen
 
-# On a CPU it fits the processor's cache; elsewhere it is 2**24.
+# Number of logits processed at a time; on a CPU they fit into its cache. The default is 2**24.
 LOGITS_AT_ONCE = {"cpu": 2**19}
-# Tokens whose weights are summed before single ones are read.
+# Number of tokens in a block whose weights are summed first.
 BLOCK_TOKENS = 256
 
 
 def choose(
     logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float, greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose a token of each row; return it with its log-probability and the entropy.
+    """Choose a token for each row; return it with its log-probability and the entropy.
 
-    The distribution is p = softmax(logits / temperature) over the whole vocabulary, the logits in
-    float32 or wider, as they are scored. With s = logits / temperature - max and Z = sum exp(s), a
-    drawn token is the first at which the cumulative sum of exp(s) passes u Z, summed in float64.
-    For a large vocabulary, sums of blocks are computed first, see `draw_by_blocks`.
+    The distribution is p = softmax(logits / temperature) over the full vocabulary, with logits in
+    float32 or wider, as in scoring. Let s = logits / temperature - max and Z = sum exp(s). The
+    drawn token is the first one at which the cumulative sum of exp(s), computed in float64, exceeds
+    u Z. For a large vocabulary, the sums of blocks are computed first; see `draw_by_blocks`.
 
     Args:
         logits_RV: logits of R rows.
-        uniform_R: u of each row, in [0, 1), float64.
-        temperature: divides the logits.
-        greedy: take the token with the largest logit, the first of equals; u is not used.
+        uniform_R: uniform u of each row, in [0, 1), float64.
+        temperature: temperature that divides the logits.
+        greedy: True to choose the token with the largest logit (the first one in a tie) instead of
+            drawing a token.
 
     Returns:
-        Tokens [R] (int64), log p(token) = s_token - log Z [R], and the entropies
-        H = log Z - sum_v p_v s_v [R] in nats, both float64.
+        Tokens [R] (int64), log-probabilities log p(token) = s_token - log Z [R], and entropies
+        H = log Z - sum_v p_v s_v [R] in nats; the last two are float64.
     """
     rows = max(1, LOGITS_AT_ONCE.get(logits_RV.device.type, 2**24) // logits_RV.shape[1])
     draw = draw_by_blocks if logits_RV.shape[1] > 32 * BLOCK_TOKENS else draw_token
@@ -57,14 +58,14 @@ def choose(
 def draw_token(
     weights_RV: torch.Tensor, uniform_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the first token of each row at which the cumulative sum of its weights passes u Z.
+    """Return each row's first token at which the cumulative sum of the weights exceeds u Z.
 
     Args:
-        weights_RV: not negative, at least one of a row positive.
-        uniform_R1: u, in [0, 1), float64.
+        weights_RV: nonnegative weights, at least one of them positive in each row.
+        uniform_R1: uniform u of each row, in [0, 1), float64.
 
     Returns:
-        Tokens [R, 1], never one of weight 0, and the sums Z [R, 1], float64.
+        Tokens [R, 1], whose weights are positive, and the sums Z [R, 1], float64.
     """
     cumulative_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:]
@@ -74,10 +75,11 @@ def draw_token(
 def draw_by_blocks(
     weights_RV: torch.Tensor, uniform_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token as `draw_token` does, reading the vocabulary once less.
+    """Draw a token like `draw_token`, with one pass less over the vocabulary.
 
-    The first step locates the block in which u Z is passed, the second the token in that block.
-    Blocks are summed in the precision of the weights, all other sums are in float64.
+    The first step finds the block in which the cumulative sum exceeds u Z, and the second step
+    finds the token in that block. Sums within blocks have the precision of the weights; all other
+    sums are float64.
     """
     vocabulary = weights_RV.shape[1]
     full = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
@@ -97,10 +99,10 @@ def draw_by_blocks(
 
 
 def first_beyond(cumulative_RN: torch.Tensor, threshold_R1: torch.Tensor) -> torch.Tensor:
-    """Return the first place at which each row is beyond its threshold, [R, 1].
+    """Return the first index at which each row exceeds its threshold, [R, 1].
 
-    If rounding brings the threshold to the row's end or beyond, it is the first place with the
-    row's last value; for a row that is not finite, the last place.
+    If rounding makes the threshold equal to or larger than the row's last value, the result is the
+    first index with that value. For a row that is not finite, the result is the last index.
     """
     last_R1 = cumulative_RN[:, -1:]
     below_R1 = last_R1.nextafter(torch.zeros_like(last_R1))

@@ -1,4 +1,4 @@
-"""Rollout engines, which sample the completions for training or measurement."""
+"""Rollout engines, which sample completions for training or measurement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-# Errors of models that are called in a way that they do not expect.
+# Errors that a model may raise if it does not support the arguments of a call.
 WRONG_CALLS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError,
@@ -41,7 +41,7 @@ OTHER_WAYS = "use rollout=vllm, or study rollouts that were made elsewhere (pool
 
 
 class Engine(Protocol):
-    """Sampler of completions from the policy as it was at the last `refresh`."""
+    """Sampler of completions from the policy with its weights at the last `refresh`."""
 
     def sample(
         self,
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Sampler that uses the policy's model itself, so it draws from the scored distribution."""
+    """Sampler that uses the policy's model itself and so draws from the scored distribution."""
 
     def __init__(self, policy: Policy):
         check_cache(policy.model)
@@ -69,14 +69,14 @@ class LocalEngine:
         self.sample = partial(sample, policy)
 
     def refresh(self) -> None:
-        """Do nothing, because the engine uses the policy's weights."""
+        """Do nothing, because the engine always uses the policy's current weights."""
 
 
 def check_cache(model: PreTrainedModel) -> None:
-    """Refuse a model that ignores the cache with which it is called, or has only recurrent layers.
+    """Raise an error for a model that ignores its cache or has only recurrent layers.
 
-    The first would draw every later token without the text before it. The second (Mamba) would
-    apply the mask of all tokens to the new ones.
+    A model without a cache would draw all tokens after the first without the preceding text. A
+    recurrent model (Mamba) would apply the mask of all tokens to the new tokens.
     """
     kind = model.config.model_type
     layers = DynamicCache(config=model.config).layers
@@ -89,13 +89,14 @@ def check_cache(model: PreTrainedModel) -> None:
 
 
 def check_sampling(policy: Policy) -> None:
-    """Refuse a model that cannot be sampled, or is sampled incorrectly, with a transformers cache.
+    """Raise an error if a model cannot be sampled correctly with a transformers cache.
 
-    Tokens drawn side by side for prompts of unequal lengths must have the same probabilities as in
-    rows read separately. A model that reads the rows of a batch differently is refused too, see
-    `check_reading`.
+    Tokens sampled in one batch for prompts of unequal lengths must have the same probabilities as
+    in separately read rows. A model that reads the rows of a batch differently also raises an
+    error; see `check_reading`.
 
-    It writes and reads a few short rows of fixed draws, which change no draw of the run.
+    The check samples and reads a few short rows with fixed draws, which do not affect the draws of
+    the run.
     """
     kind = policy.model.config.model_type
     prompts, width = trial(policy)
@@ -108,15 +109,15 @@ def check_sampling(policy: Policy) -> None:
     alone_RT = check_reading(policy, prompts, written.tokens_RT.tolist())
     if gap := gap_beyond_rounding(policy, written.logprobs_RT, alone_RT):
         raise ConfigError(
-            f"rollout=local cannot sample from {kind} correctly: log-probabilities of tokens drawn "
-            f"side by side differ by up to {gap:.2g} nats from those of the same rows read "
-            f"separately: {OTHER_WAYS}, or use another model"
+            f"rollout=local cannot sample from {kind} correctly: log-probabilities of tokens "
+            f"sampled in one batch differ by up to {gap:.2g} nats from log-probabilities of the "
+            f"same rows read separately: {OTHER_WAYS}, or use another model"
         )
 
 
 @contextmanager
 def _one_line(kind: str) -> Iterator[None]:
-    """Turn any error of a model that does not accept our cache into one line."""
+    """Convert an error of a model that does not accept the cache into a one-line error."""
     try:
         yield
     except WRONG_CALLS as error:
@@ -130,7 +131,7 @@ def _one_line(kind: str) -> Iterator[None]:
 
 
 def make_engine(sampler: SamplerOptions, model: ModelConfig, policy: Policy) -> Engine:
-    """Make the configured engine, which samples from `policy`, loaded from `model`."""
+    """Create the configured engine, which samples from `policy`, the policy loaded from `model`."""
     options, longest = sampler.rollout, sampler.max_prompt_length
     if options.name == "local":
         return LocalEngine(policy)

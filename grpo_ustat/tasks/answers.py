@@ -1,15 +1,19 @@
-r"""Strict reading of the final answer of a completion.
+r"""Strict extraction of the final answer of a completion.
 
-A completion counts only if it states one final answer, in the first of these places that it has:
+A completion has an answer only if it states exactly one final number. The number is read from the
+first of these places that the completion has:
 
-  states a number counts, as in lm-evaluation-harness (Gao et al.), whose filter takes the first
-  match. Text after that line is not read: models write on below, base models with further questions
-  and answers of their own. Headings (`#### Step 1`) and echoed instructions
-  (`write #### and the answer`) state none and are passed over; five `#` are no mark;
+- a line marked by `####` (the mark of GSM8K, Cobbe et al. 2021). The first marked line that states
+  a number is used, as in lm-evaluation-harness (Gao et al.), whose filter takes the first match.
+  Text after that line is ignored, because models often continue; base models append further
+  questions and answers of their own. Headings (`#### Step 1`) and echoed instructions
+  (`write #### and the answer`) state no number and are skipped. Five `#` are not a mark;
+- a single `\boxed{}`;
+- the whole completion.
 
-An echoed question, an equation, several numbers, several boxes or two marks in a line state none.
-Behind a number on a marked line or in a box may stand its unit (`#### 18 dollars`), one of `UNITS`.
-For a reasoning model only the text after its thoughts is read, see `after_thoughts`.
+An echoed question, an equation, several numbers, several boxes, or two marks in a line do not count
+as an answer. On a marked line or in a box, the number may be followed by a unit (`#### 18 dollars`)
+from `UNITS`. For a reasoning model only the text after its thoughts is read; see `after_thoughts`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from decimal import Decimal
 from grpo_ustat.config.data import MARK
 
 BOXES = ("\\boxed{", "\\fbox{")
-# Marks with which chat templates begin and end thoughts.
+# Marks at the beginning and end of thoughts in chat templates.
 THOUGHTS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
@@ -29,11 +33,11 @@ THOUGHTS = (
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )  # fmt: skip
 MAX_DIGITS = 30
-# Characters of a number with its sign, commas and spaces.
+# Maximum length in characters of a number with its sign, commas and spaces.
 MAX_NUMBER = 60
-# Words behind a number.
+# Maximum number of words after a number.
 MAX_WORDS = 5
-# Characters of a marked line behind the mark.
+# Maximum length in characters of a marked line after the mark.
 MAX_MARKED = 120
 TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf", "mathit")
 LATEX_WRAPPERS = (
@@ -46,13 +50,13 @@ UNITS = {
     "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
     "ml", "mph", "per", "point",
 }  # fmt: skip
-# These change the value, also in the plural.
+# Words that change the value, in the singular or the plural.
 NO_UNITS = {
     "half", "halve", "quarter", "third", "dozen", "doz", "hundred", "thousand", "million",
     "billion", "trillion", "quadrillion", "quintillion", "zillion", "lakh", "crore", "ten",
     "twentie", "factorial",
 }  # fmt: skip
-# These change the value or hedge; a plural is another word, such as logs.
+# Words that change the value or express doubt. Their plurals are different words, such as logs.
 NO_UNIT = {
     "or", "and", "not", "no", "but", "out", "times", "minus", "plus", "over", "squared", "cubed",
     "added", "subtracted", "multiplied", "divided", "power", "raised", "mod", "modulo", "choose",
@@ -64,9 +68,9 @@ NO_UNIT = {
 }  # fmt: skip
 MINUS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013", "-"))
 _MARK = re.compile(rf"(?<!#){MARK}(?!#)")
-# Possessive, so that the time is linear.
+# The quantifiers are possessive, so that matching takes linear time.
 _MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")
-# The ways in which LaTeX and printers set thousands apart.
+# Thousands separators of LaTeX and of typeset text.
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _DOLLAR = r"(?:\\?[$€£¥])?"
 _NUMBER = re.compile(
@@ -74,7 +78,7 @@ _NUMBER = re.compile(
     rf"(?P<digits>(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+){_DOLLAR}"
 )
 _WORDS = r"[a-zA-Z][a-zA-Z ./-]*"
-# A number, then a unit that is separate from it.
+# A number followed by a separate unit.
 _MEASURED = re.compile(
     rf"(?P<number>[^a-zA-Z]*[\d$])(?: |\\[,;: ]|~)*"
     rf"(?:(?<=[ ,;:~])(?P<word>{_WORDS})|\\(?:{'|'.join(TEXTS)})\{{[ ~]*(?P<unit>{_WORDS})\}})\.?"
@@ -82,12 +86,12 @@ _MEASURED = re.compile(
 
 
 def after_thoughts(completion: str, prompt: str = "") -> str:
-    """Return the text of a completion after the last end of its thoughts.
+    """Return the text of a completion after the end of its last thoughts.
 
-    It is the whole completion if it has no thoughts, and empty if they do not end.
+    Without thoughts this is the whole completion. If the thoughts do not end, the text is empty.
 
     Args:
-        prompt: text before the completion; it may end in the mark that begins thoughts.
+        prompt: text before the completion; it may end with the mark that begins thoughts.
 
     >>> after_thoughts("<think>7</think> 8"), after_thoughts("8"), after_thoughts("7? 8", "<think>")
     (' 8', '8', '')
@@ -101,13 +105,14 @@ def after_thoughts(completion: str, prompt: str = "") -> str:
 
 
 def final_number(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""Return the number that `text` states as its final answer, or None; in linear time.
+    r"""Return the number that `text` states as its final answer, or None, in linear time.
 
     Args:
-        any_unit: if there is no number by itself or with one of `UNITS`, accept one with other
-            words behind it (`#### 12 apples`), except words that change its value.
+        any_unit: True to also accept a number that is followed by other words (`#### 12 apples`)
+            if there is no number without words or with a unit from `UNITS`. Words that change the
+            value are never accepted.
 
-    On a marked line `**`, `$...$`, `\(...\)`, `\[...\]`, a box around the number and spaces are
+    On a marked line, spaces, `**`, `$...$`, `\(...\)`, `\[...\]` and a box around the number are
     ignored. A box on that line or before it must state the same number.
 
     >>> [str(final_number(t)) for t in ("37+45=82, 82-12=70 #### 70", r"so \boxed{-1,070.50}.")]
@@ -140,14 +145,15 @@ def _final_number(text: str, any_unit: bool) -> Decimal | None:
 
 
 def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
-    """Return the number on the first line marked by #### that states one, and that line's end.
+    """Return the number on the first line marked by #### that states one, and the line's end.
 
-    The end is a position in the text. Without a number: None and the length of the text.
+    The end is a position in the text. If no line states a number, the result is None and the length
+    of the text.
     """
-    # A line has at most one match, at its last mark.
+    # The pattern matches at most once per line, at the last mark.
     for match in _MARKED.finditer(text):
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        # In **#### 12** everything is bold.
+        # The bold marks of **#### 12** begin before the mark.
         line = ("**" if before.count("**") % 2 else "") + match["line"]
         value = None if _MARK.search(before) else measured(line, any_unit)
         if value is not None:
@@ -156,10 +162,10 @@ def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
 
 
 def measured(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""Return the number of a short text that has only a unit and formatting besides, or None.
+    r"""Return the number of a short text, or None if it has more than a unit and formatting.
 
     Args:
-        text: a line after a mark, or the content of a box.
+        text: rest of a line after its mark, or content of a box.
         any_unit: see `final_number`.
 
     >>> [str(measured(t)) for t in ("18 dollars", r"$18\text{ miles per hour}$.", "18 thousand")]
@@ -182,7 +188,7 @@ def measured(text: str, any_unit: bool = False) -> Decimal | None:
 
 
 def _unwrapped(text: str) -> str:
-    """Strip spaces and formatting around a short text; return "" for a long one."""
+    """Strip spaces and formatting around a short text; return "" for a long text."""
     text = text.strip() if len(text) <= MAX_MARKED else ""
     inner = text.removesuffix(".").rstrip()
     for left, right in LATEX_WRAPPERS:
@@ -192,12 +198,12 @@ def _unwrapped(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text, in lower case."""
+    """Return the words of a text in lower case."""
     return re.findall("[a-z]+", text.lower())
 
 
 def changes_value(word: str) -> bool:
-    """Return True if a word after a number is not a unit: a word above, or a part like tenths.
+    """Return True if a word after a number, such as dozens or tenths, changes the number's value.
 
     >>> [changes_value(word) for word in ("dozens", "fifteenths", "months", "pies", "logs")]
     [True, True, False, False, False]
@@ -208,15 +214,15 @@ def changes_value(word: str) -> bool:
 
 
 def forms(word: str) -> set[str]:
-    """Return a word, and the word without a plural's ending s or es."""
+    """Return a word, and the word without the plural ending s or es."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def number(text: str) -> Decimal | None:
-    """Return the number that a text consists of, or None.
+    """Return the number if the text consists of a single number, else None.
 
-    It may have a sign (also the minus U+2212), a currency sign, commas between thousands (also
-    `{,}` and thin spaces), spaces around it, one full stop, and at most 30 ASCII digits.
+    The number may have a sign (including the minus U+2212), a currency sign, thousands separators
+    (commas, `{,}` or thin spaces), surrounding spaces, one full stop, and at most 30 ASCII digits.
     """
     text = _THOUSANDS.sub(",", text.strip().translate(MINUS))
     match = _NUMBER.fullmatch(text.removesuffix(".")) if len(text) <= MAX_NUMBER else None
@@ -229,7 +235,7 @@ def number(text: str) -> Decimal | None:
 
 
 def plain(value: Decimal) -> str:
-    """Format a number as in logs and gold answers.
+    """Format a number as it appears in logs and gold answers.
 
     >>> [plain(Decimal(text)) for text in ("18.00", "-0.50", "+1000", "-0")]
     ['18', '-0.5', '1000', '0']
@@ -240,17 +246,19 @@ def plain(value: Decimal) -> str:
 
 
 def stated(text: str, any_unit: bool = False) -> str | None:
-    """Return the final number of a text, see `final_number`, formatted by `plain`, or None."""
+    """Return the result of `final_number`, formatted by `plain`, or None."""
     value = final_number(text, any_unit)
     return None if value is None else plain(value)
 
 
 def last_boxed(text: str, longest: int) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` of a text; in linear time.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` of a text, in linear time.
+
+    The result is None for an unclosed box or a content that is too long.
 
     Args:
-        text: a completion; braces behind a backslash do not count.
-        longest: characters; None is returned for a longer content, as for an unclosed box.
+        text: completion; escaped braces do not count as braces.
+        longest: maximum length of the content in characters.
 
     >>> last_boxed(r"\boxed{1}, so \boxed{\frac{1}{2}} it is", 300), last_boxed(r"\boxed{3", 300)
     ('\\frac{1}{2}', None)

@@ -1,9 +1,9 @@
 """Synthetic arithmetic: five kinds of questions with integer answers and disjoint splits.
 
-The kinds are those of the paper's Figure 4: two-step and three-step addition/subtraction, one
-multiplication, one exact division, addition/subtraction with parentheses. The hash of a question's
-canonical form decides its split, so questions that are the same arithmetic in another order (3*7
-and 7*3, 9-(4+2) and 9-2-4, 21/7 and 3*7) are always in the same split.
+The paper's Figure 4 uses these kinds: two-step and three-step addition/subtraction, a single
+multiplication, a single exact division, and addition/subtraction with parentheses. The hash of a
+question's canonical form determines its split. Equivalent questions (3*7 and 7*3, 9-(4+2) and
+9-2-4, 21/7 and 3*7) are therefore always in the same split.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from grpo_ustat.tasks.answers import MARK
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 SPLITS = ("train", "train", "train", "test", "study")
-# Redraws of one question before its kind counts as exhausted.
+# Number of draws after which a kind of question is considered exhausted.
 MAX_TRIES = 1000
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Operand ranges, both ends included."""
+    """Operand ranges; both ends are included."""
 
     # Terms of sums and differences.
     min_term: int = 1
     max_term: int = 49
-    # The larger factor, or the quotient; multiples of ten are excluded, because they are
-    # intermediate steps of the others.
+    # Larger factor or quotient. Multiples of ten are excluded, because they are intermediate steps
+    # of other questions.
     min_factor: int = 11
     max_factor: int = 99
-    # The smaller factor, or the divisor.
+    # Smaller factor or divisor.
     min_digit: int = 2
     max_digit: int = 9
 
@@ -46,14 +46,14 @@ class Exercise:
     kind: str
     text: str
     answer: int
-    # Signed terms of a sum as written, or (factor, digit) of a product or quotient.
+    # Signed terms of a sum as written, or the pair (factor, digit) of a product or quotient.
     operands: tuple[int, ...]
-    # For parentheses, the index of the first of the two terms inside.
+    # Index of the first of the two terms in parentheses; None without parentheses.
     inside: int | None = None
 
     @property
     def canonical(self) -> str:
-        """The arithmetic of the question, independent of the order in which it is written."""
+        """Canonical form of the question, which does not depend on the order of its operands."""
         if self.kind in ("multiplication", "division"):
             return "*".join(map(str, sorted(self.operands)))
         terms = self.operands
@@ -63,7 +63,7 @@ class Exercise:
 
     @property
     def split(self) -> str:
-        """The split to which the canonical form hashes: 3/5 train, 1/5 test, 1/5 study."""
+        """Split determined by the hash of the canonical form: 3/5 train, 1/5 test, 1/5 study."""
         digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
         return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
 
@@ -77,9 +77,9 @@ def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
 
 
 def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
-    """Make a question with `operands` signed as written.
+    """Create a question with parentheses, whose operands have the signs as written.
 
-    In 9-(4+2) they are (9, -4, 2), expanded to 9-4-2.
+    For example, 9-(4+2) has the operands (9, -4, 2), and its value is 9-4-2.
     """
     a, b, c = (rng.randint(ranges.min_term, ranges.max_term) for _ in range(3))
     inside = rng.choice((0, 1))
@@ -127,7 +127,7 @@ def _exercise(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Exer
 
 
 def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
-    """Yield questions of a split without end, kinds drawn uniformly, with repetitions."""
+    """Yield questions of a split endlessly, with repetitions; the kind is drawn uniformly."""
     rng = random.Random(f"arithmetic/{split}/{seed}")
     while True:
         yield _exercise(rng, rng.choice(KINDS), split, ranges)
@@ -136,7 +136,10 @@ def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
 def draw(
     split: str, count: int, ranges: Ranges, seed: int | str, without: Container[str] = ()
 ) -> list[Exercise]:
-    """Draw `count` distinct questions of a split, kinds uniformly, with no text in `without`."""
+    """Draw `count` distinct questions of a split, excluding the texts in `without`.
+
+    The kind of each question is drawn uniformly.
+    """
     rng = random.Random(f"arithmetic/{split}/{seed}")
     exercises: dict[str, Exercise] = {}
     while len(exercises) < count:
@@ -148,7 +151,7 @@ def draw(
         if question is None:
             have = sum(q.kind == kind for q in exercises.values())
             raise ConfigError(
-                f"{count} distinct {split} questions asked, but these operand ranges hold only "
+                f"{count} distinct {split} questions requested, but these operand ranges have only "
                 f"about {have} of kind {kind}: widen the dataset's ranges or ask for fewer"
             )
         exercises[question.text] = question
@@ -156,7 +159,7 @@ def draw(
 
 
 def worked(exercise: Exercise) -> str:
-    """Return a solution, step by step from the left, parentheses first.
+    """Return a step-by-step solution that starts with the parentheses and proceeds from the left.
 
     >>> worked(Exercise("parentheses", "9-(4+2)", 3, (9, -4, 2), 1))
     '4+2=6, 9-6=3 #### 3'
@@ -180,9 +183,10 @@ class Arithmetic:
     """Questions of each split.
 
     Args:
-        sizes: number of questions of `train`, `test`, `study` and `examples`. Examples are shown
-            solved in prompts; they hash to the train split but are not among its questions.
-        seed: seed of the questions, not of the run.
+        sizes: number of questions of `train`, `test`, `study` and `examples`. Prompts show the
+            examples with their solutions. The hashes of the examples belong to the train split, but
+            its questions do not include them.
+        seed: seed of the questions; it is not the seed of the run.
     """
 
     def __init__(self, ranges: Ranges, sizes: dict[str, int], seed: int, examples_seed: int = 0):
@@ -190,7 +194,7 @@ class Arithmetic:
         self._seed, self._examples_seed = seed, examples_seed
 
     def questions(self, split: str) -> list[Question]:
-        """Return the split's questions, in the order in which they were drawn."""
+        """Return the split's questions in the order of their draws."""
         return [
             Question(q.text, q.text, str(q.answer), q.kind, worked(q))
             for q in self._exercises(split)

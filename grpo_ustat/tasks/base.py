@@ -22,9 +22,9 @@ from grpo_ustat.tasks.prompts import Prompting
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import tell
 
-# Two words in a row.
+# Two consecutive words.
 WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
-# Prompts that fit questions of words, by the kind of the data set.
+# Suitable prompts for questions in words, by the kind of the data set.
 PROMPTS = {
     "gsm8k": "prompt=gsm8k, or prompt=gsm8k_chat for a chat model",
     "math": "prompt=qwen_math_cot, or prompt=chat_boxed for a chat model",
@@ -33,24 +33,24 @@ PROMPTS = {
 
 
 class Source(Protocol):
-    """A data set: the questions of each split.
+    """Data set with the questions of each split.
 
-    A source may have two more attributes. `counts` holds the number of dropped questions by reason,
-    and `note` is a remark about the questions; both are printed once a run.
+    A source may have two more attributes. `counts` is the number of dropped questions by reason,
+    and `note` is a remark about the questions. Both are printed once per run.
     """
 
     def questions(self, split: str) -> list[Question]:
         """Return the questions of `train`, `test`, `study` or `examples`, in a fixed order.
 
-        No question is in two of them.
+        The splits are disjoint.
         """
         ...
 
 
 class Judge(Protocol):
-    """Reader of completions that extracts their answers and rewards them."""
+    """Judge that extracts the answers of completions and rewards them."""
 
-    # Numbers of errors while judging so far, `timeouts` and `failures`.
+    # Number of `timeouts` and of `failures` during judging so far.
     counts: Counter[str]
 
     def extract(self, completion: str) -> str | None:
@@ -58,24 +58,27 @@ class Judge(Protocol):
         ...
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return the reward of each completion of its prompt, a finite number."""
+        """Return the reward of each completion, a finite number."""
         ...
 
 
 def spoken(prompts: list[Prompt], completions: list[str]) -> list[str]:
-    """Return the text of each completion after its thoughts, see `after_thoughts`."""
+    """Return the text of each completion after its thoughts; see `after_thoughts`."""
     pairs = zip(prompts, completions, strict=True)
     return [after_thoughts(text, prompt.text) for prompt, text in pairs]
 
 
 class NumberJudge:
-    """Judge with reward 1 for the right final number, else 0; see `final_number`."""
+    """Judge that rewards the right final number with 1 and anything else with 0.
+
+    `final_number` extracts the number.
+    """
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
 
     def extract(self, completion: str) -> str | None:
-        """Return the final number as `plain` formats it."""
+        """Return the final number, formatted by `plain`."""
         return stated(completion, any_unit=True)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
@@ -90,9 +93,9 @@ class Task:
     """Questions, a prompt format, and a judge of completions.
 
     Args:
-        reward_funcs: further reward functions by name; each maps rollouts to an array [P, G].
-        reward_weights: weights of the judge and of each further function in the reward, their sum;
-            empty: 1 each.
+        reward_funcs: additional reward functions by name; each maps rollouts to an array [P, G].
+        reward_weights: weights of the judge and of each additional function in the weighted sum
+            that is the reward; empty for 1 each.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Task:
         self.reward_weights_F = np.array(reward_weights or [1.0] * (1 + len(self.reward_funcs)))
 
     def questions(self, split: str) -> list[Question]:
-        """Return the questions of a split, see `Source.questions`."""
+        """Return the questions of a split; see `Source.questions`."""
         return self._source.questions(split)
 
     def prompts(self, split: str) -> list[Prompt]:
@@ -120,13 +123,13 @@ class Task:
         return self._judge.extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return the judge's reward of each completion of its prompt."""
+        """Return the judge's reward of each completion."""
         return self._judge.rewards(prompts, completions)
 
     def take_counts(self) -> dict[str, int]:
-        """Return the errors while judging since the last call.
+        """Return the number of errors during judging since the last call.
 
-        The keys are `timeouts` and `failures`; a judge that cannot fail has none.
+        The keys are `timeouts` and `failures`; the result is empty if the judge cannot fail.
         """
         counts = dict(self._judge.counts)
         self._judge.counts.update({name: -count for name, count in counts.items()})
@@ -140,12 +143,12 @@ class Task:
 
     @property
     def note(self) -> str:
-        """The source's remark about its questions; empty if there is none."""
+        """Remark of the source about its questions; empty if there is none."""
         return getattr(self._source, "note", "")
 
 
 def tell_dropped(task: Task) -> None:
-    """Print once, on rank 0, the data set's note and the number of dropped questions by reason."""
+    """Print the data set's note and the number of dropped questions by reason, on rank 0."""
     if task.note and is_main():
         tell(f"note: {task.note}", file=sys.stderr)
     reasons = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
@@ -154,7 +157,7 @@ def tell_dropped(task: Task) -> None:
 
 
 def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
-    """Warn on rank 0 if most prompts add an equals sign to a question in words."""
+    """Print a warning on rank 0 if most prompts add an equals sign to a question in words."""
     ended = [
         prompt
         for prompt in prompts
@@ -172,13 +175,13 @@ def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
 
 
 def rewards(task: Task, rollouts: Rollouts) -> Array:
-    """Compute rewards of every completion by every reward function, [P, G, F], float64.
+    """Compute the reward of every completion by every reward function, [P, G, F], float64.
 
-    The task's own function comes first.
+    The task's judge comes first.
 
     Raises:
-        FloatingPointError: a reward is not finite or above `MAX_REWARD`; the message names its
-            prompt and its function.
+        FloatingPointError: the absolute value of a reward exceeds `MAX_REWARD`, or a reward is not
+            finite; the message names the prompt and the function.
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
     prompts = [p for p, of_p in zip(rollouts.prompts, rollouts.texts_PG, strict=True) for _ in of_p]
@@ -196,12 +199,12 @@ def rewards(task: Task, rollouts: Rollouts) -> Array:
 
 
 def summed_rewards(task: Task, rollouts: Rollouts) -> Array:
-    """Return the weighted sum of `rewards`, [P, G], on which baselines and errors are computed."""
+    """Return the weighted sum of `rewards`, [P, G], the basis of baselines and errors."""
     return weighted_sum(rewards(task, rollouts), task.reward_weights_F)
 
 
 def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
-    """Mark the completions that state an answer, right or wrong, bool [P, G]."""
+    """Return True for each completion that states an answer, right or wrong, bool [P, G]."""
     pairs = zip(rollouts.prompts, rollouts.texts_PG, strict=True)
     return np.array(
         [[extracted(reader, prompt, text) is not None for text in texts] for prompt, texts in pairs]
@@ -211,7 +214,7 @@ def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
 def extracted(reader: Judge | Task, prompt: Prompt, completion: str) -> str | None:
     """Return the final answer that a completion of a prompt states; None if it states none.
 
-    Thoughts that the prompt began and the completion does not end hold no answer.
+    Unfinished thoughts contain no answer, even if the prompt began them.
     """
     unanswered = completion and not after_thoughts(completion, prompt.text)
     return None if unanswered else reader.extract(completion)
@@ -221,8 +224,8 @@ class Fitting:
     """Source of the questions whose prompts have at most `max_length` tokens.
 
     Args:
-        lengths: returns the number of tokens of each text.
-        max_length: limit for a prompt in tokens, `prompt.max_length`.
+        lengths: function that returns the number of tokens of each text.
+        max_length: maximum length of a prompt in tokens, `prompt.max_length`.
     """
 
     def __init__(
@@ -240,11 +243,11 @@ class Fitting:
 
     @property
     def counts(self) -> Counter[str]:
-        """Questions dropped by the source, and long ones of the splits read so far, by reason."""
+        """Number of dropped questions by reason, including long prompts of splits read so far."""
         return Counter(getattr(self._source, "counts", {})) + self._counts
 
     def questions(self, split: str) -> list[Question]:
-        """Return the fitting questions of a split, see `Source.questions`."""
+        """Return the questions of a split whose prompts fit; see `Source.questions`."""
         if split not in self._fitting_by_split:
             questions, most = self._source.questions(split), self._most
             lengths = self._lengths(
@@ -253,7 +256,7 @@ class Fitting:
             fitting = [q for q, length in zip(questions, lengths, strict=True) if length <= most]
             if questions and not fitting:
                 raise ConfigError(
-                    f"prompt.max_length={most} leaves out all {len(questions)} {split} questions, "
+                    f"prompt.max_length={most} excludes all {len(questions)} {split} questions, "
                     f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise it, or use "
                     "null"
                 )

@@ -12,7 +12,7 @@ from grpo_ustat.tasks.answers import MARK, measured, plain
 from grpo_ustat.tasks.rows import train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
-# Annotations of a calculator, as in 48/2 = <<48/2=24>>24.
+# Calculator annotations, as in 48/2 = <<48/2=24>>24.
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
@@ -23,13 +23,13 @@ def gsm8k(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Return the questions of each split; `verbatim` keeps white space at their ends."""
+    """Return the questions of each split; `verbatim` keeps leading and trailing white space."""
     train, test = ([question_of(row, verbatim) for row in rows] for rows in train_and_test(dataset))
     return Splits(train, test, sizes, dataset.seed, examples_seed)
 
 
 def question_of(row: Row, verbatim: bool = False) -> Question:
-    """Return the question of a row, its solution without the calculator's annotations."""
+    """Return the question of a row; calculator annotations are removed from its solution."""
     text, worked = row.text("question"), row.text("answer")
     if not verbatim:
         text, worked = text.strip(), worked.strip()

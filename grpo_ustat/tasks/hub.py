@@ -1,7 +1,7 @@
-"""Test of the connection to the Hugging Face hub.
+"""Connection test for the Hugging Face hub.
 
-If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1. Otherwise
-huggingface_hub would try each file six times, for more than a minute.
+If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1. Without this
+test, huggingface_hub would request each file six times, which takes more than a minute.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from functools import cache
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.terminal.streams import single_line, tell
 
-# Seconds to answer; looking names up has no limit of its own.
+# Time limit for an answer in seconds; name resolution has no limit of its own.
 ANSWER_SECONDS = 8.0
 
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """Read only the local cache from here on if the hub does not answer; return True then.
+    """Return True, and read only the local cache from now on, if the hub does not answer.
 
-    It prints a warning and sets the environment of this process and its children. The hub is asked
-    only once.
+    In that case a warning is printed, and the environment of this process and its children is set.
+    The hub is contacted only once.
     """
     from huggingface_hub import constants, get_session, is_offline_mode
 
@@ -36,7 +36,7 @@ def go_offline_if_unreachable() -> bool:
             get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
             failures.clear()
         except Exception as error:
-            # Several libraries send requests, with different errors.
+            # The errors differ between the libraries that may send the request.
             failures[:] = [single_line(error) or type(error).__name__]
 
     thread = threading.Thread(target=ask, daemon=True)

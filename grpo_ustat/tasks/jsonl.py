@@ -1,6 +1,6 @@
-"""Rows of a user's own file or folder, each with a question and an answer.
+"""Rows of a user's file or folder, each with a question and an answer.
 
-Formats: json lines, json or Parquet, plain or compressed.
+The format is json lines, json or Parquet, plain or compressed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from grpo_ustat.tasks.splits import Splits, hold_out, question_id
 
 
 class JsonlSource:
-    """Source of a file's rows; without a test file, some rows are held out.
+    """Source of a file's rows; if there is no test file, some rows are held out.
 
-    `counts` holds the dropped rows by reason, `note` the number of questions of each split.
+    `counts` is the number of dropped rows by reason, and `note` states the number of questions of
+    each split.
 
     Args:
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all remaining.
-        verbatim: keep white space at the ends of questions and solutions.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None for all
+            remaining questions.
+        verbatim: True to keep leading and trailing white space of questions and solutions.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class JsonlSource:
         )
 
     def questions(self, split: str) -> list[Question]:
-        """Return the questions of a split, see `Source.questions`."""
+        """Return the questions of a split; see `Source.questions`."""
         questions = self._splits.questions(split)
         if split != "examples" and not questions:
             raise ConfigError(
@@ -72,7 +74,7 @@ def questions_of(
 
 
 def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
-    """Make a row's question; the text after the last #### of its answer is the expected answer."""
+    """Return a row's question; the expected answer is the text after the last #### of `answer`."""
     text, solution = dataset.question_and_answer(row)
     if not verbatim:
         text, solution = text.strip(), solution.strip()
@@ -83,17 +85,18 @@ def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
 
 
 class ExactJudge:
-    """Judge with reward 1 for the expected answer as written, else 0.
+    """Judge that rewards the literal expected answer with 1 and anything else with 0.
 
-    Each run of white space counts as one blank. The answer of a completion is the text after its
-    last #### on that line; without a mark it is the completion without its thoughts.
+    Each run of white space is treated as one space. The answer of a completion is the text between
+    its last #### and the end of that line. Without a mark, the answer is the completion without its
+    thoughts.
     """
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
 
     def extract(self, completion: str) -> str | None:
-        r"""Return the answer of a completion; None if it is empty.
+        r"""Return the answer of a completion; None if the answer is empty.
 
         >>> judge = ExactJudge()
         >>> judge.extract("3 + 4 #### 7 \nNext"), judge.extract(" a  b "), judge.extract(" ")

@@ -23,7 +23,7 @@ def math(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Return the questions of each split; `verbatim` keeps white space at their ends."""
+    """Return the questions of each split; `verbatim` keeps leading and trailing white space."""
     train_rows, test_rows = train_and_test(dataset)
     counts: Counter[str] = Counter()
     every_test = {question_id("math", row.text("problem")) for row in test_rows}
@@ -40,7 +40,8 @@ def math(
 def question_of(row: Row, verbatim: bool = False) -> Question:
     """Return the question of a row.
 
-    If the row has no answer, the answer is the last box of its solution, or empty without a box.
+    If the row has no answer, the content of the last box of its solution is used; it is empty if
+    there is no box.
     """
     text, solution = row.text("problem"), row.text("solution")
     if not verbatim:
@@ -54,7 +55,7 @@ def question_of(row: Row, verbatim: bool = False) -> Question:
 
 
 def boxed(solution: str) -> str:
-    r"""Return the content of a solution's last box, also of `$\boxed 5$`; "" without a box.
+    r"""Return the content of a solution's last box, or "" if there is none; `\boxed 5` is allowed.
 
     >>> boxed(r"so $\boxed{\frac{1}{2}}$"), boxed(r"so $x = \boxed 5$."), boxed("so 5")
     ('\\frac{1}{2}', '5', '')
@@ -65,12 +66,12 @@ def boxed(solution: str) -> str:
 
 
 def subject_of(row: Row) -> str:
-    """Return the `subject`, called `type` in some copies."""
+    """Return the `subject`, a field that some copies of the data call `type`."""
     return row.text("subject", "type").strip()
 
 
 def level_of(row: Row) -> int | None:
-    """Return the level, 1 to 5, written as a number or as `Level 3`; None for `Level ?`."""
+    """Return the level from 1 to 5, given as a number or as `Level 3`; None for `Level ?`."""
     value = row.value("level")
     match = re.fullmatch(r"(?:Level )?([1-5?])", str(value).strip())
     if not match:
@@ -104,8 +105,8 @@ def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     missing = ids - {row.text("unique_id").strip() for row in named_rows}
     if missing or not ids:
         raise ConfigError(
-            f"dataset.test_ids={file} names {len(ids)} rows, and {len(missing)} of them are not "
-            f"test rows, such as {min(missing, default='')!r}: use unique_id of test rows"
+            f"dataset.test_ids={file} names {len(ids)} rows, of which {len(missing)} are not "
+            f"test rows, such as {min(missing, default='')!r}: use the unique_id of test rows"
         )
     counts["test questions that test_ids does not name"] += len(rows) - len(named_rows)
     return named_rows

@@ -1,35 +1,39 @@
-r"""Judging of answers to MATH questions (Hendrycks et al. 2021): a completion's last `\boxed{}`.
+r"""Judging of answers to MATH questions (Hendrycks et al. 2021).
 
-Math-verify is lenient in ways that a policy learns to exploit: for a gold of 70 it accepts the
-question copied into the box, `37 + 45 - 12`. It is therefore asked last. In this order, an answer
-is
+The answer is the content of the completion's last `\boxed{}`. Math-verify is lenient in ways that a
+policy learns to exploit. For example, for a gold answer of 70 it accepts the question copied into
+the box, `37 + 45 - 12`. Math-verify is therefore used only as the last of these steps:
 
-1. no answer, if there is no closed box, or more than 300 characters in the last one;
-2. right, if it equals the gold apart from spaces, harmless LaTeX (`\left`, `\!`, `\text{}`,
-   `\dfrac`) and spelling, see `spelled`; for answers with dots or a modulus this is the only way;
-3. judged as a number, if the gold is one: right if it is one number of the same value, possibly
-   behind a name of the question (`x=3`), in round brackets, with a dollar or degree sign, `{,}`
-   between thousands, or a unit in `\text{}` that the question, the gold or `UNITS` names. For a
-   decimal gold, scientific notation or a reduced fraction is also right, for a gold fraction any
-   fraction or decimal; never a sum, a product, an equation or several numbers. A percent sign needs
-   one in the gold or the question. A gold that names its base (`204_5`) needs its digits, and its
-   base unless the question names it;
-4. wrong, if its form cannot equal the gold's, see `misshapen`, or if it is copied from the
-   question;
-5. otherwise judged by math-verify, with gold and answer in `\boxed{}`. What math-verify reads
-   wrongly is rewritten first: values joined by words or of two signs (`\pm`) become a list or a
-   union of intervals, and a unit is removed if it is separate from the expression (the c of `3+2c`
-   is not a unit). i is the imaginary unit of a complex gold, and values that differ only below
-   2^-54 differ.
+1. A completion without a closed box, or with more than 300 characters in the last box, has no
+   answer.
+2. An answer is right if it equals the gold answer up to spaces, harmless LaTeX (`\left`, `\!`,
+   `\text{}`, `\dfrac`) and spelling; see `spelled`. Answers with dots or a modulus can be right
+   only in this way.
+3. If the gold answer is a number, the answer is right if it is a single number of the same value.
+   It may follow a name from the question (`x=3`). It may have round brackets, a dollar or degree
+   sign, `{,}` between thousands, or a unit in `\text{}` that occurs in the question, the gold
+   answer or `UNITS`. For a decimal gold answer, scientific notation and a reduced fraction are also
+   right. For a fraction, any fraction or decimal is right. A sum, a product, an equation and
+   several numbers are always wrong. A percent sign is allowed only if the gold answer or the
+   question has one. If the gold answer states its base (`204_5`), the answer needs the same digits,
+   and also the base unless the question names it.
+4. An answer is wrong if its form cannot equal the form of the gold answer (see `misshapen`), or if
+   it is copied from the question.
+5. All other answers are judged by math-verify, with gold answer and answer in `\boxed{}`. Forms
+   that math-verify misreads are rewritten first. Values joined by words or with two signs (`\pm`)
+   become a list or a union of intervals. A unit is removed if it is separate from the expression
+   (the c of `3+2c` is not a unit). The letter i is the imaginary unit if the gold answer is
+   complex. Values that differ by less than 2^-54 are still different.
 
-U+2212 and similar signs are a minus everywhere. `120,240` is a list and a number, see `readings`:
-an answer is right if it is right in one of these readings.
+U+2212 and similar signs are always read as a minus. `120,240` may be a list or a number (see
+`readings`); an answer is right if it is right in one of these readings.
 
-The price is that these right answers are refused: numbers that are not evaluated (`2^3` for 8,
-`6/2` for 3) or rounded (`0.333333` for a third), with a unit outside `\text{}`, an unknown one or a
-scale (`5\text{ million}`), a tuple without its parentheses or a list with them, a time or a ratio
-in another notation, and right forms that the question contains literally. One leniency remains: for
-a gold that is not a number, a form that is not evaluated is right, unless it is a copy.
+As a consequence, some right answers are rejected: numbers that are not evaluated (`2^3` for 8,
+`6/2` for 3) or rounded (`0.333333` for a third); numbers with a unit outside `\text{}`, an unknown
+unit or a scale (`5\text{ million}`); a tuple without parentheses or a list with parentheses; a time
+or a ratio in another notation; and right forms that occur literally in the question. One leniency
+remains: if the gold answer is not a number, an unevaluated form is right unless it is copied from
+the question.
 """
 
 from __future__ import annotations
@@ -59,15 +63,15 @@ from grpo_ustat.tasks.math_latex import (
 from grpo_ustat.tasks.math_sets import readings
 from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
-# Characters of a box.
+# Maximum number of characters in a box.
 LONGEST_BOX = 300
-# Of the verdicts of several readings, the last one in this order counts.
+# If several readings have different verdicts, the verdict that comes last in this order is used.
 _PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)
-# Math-verify reads neither of these.
+# Math-verify cannot read these commands.
 _BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")
 _DOTS = re.compile(r",?\\ldots,?")
 _COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# Question, gold, completion and verdict, for the steps before math-verify.
+# Questions, gold answers, completions and verdicts that test the steps before math-verify.
 CANARIES = (
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
@@ -77,13 +81,13 @@ CANARIES = (
 
 
 class MathJudge:
-    """Judge with reward 1 for the right answer in the last box of a completion, else 0.
+    """Judge that rewards the right answer in a completion's last box with 1, anything else with 0.
 
-    It is a `tasks.base.Judge`.
+    The class implements `tasks.base.Judge`.
 
     Args:
-        verifier: judges answers that this module does not decide.
-        longest: characters of a box; longer ones earn nothing.
+        verifier: verifier of the answers that this module does not decide.
+        longest: maximum number of characters in a box; longer answers get reward 0.
     """
 
     def __init__(self, verifier: Verifier, longest: int = LONGEST_BOX) -> None:
@@ -93,12 +97,12 @@ class MathJudge:
     def extract(self, completion: str) -> str | None:
         """Return the content of the completion's last box.
 
-        None without a closed box, or if it is too long.
+        The result is None if there is no closed box or its content is too long.
         """
         return last_boxed(after_thoughts(completion), self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return 1 or 0 for each completion; one that was not judged gets 0 and is counted.
+        """Return 1 or 0 for each completion; unjudged completions get 0 and are counted.
 
         Raises:
             JudgeError: see `verdicts`.
@@ -113,8 +117,8 @@ class MathJudge:
         """Return the verdict on each (question, gold, completion), in one batch of the verifier.
 
         Raises:
-            JudgeError: math-verify does not start, or it or the steps before it judge a canary
-                wrongly.
+            JudgeError: math-verify does not start, or a canary is judged wrongly by math-verify or
+                the steps before it.
         """
         for question, gold, text, expected in CANARIES:
             judged = without_sympy(question, gold, last_boxed(text, LONGEST_BOX))
@@ -122,14 +126,14 @@ class MathJudge:
                 result = "undecided" if judged is None else judged.value
                 raise JudgeError(
                     f"the judge of answers is broken: gold {gold} and answer {text} are "
-                    f"{expected.value}, judged {result}: reinstall grpo_ustat"
+                    f"{expected.value}, but were judged {result}: reinstall grpo_ustat"
                 )
         answers = [self.extract(completion) for *_, completion in triples]
         early = [
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
-        # Pairs to ask for each answer, in every reading that may be right.
+        # Pairs for the verifier by answer, one for each undecided reading.
         late = {
             i: [
                 boxes(*read)
@@ -163,12 +167,12 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, str]]:
-    """Return gold and answer after `spelled`, in each of their `readings`."""
+    """Return all combinations of the `readings` of gold and answer, normalised by `spelled`."""
     return list(product(readings(spelled(gold)), readings(spelled(answer))))
 
 
 def _judged(question: str, gold: str, answer: str) -> Verdict | None:
-    """Return the verdict on one reading, see `without_sympy`."""
+    """Return the verdict on one reading; see `without_sympy`."""
     if bare(gold) == bare(answer):
         return Verdict.RIGHT
     if _BY_TEXT.search(gold + answer):
@@ -193,7 +197,7 @@ def _judged(question: str, gold: str, answer: str) -> Verdict | None:
 
 
 def _mentions(question: str, name: str) -> bool:
-    """Return True if a question has the letter of a name, or neither formulas nor digits."""
+    """Return True if a question contains a name's letter, or if it has no formulas or digits."""
     letters = re.match(r"\\?[a-zA-Z]+", name)
     mentioned = letters and re.search(
         rf"(?<![a-zA-Z\\]){re.escape(letters[0])}(?![a-zA-Z])", question
@@ -205,7 +209,7 @@ def _meets(gold: Number, answer: Number, named: str) -> bool:
     """Return True if an answer's number equals the gold's, in an allowed form and unit.
 
     Args:
-        named: question and gold, whose units the answer may use.
+        named: text of question and gold answer, whose units the answer may use.
     """
     if answer.value != gold.value:
         return False
@@ -223,7 +227,7 @@ def _meets(gold: Number, answer: Number, named: str) -> bool:
 def _states(answer: str, digits: str, base: int, question: str) -> bool:
     """Return True if an answer has these digits and this base.
 
-    The base may be missing if the question names it.
+    The answer may omit the base if the question names it.
     """
     if (based := read_based(answer)) is not None:
         return based[1] == base and int(based[0], base) == int(digits, base)
@@ -233,6 +237,6 @@ def _states(answer: str, digits: str, base: int, question: str) -> bool:
 
 
 def _copied(answer: str, question: str) -> bool:
-    """Return True if the question contains the answer, and not only inside a longer number."""
+    """Return True if the question contains the answer outside of longer numbers."""
     text, copy = (_COMMA.sub("", bare(latex)) for latex in (plain(question), answer))
     return re.search(rf"(?<![\d.]){re.escape(copy)}(?!\d)", text) is not None

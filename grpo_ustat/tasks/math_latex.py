@@ -1,4 +1,4 @@
-r"""Reading of LaTeX answers: their text without decoration, and the numbers that they state."""
+r"""Parsing of LaTeX answers: text without decoration, and the numbers that answers state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from math import gcd
 from grpo_ustat.tasks.answers import MINUS, UNITS, changes_value, forms, number, words
 from grpo_ustat.tasks.math_sets import both_joined, both_signs, parts, turned
 
-# Names of the bases, from 2 on.
+# Names of the bases, starting at 2.
 BASES = (
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
 )  # fmt: skip
-# The content may have braces, one level deep.
+# The content may contain braces one level deep.
 _BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _UNICODE = MINUS | str.maketrans({
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≡": r"\equiv ", "∈": r"\in ", "∞": r"\infty ",
@@ -30,7 +30,7 @@ _MODULUS = r"(?:\s|~|\\[,;: ])*(?:\{\s*(\w+)\s*\}|(\w+))"
 _CIS = r"\\(?:cis(?![a-zA-Z])|(?:text|mathrm|operatorname) ?\{ ?cis ?\})\s*"
 _SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?=[()\[\]|\\])", ""),
-    # Separators of thousands.
+    # Thousands separators.
     (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", ""),
     (r"(?:^|(?<=[,=/(+*-])|(?<=, ))\{([-+]?[\d.]+)\}(?![{^_\d])", r"\1"),
     (r"(?:^|(?<=/)|(?<=/ ))\(([-+]?\d+)\)(?=$| ?/)", r"\1"),
@@ -76,7 +76,7 @@ _REPLACED = (
 )
 _CLEANED = [(re.compile(pattern), by) for pattern, by in _REPLACED]
 _TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|underline) ?"
-# Wrappings of a whole answer.
+# Wrappers around a whole answer.
 _PEELED = (
     (rf"{_TEXT}\{{ ?([\d.,]+) ([a-zA-Z][a-zA-Z ./-]*)\}}", r"\1 \\text{\2}"),
     (rf"(?:{_TEXT})?{_BRACED}", r"\1"),
@@ -84,9 +84,9 @@ _PEELED = (
 )
 _UNIT = rf"{_TEXT}\{{(?P<unit>[a-zA-Z.,/ -]*)(?:\^[23])?\}}(?:\^ ?\{{?[23]\}}?)?"
 _SPACED = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))"
-# Math-verify drops texts, so a letter is taken out of its text.
+# Math-verify drops text commands, so a single letter is moved out of its command.
 _TEXT_LETTER = (rf"{_TEXT}\{{ ?([a-zA-Z]) ?\}}", r" \1")
-# A unit behind a complete value, outside of braces.
+# A unit after a complete value, outside braces.
 _APART = re.compile(
     rf"(?P<value>.*?[^\s~\\=+*/^_<>(,;:&|-]){_SPACED}*"
     r"(?:\\(?P<kind>math(?:rm|bf|it)|text(?:normal|bf|it|rm)?|mbox) ?"
@@ -104,10 +104,10 @@ _NUMBER = re.compile(
     re.ASCII,
 )
 _DIGITS = "-?[0-9A-Z]+"
-# Spaces between two digits stay: 1 2 is not 12.
+# Spaces between two digits are kept, because 1 2 is not 12.
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
-# Shapes of answers that fit each shape of a gold.
+# Shapes of answers that are compatible with each shape of a gold answer.
 FITTING = {
     "one": {"one", "list", "set", "tuple", "named", "range"},
     "range": {"one", "list", "set", "tuple", "named", "range"},
@@ -126,7 +126,7 @@ _LONG_NAME = re.compile(
     r"(?:_(?:\w|\{\w+\}))?(?:'|\^\{-1\})?(?:\(\w\))?"
     r"|[A-Z]{2,3}|m?\\angle[A-Z]{1,3}|\([a-z](?:,[a-z])+\)"
 )
-# An equals sign outside of brackets.
+# An equals sign outside brackets.
 _EQUALS = re.compile(r"(?:=|\\equiv(?![a-zA-Z]))(?![^()]*\))")
 _CLOSED = re.compile(r"\([^()]*\)")
 _RELATED = re.compile(r"[<>=]|\\(?:[lg]eq?|[lg]t|neq?|in|equiv)(?![a-zA-Z])")
@@ -134,21 +134,22 @@ _RELATED = re.compile(r"[<>=]|\\(?:[lg]eq?|[lg]t|neq?|in|equiv)(?![a-zA-Z])")
 
 @dataclass(frozen=True)
 class Number:
-    """Number of an answer: its value, and the form in which it is written."""
+    """Number that an answer states, with its value and its written form."""
 
     value: Fraction
     # One of "decimal", "scientific", "mixed", "reduced" and "unreduced".
     form: str
     percent: bool
-    # Words of its unit.
+    # Words of the number's unit.
     words: list[str]
 
 
 def spelled(latex: str) -> str:
     r"""Normalise the spelling of an answer.
 
-    The result is that of `plain`, without braces or brackets around the whole answer, with cases as
-    pairs, angles in radians, and number sets as letters.
+    The text is first rewritten by `plain`. Then braces or brackets around the whole answer are
+    removed, cases become pairs, angles are converted to radians, and names of number sets become
+    letters.
 
     >>> spelled("x ≥ 3"), spelled(r"\text{all reals}"), spelled("((5))")
     ('x \\ge  3', '\\mathbb{R}', '5')
@@ -168,7 +169,7 @@ def spelled(latex: str) -> str:
 
 
 def plain(latex: str) -> str:
-    """Rewrite LaTeX, which may contain several answers, with one command for each symbol."""
+    """Rewrite LaTeX so that each symbol has only one command; the text may hold several answers."""
     text = latex.translate(_UNICODE).strip()
     for pattern, by in _SPELLINGS:
         text = pattern.sub(by, text)
@@ -186,7 +187,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _pairs_of_cases(match: re.Match[str]) -> str:
-    """Write each case as value and condition in brackets; values without conditions as a list."""
+    """Rewrite each case as a pair of value and condition; values without conditions form a list."""
     rows = [
         [_IF.sub("", cell).strip() for cell in row.split("&")]
         for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1])
@@ -196,10 +197,10 @@ def _pairs_of_cases(match: re.Match[str]) -> str:
 
 
 def unnamed(gold: str, answer: str) -> tuple[str, str]:
-    r"""Return gold and answer without the name of their values.
+    r"""Return gold and answer without the names of their values.
 
-    The name is removed if both have the same or one has none. A gold of several names becomes a
-    tuple if the answer has no names, so that the order counts.
+    The name is removed if both names are the same or one of the two texts has no name. A gold
+    answer with several names becomes a tuple if the answer has no names, so that the order matters.
 
     >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
     (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
@@ -215,7 +216,7 @@ def unnamed(gold: str, answer: str) -> tuple[str, str]:
 
 
 def named(latex: str) -> tuple[str, str]:
-    """Return the only name in a text and its value; "" and the text without or with several."""
+    """Return the name in a text and its value; "" and the text if there is not exactly one name."""
     names, values = set(), []
     for part in parts(latex):
         terms = _EQUALS.split(part, maxsplit=1)
@@ -233,7 +234,7 @@ def named(latex: str) -> tuple[str, str]:
 
 
 def read_based(latex: str) -> tuple[str, int] | None:
-    r"""Return digits and base of a number that states its base, or None.
+    r"""Return the digits and the base of a number that states its base, or None.
 
     >>> [read_based(t) for t in ("204_5", r"204_{\text{five}}", "1A_{16}", "204_3", "x_1", "204")]
     [('204', 5), ('204', 5), ('1A', 16), None, None, None]
@@ -248,7 +249,7 @@ def read_based(latex: str) -> tuple[str, int] | None:
 
 
 def bare(latex: str) -> str:
-    r"""Strip spaces and decoration from LaTeX, so that equal answers are equal texts.
+    r"""Remove spaces and decoration from LaTeX, so that equal answers become equal texts.
 
     >>> bare(r"\left( \dfrac12,\, 1{,}000 \right)."), bare(r"\text{ 1 2 }")
     ('(\\frac{1}{2},1,000)', '1 2')
@@ -260,7 +261,7 @@ def bare(latex: str) -> str:
 
 
 def read_number(latex: str) -> Number | None:
-    r"""Return the number that a LaTeX text consists of, or None.
+    r"""Return the number if a LaTeX text consists of a single number, else None.
 
     >>> [str(read_number(t).value) for t in (r"-\frac{2}{4}", r"1\tfrac34", r"\$1{,}000.50", "7/2")]
     ['-1/2', '7/4', '2001/2', '7/2']
@@ -318,9 +319,9 @@ def _cleaned(latex: str) -> str:
 def boxes(gold: str, answer: str) -> tuple[str, str]:
     r"""Return gold and answer in boxes, in the form that math-verify needs.
 
-    Fractions get braces, a minus becomes `-`, values and intervals joined by words become a list
-    and a union, a separate unit is removed, and a space follows a comma between numbers, which is
-    not a comma between thousands.
+    Fractions are written with braces, and minus signs as `-`. Values joined by words become a list,
+    and intervals joined by words become a union. A separate unit is removed. A space is inserted
+    after each comma between digits, because this comma separates numbers, not thousands.
     """
     gold, answer = without_words(gold, answer)
     for pattern, by in (*_FRACTIONS, _TEXT_LETTER):
@@ -330,9 +331,9 @@ def boxes(gold: str, answer: str) -> tuple[str, str]:
 
 
 def without_words(gold: str, answer: str) -> tuple[str, str]:
-    """Return gold and answer without units, names of values and words between several values.
+    """Return gold and answer without units, names of values, and words between several values.
 
-    Each value of two signs is written out, and ranges go upwards.
+    A value with two signs is written out as two values, and ranges are written in ascending order.
     """
     first, second = (without_unit(latex.translate(MINUS)) for latex in (gold, answer))
     first, second = (
@@ -343,10 +344,11 @@ def without_words(gold: str, answer: str) -> tuple[str, str]:
 
 
 def without_unit(latex: str) -> str:
-    r"""Strip the unit after a LaTeX expression.
+    r"""Remove the unit after a LaTeX expression.
 
-    A unit is a text that changes no value, or several letters that are one of `UNITS`, separated
-    from the expression. The last letter of the expression is not a unit.
+    A unit is separate from the expression. It is a text command whose words do not change the
+    value, or several letters that are one of `UNITS`. The last letter of the expression is not a
+    unit.
 
     >>> [without_unit(x) for x in (r"2\pi\text{ cm}^2", r"\sqrt{2}\,cm", "3t", r"\pi h")]
     ['2\\pi', '\\sqrt{2}', '3t', '\\pi h']
@@ -362,9 +364,9 @@ def without_unit(latex: str) -> str:
 
 
 def _letter(latex: str, unit: list[str]) -> bool:
-    r"""Return True if an apparent unit is a letter of mathematics.
+    r"""Return True if an apparent unit is a mathematical symbol.
 
-    Examples are the e of `2\mathrm{e}`, and the t of `3\text{t}`, which directly follows a number.
+    Examples are the e in `2\mathrm{e}` and the t in `3\text{t}`, which directly follows a number.
     """
     if len(unit) != 1 or len(unit[0]) > 1 or unit[0] in UNITS:
         return False
@@ -373,11 +375,12 @@ def _letter(latex: str, unit: list[str]) -> bool:
 
 
 def misshapen(question: str, gold: str, answer: str) -> bool:
-    r"""Return True if an answer other than the gold's text has a form that cannot equal the gold.
+    r"""Return True if the form of an answer cannot equal the gold answer.
 
-    A gold that is a time, a ratio or a subscript of digits needs its text; a tuple needs a tuple; a
-    list needs a list or a set. If the gold has no relation, the answer may have only a relation of
-    a name and its value (`x=5`, `0<x<2`), and a range may answer only an interval.
+    The answer's text is assumed to differ from the gold answer's text. If the gold answer is a
+    time, a ratio or a subscript of digits, only the same text can equal it. A tuple needs a tuple,
+    and a list needs a list or a set. If the gold answer has no relation, the answer may only relate
+    a name to its value (`x=5`, `0<x<2`), and a range can equal only an interval.
 
     >>> pairs = ("6:00", "6"), ("(1,2)", r"\{1,2\}"), (r"\pi", r"\pi=\pi"), ("[0,1)", r"x^2<x")
     >>> [misshapen("", *pair) for pair in pairs], misshapen("", "[0,1)", r"0\le x<1")
@@ -387,7 +390,7 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
     gold, answer = (bare(_UNEQUAL.sub("<", _IN.sub("", latex))) for latex in (gold, answer))
     if re.search(r"\d:\d|\d_", gold) or (re.search(r"[\d})]_", answer) and "_" not in gold):
         return True
-    # Subscripts of sums, such as k=1, do not count.
+    # Ignore subscripts of sums, such as k=1.
     gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))
     gold_shape, answer_shape = _shape(gold), _shape(answer)
     if _RELATION.search(answer) and not _RELATION.search(gold):
@@ -400,7 +403,10 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
 
 
 def _shape(text: str) -> str:
-    """Return a key of `FITTING`: "named" is a list such as x=1,y=2, "range" an inequality."""
+    """Return the shape, a key of `FITTING`.
+
+    "named" is a list such as x=1,y=2, and "range" is an inequality.
+    """
     listed = parts(text)
     if len(listed) > 1:
         names = [part[0] for part in listed if re.match("[a-zA-Z]=", part)]
@@ -414,7 +420,7 @@ def _shape(text: str) -> str:
 
 
 def _says_of_one_name(part: str) -> bool:
-    """Return True if a part has no relation, or relates a name to terms without that name."""
+    """Return True if a part has no relation, or relates a name only to terms without the name."""
     terms = _RELATION.split(part)
     names = [term for term in terms if _NAME.fullmatch(term)]
     if len(terms) == 1:

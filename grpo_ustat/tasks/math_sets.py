@@ -1,8 +1,8 @@
 r"""Several values in one LaTeX answer: lists, and ranges or intervals joined by words.
 
-`x=1 \text{ or } x=2` is the list `x=1,x=2`; `x<1 \text{ or } x>2` and `(-\infty,1)` and
-`(2,\infty)` joined by a word are a union; `x>1 \text{ and } x<2` is the range `1<x<2`; `1\pm 2`
-is the list `1+2,1-2`; `100,200` is a list, or a number with a comma between its thousands.
+`x=1 \text{ or } x=2` is the list `x=1,x=2`. `x<1 \text{ or } x>2` is a union, and so are
+`(-\infty,1)` and `(2,\infty)` joined by a word. `x>1 \text{ and } x<2` is the range `1<x<2`.
+`1\pm 2` is the list `1+2,1-2`. `100,200` is a list, or a number with a thousands separator.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from itertools import product
 
-# Signs of two values in one part of an answer.
+# Maximum number of signs `\pm` and `\mp` in one part of an answer.
 MAX_SIGNS = 3
-# Possessive: it never backtracks.
+# The quantifier is possessive, so it never backtracks.
 _SPACE = r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+"
 _COMMANDS = r"\\(?:text|textnormal|textit|textrm|textbf|mbox|mathrm|operatorname)"
 _LINK = r"(and|or|union)"
-# It has three groups, so every fourth piece of a split is a value.
+# The pattern has three groups, so every fourth piece of a split is a value.
 _JOINT = re.compile(
     rf"{_SPACE},?{_SPACE}(?:{_COMMANDS} ?\{{{_SPACE},?{_SPACE}{_LINK}{_SPACE}\}}"
     rf"|(?<![a-zA-Z\\]){_LINK}(?![a-zA-Z])|\\(lor|vee|land|wedge)(?![a-zA-Z])){_SPACE}"
@@ -39,15 +39,16 @@ _LETTER = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi)")
 _TURNED = {"≥": "≤", ">": "<", "=": "=", "≠": "≠"}
 
 _TWO_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-# Digits that may have separators of thousands.
+# Digits that may contain thousands separators.
 _RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
 
 
 def readings(latex: str) -> list[str]:
-    r"""Return the readings of LaTeX: commas of thousands removed, commas of lists with a space.
+    r"""Return the readings of LaTeX with commas between digits.
 
-    There is one reading, or a list and a number if the text does not decide.
+    Thousands separators are removed, and a space is inserted after commas of lists. There is one
+    reading if the text decides between the two; otherwise there are two, a list and a number.
 
     >>> readings("120,240"), readings("0,100"), readings("-100,100"), readings(r"(100,200)")
     (['120, 240', '120240'], ['0, 100'], ['-100, 100'], ['(100, 200)'])
@@ -70,9 +71,9 @@ def readings(latex: str) -> list[str]:
 def _kind(before: str, run: str, behind: str) -> str:
     """Classify digits in groups of three as a "list", a "number" or "either".
 
-    A list begins with 0, is in the brackets of a set, a point or an interval, or holds opposite
-    numbers or several multiples of 100. A number has a group that begins with 0, a dollar sign or a
-    decimal point, or is within braces, as in a fraction.
+    A list begins with 0, is inside the brackets of a set, a point or an interval, or consists of
+    opposite numbers or of several multiples of 100. A number has a group that begins with 0, a
+    dollar sign or a decimal point, or is inside braces, as in a fraction.
     """
     first, *groups = run.split(",")
     opened = [""]
@@ -95,10 +96,10 @@ def _kind(before: str, run: str, behind: str) -> str:
 
 
 def both_signs(latex: str) -> str:
-    r"""Write each part of LaTeX that has signs of two values as the list of its values.
+    r"""Replace each part with `\pm` or `\mp` by the list of its values.
 
-    A part with one sign or with `\mp` has two values, with the upper and with the lower signs.
-    Another part has a value for each combination of signs.
+    A part with one sign or with `\mp` has two values, one for the upper and one for the lower
+    signs. Any other part has one value for each combination of signs.
 
     >>> both_signs(r"\frac{1\pm 2}{3},4"), both_signs(r"(1\pm 2,\mp 3)"), both_signs(r"\{\pm 1\}")
     ('\\frac{1+ 2}{3},\\frac{1- 2}{3},4', '(1+ 2,- 3),(1- 2,+ 3)', '\\{+ 1,- 1\\}')
@@ -109,7 +110,7 @@ def both_signs(latex: str) -> str:
 
 
 def turned(latex: str) -> str:
-    r"""Write ranges of two ends from the lower to the upper one.
+    r"""Rewrite ranges with two ends so that the lower end comes first.
 
     >>> turned(r"4\ge x>1"), turned("1<x<4"), turned("x>1")
     ('1<x\\le 4', '1<x<4', 'x>1')
@@ -129,7 +130,10 @@ def _turned(part: str) -> str:
 
 
 def _signed(part: str) -> list[str]:
-    """Return the values of a part, see `both_signs`; the part itself above `MAX_SIGNS` signs."""
+    """Return the values of a part; see `both_signs`.
+
+    A part with more than `MAX_SIGNS` signs is returned unchanged.
+    """
     signs = _TWO_SIGNS.findall(part)
     if not signs or len(signs) > MAX_SIGNS:
         return [part]
@@ -144,7 +148,7 @@ def _signed(part: str) -> list[str]:
 
 
 def parts(text: str) -> list[str]:
-    """Split at the commas outside brackets; do not split if the brackets do not match."""
+    """Split the text at commas outside brackets, unless the brackets do not match."""
     depth, cuts = 0, [-1]
     for i, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -156,7 +160,7 @@ def parts(text: str) -> list[str]:
 
 
 def both_joined(gold: str, answer: str) -> tuple[str, str]:
-    """Apply `joined` to gold and answer; if either joins ranges by commas, both become lists."""
+    """Apply `joined` to gold and answer; both become lists if either separates ranges by commas."""
     intervals = any(re.search(r"\\cup(?![a-zA-Z])", latex) for latex in (gold, answer))
     listed = any(
         _JOINT.search(latex) is None and len(parts(latex)) > 1 and _compares(latex)
@@ -166,14 +170,14 @@ def both_joined(gold: str, answer: str) -> tuple[str, str]:
 
 
 def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
-    r"""Write values joined by words as a list.
+    r"""Rewrite values joined by words as a list.
 
-    Intervals and ranges of one letter become a union or an intersection. LaTeX with other words
-    stays as it is.
+    Intervals, and ranges of a single letter, become a union or an intersection. LaTeX with other
+    words is returned unchanged.
 
     Args:
         intervals: True if a pair in round brackets is certainly an interval, not a point.
-        unions: True if ranges may become a union; else they become a list.
+        unions: True if ranges may become a union, False if they become a list.
 
     >>> joined(r"x=1 \text{ or } x=2"), joined("1, 2, and 3"), joined(r"\text{Ann and Bo}")
     ('x=1,x=2', '1,2,3', '\\text{Ann and Bo}')
@@ -203,16 +207,16 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
 
 
 def _compares(latex: str) -> bool:
-    """Return True if LaTeX has an inequality sign."""
+    """Return True if the LaTeX contains an inequality sign."""
     for pattern, sign in _SIGNS:
         latex = re.sub(pattern, sign, latex)
     return bool(re.search("[<>≤≥≠]", latex))
 
 
 def _interval(part: str) -> tuple[str, str]:
-    r"""Return the letter of a range ("" without one), and the range as an interval or a set.
+    r"""Return the letter of a range, and the range as an interval or a set.
 
-    The second value is "" if the part is not a range.
+    The first value is "" if there is no letter, and the second is "" if the part is not a range.
 
     >>> _interval("0<x<2"), _interval(r"x \ne 3"), _interval("[0,1)"), _interval("x<x+1")
     (('x', '(0,2)'), ('x', '((-\\infty,3)\\cup(3,\\infty))'), ('', '[0,1)'), ('', ''))
@@ -246,9 +250,9 @@ def _interval(part: str) -> tuple[str, str]:
 
 
 def _common(name: str, sets: list[str]) -> str:
-    """Intersect ranges of one letter.
+    """Intersect ranges of the same letter.
 
-    The result is a range if it has a lower and an upper end, else an intersection.
+    The result is written as a range if it has a lower and an upper end, else as an intersection.
     """
     low = [interval for interval in sets if interval.endswith(r",\infty)")]
     high = [interval for interval in sets if interval.startswith(r"(-\infty,")]

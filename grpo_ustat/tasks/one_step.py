@@ -1,7 +1,8 @@
-"""One-step arithmetic for base and small language models, which answer it after solved examples.
+"""One-step arithmetic for base models and small language models, asked after solved examples.
 
-There are few such questions, so the hash of a question's canonical form (the same for 3 * 7 and
-7 * 3) assigns it to train, test, study or the solved examples; the four are disjoint.
+There are only few such questions. The hash of a question's canonical form, which is the same for
+3 * 7 and 7 * 3, assigns the question to train, test, study or the solved examples, so these four
+are disjoint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Exercise:
-    """One question, `7 * 8`, and its canonical form, which does not depend on the order."""
+    """Question such as `7 * 8`, and its canonical form, which ignores the order of operands."""
 
     text: str
     answer: int
@@ -35,13 +36,13 @@ class Exercise:
 
     @property
     def split(self) -> str:
-        """The split of the canonical form: 2/6 train, 1/6 test, 2/6 study, 1/6 examples."""
+        """Split of the canonical form: 2/6 train, 1/6 test, 2/6 study, 1/6 examples."""
         digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
         return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
 
 
 def exercises(tables: list[str]) -> list[Exercise]:
-    """List all questions of these tables of `TABLES`; a question of two tables appears once."""
+    """Return all questions of these entries of `TABLES`; a question in two tables appears once."""
     by_text = {}
     for name in tables:
         sign, result, lefts, rights = TABLES[name]
@@ -56,7 +57,7 @@ def exercises(tables: list[str]) -> list[Exercise]:
 def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
     """Draw `count` distinct questions of a split; examples also differ in canonical form.
 
-    A smaller draw is the beginning of a larger one.
+    With the same seed, a smaller draw is a prefix of a larger one.
     """
     name, stream = "+".join(tables), "shots" if split == "examples" else split
     held = [exercise for exercise in exercises(tables) if exercise.split == split]
@@ -73,9 +74,9 @@ class OneStep:
     """Questions of each split.
 
     Args:
-        tables: names of `TABLES`.
+        tables: names of entries of `TABLES`.
         sizes: number of questions of `train`, `test`, `study` and `examples`.
-        seed: seed of the questions, not of the run.
+        seed: seed of the questions; it is not the seed of the run.
     """
 
     def __init__(self, tables: list[str], sizes: dict[str, int], seed: int, examples_seed: int = 0):
@@ -85,7 +86,7 @@ class OneStep:
         }
 
     def questions(self, split: str) -> list[Question]:
-        """Return the split's questions, in the order in which they were drawn."""
+        """Return the split's questions in the order of their draws."""
         return [
             Question(q.text, q.text, str(q.answer), q.table, f"{q.text} = {q.answer}")
             for q in self._exercises[split]

@@ -1,9 +1,9 @@
-"""Tasks and rewards of the user, from entry points of installed packages or from a file.
+"""User-defined tasks and rewards, from entry points of installed packages or from a file.
 
-A task (group `grpo_ustat.tasks`) is called with `dataset.options` and returns an object with
-`questions(split)`, `reward(prompt, completion)` and perhaps `extract(completion)`. A reward (group
-`grpo_ustat.rewards`, or FILE:FUNCTION) is a function of prompt and completion that replaces a data
-set's judge or adds to it.
+The entry point of a task (group `grpo_ustat.tasks`) is called with `dataset.options`. It returns an
+object with the methods `questions(split)`, `reward(prompt, completion)` and optionally
+`extract(completion)`. A reward (group `grpo_ustat.rewards`, or FILE:FUNCTION) is a function of
+prompt and completion that replaces or complements the judge of a data set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import MAX_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE
 
-# Splits with which a split must share no question.
+# Splits that must not share a question with each split.
 DISJOINT_FROM = {
     "train": ("test", "examples"),
     "test": ("examples",),
@@ -37,23 +37,23 @@ DISJOINT_FROM = {
 
 
 class OwnSource:
-    """Source of the questions of a user's task, up to a number for each split.
+    """Source of the questions of a user's task, up to a given number for each split.
 
     Args:
         name: name of the entry point.
-        options: arguments with which it is called.
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all.
+        options: keyword arguments of the entry point.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None for all.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]):
         self._name, self._sizes = describe(TASKS, name), sizes
         with user_errors(self._name):
-            # Return value of the entry point.
+            # Object that the entry point returns.
             self.task = entry_point(TASKS, name)(**options)
         check_method(self._name, self.task, "questions", "split")
 
     def questions(self, split: str) -> list[Question]:
-        """Return the task's first questions of a split, as many as its size says."""
+        """Return the first questions of the task's split, up to the size of the split."""
         questions = self._cut(split)
         others = [
             q for other in DISJOINT_FROM[split] if self._sizes[other] != 0 for q in self._cut(other)
@@ -75,14 +75,14 @@ class OwnSource:
         for question in questions:
             if not isinstance(question, Question):
                 raise ConfigError(
-                    f"{self._name}: questions({split!r}) holds {question!r:.60}, it must hold "
-                    "grpo_ustat.records.Question"
+                    f"{self._name}: questions({split!r}) contains {question!r:.60}, but it must "
+                    "contain only grpo_ustat.records.Question"
                 )
             for name in ("id", "text", "answer", "kind", "solution"):
                 if SURROGATE.search(text := str(getattr(question, name))):
                     raise ConfigError(
-                        f"{self._name}: questions({split!r}) holds {text!r:.60} as {name}, it must "
-                        "be a text of whole characters"
+                        f"{self._name}: questions({split!r}) contains {text!r:.60} as {name}, but "
+                        "it must be a text of whole characters"
                     )
         count = self._sizes[split]
         if count is not None and count > len(questions):
@@ -95,12 +95,14 @@ class OwnSource:
 
 
 class OwnJudge:
-    """Judge by a user's function of prompt and completion, called for each completion.
+    """Judge that calls a user's function of prompt and completion for each completion.
 
     Args:
-        reward: takes a `Prompt` and a completion, returns a finite number; may be an `async def`.
-        extract: takes a completion; None: the whole completion is the answer.
-        name: name of these functions in errors.
+        reward: function of a `Prompt` and a completion that returns a finite number; it may be an
+            `async def`.
+        extract: function that extracts the answer from a completion; if None, the whole completion
+            is the answer.
+        name: name of these functions in error messages.
     """
 
     def __init__(
@@ -114,19 +116,22 @@ class OwnJudge:
         # Some functions written in C have no signature.
         with suppress(TypeError):
             check_reward_call(name, signature_of(reward))
-        # The event loop that runs coroutines, and the process that it belongs to.
+        # Event loop that runs coroutines, and id of the process to which the loop belongs.
         self._loop: Any = None
         self._loop_of = 0
 
     def extract(self, completion: str) -> str | None:
-        """Return the answer by the user's function; None if the completion is empty."""
+        """Return the answer that the user's function extracts.
+
+        Without such a function, return the completion, or None if it is empty.
+        """
         if self._extract is None:
             return completion.strip() or None
         with user_errors(f"{self._name}, extract"):
             return self._extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return the reward of each completion; an `async def` is awaited for all together."""
+        """Return the reward of each completion; coroutines of an `async def` run concurrently."""
         names = [f"{self._name}, {prompt.where or f'prompt {prompt.id}'}" for prompt in prompts]
         rewards = []
         for name, prompt, text in zip(names, prompts, completions, strict=True):
@@ -148,7 +153,7 @@ class OwnJudge:
             tasks = map(await_reward, rewards, names)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
-        # A fork has no use for its parent's loop.
+        # A forked process cannot use its parent's event loop.
         if self._loop is None or self._loop_of != os.getpid():
             self._loop, self._loop_of = asyncio.new_event_loop(), os.getpid()
         outcomes = self._loop.run_until_complete(await_all())
@@ -159,28 +164,28 @@ class OwnJudge:
 
 
 def _finite(reward: Any, name: str) -> float:
-    """Return a reward as a float; it may be any real number, also of NumPy or a tensor."""
+    """Convert a reward, which may be a NumPy scalar or a tensor with one value, to a float."""
     number = reward
     if callable(getattr(reward, "item", None)):
-        # A tensor of several values raises.
+        # A tensor of several values raises an error.
         with suppress(Exception):
             number = reward.item()
     if not is_number(number, MAX_REWARD):
         with user_errors(name):
             shown = "a number of many digits" if isinstance(number, int) else repr(reward)
         raise ConfigError(
-            f"{name}: the reward is {shown:.60}, it must be a finite number of at most "
+            f"{name}: the reward is {shown:.60}, but it must be a finite number of at most "
             f"{MAX_REWARD:g} for the completion that it is called with"
         )
     return float(number)
 
 
 def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
-    """Refuse a task without a method that can be called with these arguments.
+    """Raise an error if the task has no method that can be called with these arguments.
 
     Args:
-        name: name of the task, for the message.
-        task: return value of its entry point.
+        name: name of the task, for the error message.
+        task: object returned by the task's entry point.
         arguments: names of the arguments.
     """
     function, call = getattr(task, method, None), f"{method}({', '.join(arguments)})"
@@ -192,15 +197,15 @@ def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
             signature.bind(*arguments)
         except TypeError as error:
             raise ConfigError(
-                f"{name}: {method} takes {signature!s:.120}: it is called as {call}"
+                f"{name}: {method} takes {signature!s:.120}, but it is called as {call}"
             ) from error
 
 
 def signature_of(function: Any) -> inspect.Signature:
-    """Return the parameters that a function takes.
+    """Return the signature of a function.
 
     Raises:
-        TypeError: they are unknown, as for some functions written in C.
+        TypeError: the signature is unknown, as for some functions written in C.
     """
     try:
         return inspect.signature(function)
@@ -209,23 +214,23 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def describe(group: str, name: str) -> str:
-    """Name an entry point in errors, by its group and its name."""
+    """Describe an entry point in error messages by its group and name."""
     return f"{group} entry point {name!r}"
 
 
 def entry_point(group: str, name: str) -> Any:
-    """Load the object that an installed package offers under this name.
+    """Load the object that an installed package registers under this name.
 
-    `data_config` has checked that it exists.
+    `data_config` has already checked that it exists.
     """
     return importlib.metadata.entry_points(group=group)[name].load()
 
 
 class _FreshSource(SourceFileLoader):
-    """Loader that never reads a file's compiled copy, matched only by time and size."""
+    """Loader that ignores bytecode caches, because they are matched only by time and size."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the file's source, see `InspectLoader.get_code`."""
+        """Compile the file's source; see `InspectLoader.get_code`."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
@@ -237,32 +242,32 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
 
     Args:
         reward: FILE:FUNCTION.
-        field_name: configuration field with this value, for errors.
+        field_name: configuration field with this value, for error messages.
     """
     location = reward_file(reward)
     assert location is not None, "the name of an entry point"
     file, name = location
     loader = _FreshSource(f"grpo_ustat_reward_{file.stem}", str(file))
     spec = spec_from_loader(loader.name, loader)
-    # A loader always has one.
+    # `spec_from_loader` always returns a spec for a loader.
     assert spec is not None
-    # Dataclasses in the module look it up there.
+    # Dataclasses defined in the module look it up in `sys.modules`.
     module = sys.modules[loader.name] = module_from_spec(spec)
     with user_errors(f"{field_name}={reward}"):
         loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{field_name}={reward}: {name} is no function in {file}")
+        raise ConfigError(f"{field_name}={reward}: {name} is not a function in {file}")
     return cast(Callable[[Prompt, str], float], function)
 
 
 @contextmanager
 def user_errors(source: str) -> Iterator[None]:
-    """Turn an exception of the user's code into a ConfigError of one line with file and line."""
+    """Convert an exception of the user's code into a one-line ConfigError with file and line."""
     try:
         yield
     except BaseException as error:
-        # An exit would end a run as if it were done.
+        # SystemExit is converted too, because it would end a run as if the run were finished.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,4 +1,4 @@
-"""Prompts of questions: a template, solved examples, the model's chat format."""
+"""Prompts made from questions by a template, solved examples and the model's chat format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import cast
 from grpo_ustat.records import Prompt, Question
 
 FIELDS = ("question", "answer", "solution")
-# Role and content, as chat templates take them.
+# Role and content, in the form that chat templates expect.
 Turn = dict[str, str]
 
 
 def render(template: str, question: Question) -> str:
-    """Fill a template with a question's fields; other braces stay.
+    """Fill a template with a question's fields; other braces are kept.
 
     >>> render("Q: {question} {x}", Question("", "2^{answer}", "4", "", ""))
     'Q: 2^{answer} {x}'
@@ -27,20 +27,20 @@ def render(template: str, question: Question) -> str:
 
 @dataclass(frozen=True)
 class Prompting:
-    """Format of the prompt made of a question."""
+    """Format of prompts."""
 
     template: str
-    # Template of the text after a solved example's question; None without examples.
+    # Template of the text after the question of a solved example; None without examples.
     reply: str | None = None
-    # Solved examples, the same before every question.
+    # Solved examples, which are the same before every question.
     examples: tuple[Question, ...] = ()
-    # The system turn of a chat; None: the default of the chat template, if it has one.
+    # System turn of a chat; None for the default of the chat template, if it has one.
     system: str | None = None
-    # Writes turns in the model's chat format; None: plain text.
+    # Function that writes turns in the model's chat format; None for plain text.
     chat: Callable[[list[Turn]], str] | None = None
 
     def prompt(self, question: Question) -> Prompt:
-        """Return the prompt of a question, as the policy reads it."""
+        """Return the prompt of a question, in the form that the policy reads."""
         if self.chat:
             turns = [] if self.system is None else [{"role": "system", "content": self.system}]
             for example in self.examples:

@@ -33,12 +33,13 @@ def make_task(
     chat: Callable[[list[Turn]], str] | None = None,
     lengths: Callable[[list[str]], list[int]] | None = None,
 ) -> Task:
-    """Make the configured task.
+    """Create the configured task.
 
     Args:
-        chat: writes turns in the model's chat format, see `policy.chat.chat_format`; None for
-            plain text.
-        lengths: returns the number of tokens of each text; used if `prompt.max_length` is set.
+        chat: function that writes turns in the model's chat format, see `policy.chat.chat_format`;
+            None for plain text.
+        lengths: function that returns the number of tokens of each text; required if
+            `prompt.max_length` is set.
     """
     source, prompt = make_source(options), options.prompt
     examples = tuple(source.questions("examples")) if prompt.shots else ()
@@ -52,7 +53,7 @@ def make_task(
 
 
 def make_source(options: TaskOptions) -> Source:
-    """Make the configured data set."""
+    """Create the configured data set."""
     dataset, prompt = options.dataset, options.prompt
     sizes = {split: getattr(dataset, f"{split}_size") for split in ("train", "test", "study")}
     sizes["examples"] = prompt.shots
@@ -74,9 +75,10 @@ def make_source(options: TaskOptions) -> Source:
 
 
 def make_judge(options: TaskOptions, source: Source) -> Judge:
-    """Make the configured judge.
+    """Create the configured judge.
 
-    A user's reward replaces the reward of the data set's judge, which still extracts answers.
+    A user's reward function replaces only the rewards of the data set's judge; the judge still
+    extracts the answers.
     """
     dataset = options.dataset
     if dataset.kind == "own":
@@ -86,7 +88,7 @@ def make_judge(options: TaskOptions, source: Source) -> Judge:
             check_method(description, user_task, "reward", "prompt", "completion")
         if hasattr(user_task, "extract"):
             check_method(description, user_task, "extract", "completion")
-        # It is not called if dataset.reward is set.
+        # This function is not called if dataset.reward is set.
         reward = cast(Any, getattr(user_task, "reward", None))
         judge = OwnJudge(reward, getattr(user_task, "extract", None), description)
     elif dataset.kind == "math":

@@ -1,4 +1,4 @@
-"""Reward functions besides the data set's judge: functions for any data set, and the user's."""
+"""Additional reward functions: functions for any data set, and user-defined functions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.tasks.base import Judge, answered
 from grpo_ustat.tasks.plugins import OwnJudge, describe, entry_point, file_function, user_errors
 
-# Returns the rewards_PG of completions.
+# Function that returns the rewards of completions, [P, G].
 RewardFunction = Callable[[Rollouts], Array]
 
 
 def make_reward_funcs(
     reward_funcs: list[str], max_completion_length: int, judge: Judge
 ) -> dict[str, RewardFunction]:
-    """Return the configured functions after the judge, by their names in metrics.
+    """Return the configured functions other than the judge, by their names in metrics.
 
     Args:
-        reward_funcs: as configured; the first is the data set's judge.
-        max_completion_length: in tokens, the scale of `brevity`.
-        judge: judge of the data set, which reads answers.
+        reward_funcs: configured names, of which the first is the data set's judge.
+        max_completion_length: maximum length of a completion in tokens, the scale of `brevity`.
+        judge: judge of the data set, which extracts answers.
     """
     of_any_dataset: dict[str, RewardFunction] = {
         "format": lambda rollouts: answer_format(rollouts, judge),
@@ -39,22 +39,25 @@ def make_reward_funcs(
 
 
 def answer_format(rollouts: Rollouts, judge: Judge) -> Array:
-    """Return 1 if an answer can be read in the completion, right or wrong, else 0, [P, G]."""
+    """Return 1 for each completion that states an answer, right or wrong, else 0, [P, G]."""
     return answered(judge, rollouts).astype(np.float64)
 
 
 def termination(rollouts: Rollouts) -> Array:
-    """Return 1 if the policy ended its completion, 0 if it was cut, [P, G]."""
+    """Return 1 for each completion that the policy ended, 0 for truncated ones, [P, G]."""
     return rollouts.ended_PG.astype(np.float64)
 
 
 def brevity(rollouts: Rollouts, max_completion_length: int) -> Array:
-    """Compute 1 - length / max_completion_length in tokens, end token included, [P, G]."""
+    """Compute 1 - length / max_completion_length, [P, G].
+
+    Lengths are in tokens and include the end-of-sequence token.
+    """
     return 1 - rollouts.lengths_PG / max_completion_length
 
 
 def own_reward(name: str) -> RewardFunction:
-    """Load a user's function of prompt and completion, see `OwnJudge`.
+    """Load a user's function of prompt and completion; see `OwnJudge`.
 
     Args:
         name: FILE.py:FUNCTION, or the name of an entry point.

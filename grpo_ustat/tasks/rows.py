@@ -1,4 +1,4 @@
-"""Rows of a data set: a file, a folder, or a hub id, which the `datasets` library reads."""
+"""Rows of a data set, read from a file, from a folder, or from the hub by `datasets`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from grpo_ustat.tasks.hub import go_offline_if_unreachable
 
 @dataclass(frozen=True)
 class Origin:
-    """Place from which rows are read."""
+    """File, folder or hub id from which rows are read."""
 
-    # The configuration key that names the path, for errors.
+    # Configuration key of the path, for error messages.
     key: str
-    # A file or folder, or a hub id.
+    # File, folder or hub id.
     path: str
-    # Name of a subset, from the card of a folder or hub id with several.
+    # Name of a subset in the card of the data set, if the data set has several subsets.
     subset: str | None = None
-    # Branch, tag or commit of a hub id.
+    # Branch, tag or commit on the hub.
     revision: str | None = None
 
     def rows(self, split: str) -> list[Row]:
-        """Read all rows of a split; a single file holds the rows of any split."""
+        """Read all rows of a split; a single file is read completely for any split."""
         place = Path(self.path).expanduser()
         if place.is_file():
             return rows_of_file(place)
@@ -42,14 +42,14 @@ class Origin:
         except Exception as error:
             hint = ", or download it elsewhere and set HF_HUB_OFFLINE=1" if unreachable else ""
             raise ConfigError(
-                f"{self.key}={self.path} is no file or folder here, and as a hub id it could not "
-                f"be loaded ({reason_of(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
+                f"{self.key}={self.path} is not a local file or folder, and it could not be loaded "
+                f"from the hub ({reason_of(error)}): use {self.key}=FILE_OR_FOLDER{hint}"
             ) from error
         rows = enumerate(self._chosen(split, splits), start=1)
         return [Row(fields, f"{self.path} split {split} row {n}") for n, fields in rows]
 
     def _files(self, split: str) -> list[Path]:
-        """Find the files of a split by their names or by the folder's card."""
+        """Return the files of a split, identified by their names or by the folder's card."""
         files = split_files(self.key, self.path, self.subset)
         return list(self._chosen(split, files))
 
@@ -63,21 +63,21 @@ class Origin:
 
 
 def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
-    """Read all train rows and all test rows of a data set."""
+    """Read all training rows and all test rows of a data set."""
     train = Origin("dataset.path", dataset.path, dataset.subset, dataset.revision)
     test = train
     if dataset.test_path is not None:
         test = Origin("dataset.test_path", dataset.test_path, None, dataset.test_revision)
     elif Path(dataset.path).expanduser().is_file():
         raise ConfigError(
-            f"dataset.path={dataset.path} is one file, which cannot be train and test: add "
+            f"dataset.path={dataset.path} is one file, which cannot contain two splits: add "
             "dataset.test_path=FILE, or use a folder with both"
         )
     return train.rows(dataset.train_split), test.rows(dataset.test_split)
 
 
 def rows_of_file(file: Path, key: str = "") -> list[Row]:
-    """Read all rows of a file, see `read_rows`."""
+    """Read all rows of a file; see `read_rows`."""
     rows = read_rows(file, key)
     if not rows:
         raise ConfigError(f"{file} cannot be read: it is empty")

@@ -1,4 +1,4 @@
-"""Train, test, study and examples of a data set that comes as train rows and test rows."""
+"""Splits train, test, study and examples of a data set that has training rows and test rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from grpo_ustat.records import Question
 
 
 def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
-    """Return a stable name of a question.
+    """Return a stable id of a question.
 
-    Questions have the same name if they differ only in white space and, outside of formulas, in
-    case. With `verbatim`, questions that differ in white space have different names of the same
-    family.
+    Questions have the same id if they differ only in white space or, outside formulas, in case. If
+    `verbatim` is true, questions that differ in white space have different ids of the same family.
 
     >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
     True
@@ -33,23 +32,25 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
 
 
 def family(name: str) -> str:
-    """Return the part of an id that questions share if they differ only in white space."""
+    """Return the part of an id that is shared by questions that differ only in white space."""
     return "-".join(name.split("-")[:2])
 
 
 class Splits:
-    """Disjoint questions of each split, also if white space is ignored.
+    """Questions of each split; the splits are disjoint even if white space is ignored.
 
-    Test questions are test rows. Train rows are shuffled by seed: the first are for studies, the
-    next are examples, and the rest is for training. The place of a question in the shuffle depends
-    only on the question and the seed.
+    Test questions come from the test rows. The training rows are shuffled by seed, and the first
+    ones are used for studies. Examples are drawn from the other rows by `examples_seed`. The rest
+    is used for training. A question's position in a shuffle depends only on the question and the
+    seed.
 
     Args:
-        train, test: the questions of the rows.
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None: all remaining.
-        seed: seed of the questions, not of the run.
-        barred: ids that must not be trained on, besides the test questions.
-        counts: rows that were dropped before, by reason.
+        train, test: questions of the training rows and of the test rows.
+        sizes: number of questions of `train`, `test`, `study` and `examples`; None for all
+            remaining questions.
+        seed: seed of the questions; it is not the seed of the run.
+        barred: ids that are excluded from training, in addition to the test questions.
+        counts: number of rows that were dropped before, by reason.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Splits:
         barred: Iterable[str] = (),
         counts: Mapping[str, int] = {},
     ):
-        # Rows dropped in all, by reason.
+        # Number of all dropped rows, by reason.
         self.counts = Counter(counts)
         clean = self._without(train, [*barred, *(q.id for q in test)], "test questions")
         tests = _shuffled(self._once(test, "test"), f"test/{seed}")
@@ -82,20 +83,20 @@ class Splits:
         }
 
     def questions(self, split: str) -> list[Question]:
-        """Return the split's questions, in a fixed order."""
+        """Return the split's questions in a fixed order."""
         return list(self._splits[split])
 
     def _without(
         self, questions: list[Question], others: Iterable[str], reason: str
     ) -> list[Question]:
-        """Return the questions that are not among the others, with white space ignored."""
+        """Return the questions whose families differ from those of the ids in `others`."""
         barred = set(map(family, others))
         left = [question for question in questions if family(question.id) not in barred]
         self.counts[f"train questions that are also {reason}"] += len(questions) - len(left)
         return left
 
     def _once(self, questions: list[Question], rows: str) -> list[Question]:
-        """Return the first question of each id."""
+        """Return the first question with each id."""
         first_by_id: dict[str, Question] = {}
         for question in questions:
             first_by_id.setdefault(question.id, question)
@@ -106,14 +107,14 @@ class Splits:
 def hold_out(
     questions: list[Question], count: int, seed: int
 ) -> tuple[list[Question], list[Question]]:
-    """Draw `count` different questions by the seed; return the rest and the drawn ones."""
+    """Draw `count` different questions by seed; return the remaining and the drawn questions."""
     shuffled = _shuffled(list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}")
     held = {question.id for question in shuffled[:count]}
     return [q for q in questions if q.id not in held], shuffled[:count]
 
 
 def _shuffled(questions: list[Question], seed: str) -> list[Question]:
-    """Order questions by a hash of their families, so that a family is rarely split."""
+    """Order questions by a hash of their families, so that a family is rarely divided."""
     return sorted(questions, key=lambda q: (_digest(f"{seed}/{family(q.id)}", 8), q.id))
 
 

@@ -1,13 +1,14 @@
 r"""math-verify (Hugging Face) in worker processes that can be killed.
 
-A policy writes the answers, so an answer may hang or exhaust the memory, such as
-`\boxed{9^{9^{9^9}}}`. The limits of math-verify itself are alarms of the main thread and give no
-notice. Here every answer has a hard deadline and a memory limit, and an answer that reaches a limit
-is distinguished from a wrong answer.
+A policy generates the answers, so judging an answer such as `\boxed{9^{9^{9^9}}}` may hang or
+exhaust the memory. The time limits of math-verify itself are alarms in the main thread, and they do
+not report that a limit was reached. Here every answer has a hard deadline and a memory limit, and
+an answer that reaches a limit is distinguished from a wrong answer.
 
-The processes are started by `subprocess` and receive JSON, instead of a pool of `multiprocessing`
-(pebble 5.2.3 was tried): so the daemonic workers of a study may start them, they do not import the
-parent's main module, and they end with a killed parent.
+The processes are started by `subprocess` and receive JSON. A pool of `multiprocessing` (pebble
+5.2.3 was tried) is not used for three reasons: the daemonic workers of a study must be able to
+start the processes, the processes must not import the parent's main module, and they must end if
+the parent is killed.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ from grpo_ustat.distributed.processes import kill_group
 from grpo_ustat.terminal.progress import Progress
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
-# Seconds for a worker's imports on a busy machine.
+# Time limit in seconds for a worker's imports on a busy machine.
 START_SECONDS = 120.0
-# Seconds between two checks if a starting worker is still needed.
+# Seconds between two checks whether a starting worker is still needed.
 LOOK_SECONDS = 0.02
-# Seconds past the deadline in which a worker has to end by itself.
+# Seconds after the deadline in which a worker can still end by itself.
 GRACE_SECONDS = 1.0
-# A worker is then replaced, because the libraries keep what they read.
+# Number of pairs after which a worker is replaced, because the libraries cache what they parse.
 MAX_PAIRS_OF_A_WORKER = 1000
-# Variables of the environment that a worker sees.
+# Environment variables that are passed to a worker.
 JUDGE_VARIABLES = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON[A-Z]+"
 )
-# Pairs whose verdict is remembered.
+# Maximum number of pairs whose verdicts are cached.
 MAX_REMEMBERED_PAIRS = 20_000
 
-# Gold and answer, texts as math-verify reads them: \boxed{...}
+# Texts of gold and answer in the form that math-verify reads, \boxed{...}.
 Pair = tuple[str, str]
 
 
 class Verdict(Enum):
-    """Outcome of judging an answer; `TIMEOUT` and `FAILURE` mean that it was not judged."""
+    """Verdict on an answer; `TIMEOUT` and `FAILURE` mean that the answer was not judged."""
 
     RIGHT = "right"
     WRONG = "wrong"
     # The deadline passed.
     TIMEOUT = "timeout"
-    # The worker died, ran out of memory or raised.
+    # The worker died, ran out of memory or raised an error.
     FAILURE = "failure"
 
 
@@ -73,25 +74,25 @@ CANARIES: Mapping[Pair, Verdict] = {
 
 
 class JudgeError(ConfigError):
-    """Fault of the judge itself, after which all scores would be wrong.
+    """Fault of the judge itself, which would make all rewards wrong.
 
-    It is shown in one line, like a mistake in the configuration.
+    The error is shown in one line, like a configuration error.
     """
 
 
 class Verifier:
-    """Judge of pairs of texts by math-verify, for calls from any thread and process.
+    """Judge that compares pairs of texts by math-verify; any thread or process may call it.
 
     Workers start at the first call. In every batch with a new pair, each worker judges the canaries
-    before its first pair, so remembered verdicts come from a proved worker. Workers end with this
-    object, or with its process, however that ends.
+    before its first pair, so cached verdicts always come from a tested worker. Workers end when
+    this object is deleted or its process ends for any reason.
 
     Args:
         workers: number of processes.
-        deadline: seconds that one answer may take before its process is killed.
-        memory_gb: address space of one process, GiB.
-        canaries: pairs and the verdict that each must get.
-        max_tasks: pairs after which a worker is restarted.
+        deadline: time limit in seconds for one answer, after which its process is killed.
+        memory_gb: limit of the address space of one process, in GiB.
+        canaries: pairs and their correct verdicts.
+        max_tasks: number of pairs after which a worker is restarted.
     """
 
     def __init__(
@@ -116,11 +117,10 @@ class Verifier:
         """Return the verdict on each pair of gold and answer; equal pairs are judged once.
 
         Raises:
-            JudgeError: a worker does not start or judges a canary wrongly, and so does its
-                replacement.
+            JudgeError: a worker and its replacement both fail to start or judge a canary wrongly.
         """
         if self._process != os.getpid():
-            # After a fork, workers and lock belong to the parent.
+            # This process is a fork, whose workers and lock belong to its parent.
             self._begin()
         with self._lock:
             verdicts = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
@@ -128,7 +128,7 @@ class Verifier:
             verdicts |= self._judged(new) if new else {}
             for pair, verdict in verdicts.items():
                 if verdict in JUDGED_VERDICTS:
-                    # The other pairs may be judged another time.
+                    # Pairs that were not judged may be judged by a later call.
                     self._cache[pair] = verdict
                     self._cache.move_to_end(pair)
             while len(self._cache) > MAX_REMEMBERED_PAIRS:
@@ -136,7 +136,7 @@ class Verifier:
         return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the workers; a later call starts others."""
+        """End the workers; a later call of `judge` starts new ones."""
         with self._lock:
             _end(self._workers, self._process)
 
@@ -147,11 +147,12 @@ class Verifier:
             try:
                 serve = partial(self._serve, waiting=waiting, verdicts=verdicts, progress=progress)
                 places = [threads.submit(serve, place) for place in range(self._places)]
-                # The first failure is raised at once.
+                # The first failure is raised immediately.
                 for served in as_completed(places):
                     served.result()
             except BaseException:
-                # Also after Ctrl-C, what the other threads wait for ends at once.
+                # Kill the workers, so that the other threads stop waiting immediately, also after
+                # Ctrl-C.
                 waiting.clear()
                 for worker in list(self._workers.values()):
                     worker.kill()
@@ -161,7 +162,7 @@ class Verifier:
     def _serve(
         self, place: int, waiting: deque[Pair], verdicts: dict[Pair, Verdict], progress: Progress
     ) -> None:
-        """Let worker number `place` judge the waiting pairs, and fill `verdicts`."""
+        """Fill `verdicts`: let worker number `place` judge waiting pairs until none is left."""
         worker = None
         while waiting and (worker := worker or self._proved(place, waiting)):
             try:
@@ -173,9 +174,9 @@ class Verifier:
             worker = None if worker.lost else worker
 
     def _proved(self, place: int, waiting: deque[Pair]) -> _Worker | None:
-        """Return worker number `place` once it has judged the canaries correctly.
+        """Return worker number `place` after it has judged the canaries correctly.
 
-        None if no pair is waiting.
+        The result is None if no pair is waiting.
         """
         for last in (False, True):
             worker = self._workers.get(place)
@@ -190,7 +191,7 @@ class Verifier:
         return None
 
     def _replaced(self, place: int) -> _Worker:
-        """Start a new worker in the place of worker number `place`."""
+        """Replace worker number `place` by a new worker, and return it."""
         if place in self._workers:
             self._workers[place].end()
         self._workers[place] = _Worker(*self._limits)
@@ -198,7 +199,7 @@ class Verifier:
 
 
 class _Worker:
-    """Process of `verify_worker.py`, in a session of its own so that Ctrl-C does not reach it."""
+    """Process of `verify_worker.py`, in a separate session so that Ctrl-C does not reach it."""
 
     def __init__(self, deadline: float, memory_bytes: int, max_tasks: int) -> None:
         self.pipe, worker_end = Pipe()
@@ -213,11 +214,11 @@ class _Worker:
             env=judge_environment(os.environ),
             start_new_session=True,
         )
-        # So the pipe ends with the worker.
+        # The pipe now closes when the worker ends.
         worker_end.close()
 
     def ready(self, waiting: Sequence[Pair]) -> bool:
-        """Wait for the imports; return False as soon as nothing is left to judge.
+        """Wait until the worker has started; return False if no pair is left to judge before that.
 
         Raises:
             JudgeError: the worker does not start.
@@ -240,7 +241,7 @@ class _Worker:
         """Return True if the worker judges every canary correctly.
 
         Raises:
-            JudgeError: it judges one wrongly or not in time.
+            JudgeError: the worker judges a canary wrongly or too slowly.
         """
         for pair, expected in canaries.items():
             judged, (gold, answer) = self.ask(pair), pair
@@ -255,13 +256,13 @@ class _Worker:
                 )
             raise JudgeError(
                 f"the judge of answers is broken: gold {gold} and answer {answer} are "
-                f"{expected.value}, judged {judged.value}: install math-verify, sympy and "
+                f"{expected.value}, but were judged {judged.value}: install math-verify, sympy and "
                 "latex2sympy2_extended in the versions of constraints.txt"
             )
         return True
 
     def ask(self, pair: Pair) -> Verdict:
-        """Return the verdict on one pair; a worker that gives none is `lost`."""
+        """Return the verdict on one pair; mark the worker as `lost` if it gives none."""
         try:
             self.pipe.send_bytes(json.dumps(pair).encode())
             if self.pipe.poll(self.deadline + GRACE_SECONDS):
@@ -273,25 +274,25 @@ class _Worker:
         return Verdict.TIMEOUT
 
     def kill(self) -> None:
-        """Kill the worker's processes; a thread that waits for an answer sees the pipe close."""
+        """Kill the worker's processes, which closes the pipe for a thread that waits on it."""
         self.lost = True
         kill_group(self.process.pid)
 
     def end(self) -> None:
-        """Kill the processes and release the worker's pipe."""
+        """Kill the worker's processes and close its pipe."""
         self.kill()
         self.process.wait()
         self.pipe.close()
 
 
 def _end(workers: dict[int, _Worker], process: int) -> None:
-    """End all workers if this is the process that started them, not a fork of it."""
+    """End all workers if this process started them; a fork does nothing."""
     while workers and process == os.getpid():
         workers.popitem()[1].end()
 
 
 def judge_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Select the environment of a judging process: paths of Python and packages, but no keys.
+    """Return the environment of a judging process, with paths of Python and packages but no keys.
 
     >>> judge_environment({"PATH": "/bin", "HF_TOKEN": "x", "PYTHONPATH": "y"})
     {'PATH': '/bin', 'PYTHONPATH': 'y', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}

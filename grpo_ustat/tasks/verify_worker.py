@@ -1,10 +1,11 @@
-r"""Process behind `grpo_ustat.tasks.verifier`, which judges pairs of LaTeX texts with math-verify.
+r"""Worker process of `grpo_ustat.tasks.verifier`, which judges LaTeX texts with math-verify.
 
-It is started by path, so that it imports neither grpo_ustat nor torch nor the main module of a run.
-The process itself judges nothing: a fork does, and if that fork dies of a pair, or has judged
-enough, the next fork takes over within milliseconds. The deadline is an alarm of the system, which
-ends a fork whatever it computes, also if no process is left to ask for the verdict. A fork that
-judges opens no socket, no process and no file except modules that the libraries still import.
+The process is started by the path of this file, so that it imports neither grpo_ustat nor torch nor
+the main module of a run. A fork of the process does the judging. If a pair kills the fork, or the
+fork has judged its maximum number of pairs, the next fork takes over within milliseconds. The
+deadline is a system alarm, which ends a fork whatever it computes, even if the run has ended. A
+judging fork opens no socket, starts no process, and opens no file except modules that the libraries
+import late.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from typing import Any, cast
 READY = "ready"
 STATUS_FILE = "/proc/self/status"
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-# Prefixes of audit events.
+# Prefixes of refused audit events.
 REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")
-# The worker sees by them that the run lives, and imports modules.
+# Audit events that are needed to check that the run is alive and to import modules.
 PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")
-# Seconds between two checks that the run which asks still lives.
+# Seconds between two checks that the run is still alive.
 LOOK_SECONDS = 2.0
 # Share of the memory limit above which a verdict of "wrong" is not trusted.
 TRUSTED_MEMORY_SHARE = 0.9
-# Digits to which a difference is computed before it counts as 0.
+# Number of digits to which a difference is computed before it is treated as 0.
 DIFFERENCE_DIGITS = 1000
-# Differences that math-verify may take for 0.
+# Bound below which math-verify may treat a difference as 0.
 NEAR_DIFFERENCE = 1e-9
-# The same between decimals.
+# The same bound for differences between decimals.
 NEAR_DECIMAL_DIFFERENCE = 1e-5
-# Relative difference that a rounded decimal may have.
+# Relative difference that is attributed to the rounding of a decimal.
 ROUNDING_TOLERANCE = 1e-3
-# Exit codes of a fork; after the last one, the next fork takes over.
+# Exit codes of a fork. After HANDED_OVER, the next fork takes over.
 DONE, CRASHED, HANDED_OVER = 0, 1, 3
 WARM_UP_PAIRS = (
     (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
@@ -54,17 +55,17 @@ Judge = Callable[[str, str], bool]
 
 
 def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
-    """Judge the pairs that arrive on the pipe until the run closes it or is gone."""
-    # Requests to stop, which only the run answers.
+    """Judge the pairs that arrive on the pipe until the run closes the pipe or ends."""
+    # Ignore requests to stop, because only the run answers them.
     for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
-    # The alarm ends the process.
+    # With the default handler, the alarm ends the process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     pipe = Connection(handle)
     try:
         judge = _judge()
-        # This builds the parser's tables, which forks share.
+        # Build the tables of the parser before forking, so that all forks share them.
         for gold, answer in WARM_UP_PAIRS:
             judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
     except Exception as error:
@@ -72,7 +73,7 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
     memory_bytes = _limited(resource.RLIMIT_AS, memory_bytes)
     _limited(resource.RLIMIT_CORE, 0)
     _say(pipe, READY)
-    # Shared with the forks: 1 while a pair awaits its verdict.
+    # Byte shared with the forks; it is 1 while a pair is being judged.
     busy = mmap.mmap(-1, 1)
     ended = HANDED_OVER
     while ended == HANDED_OVER or busy[0]:
@@ -85,7 +86,7 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
 def _limited(what: int, most: int) -> int:
     """Set this process's limit on a resource to `most`, or to the hard limit if that is lower.
 
-    Return the limit. On systems without that limit nothing is set.
+    The limit is returned. On systems that do not support it, nothing is set.
     """
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -99,7 +100,7 @@ def _say(pipe: Connection, word: str) -> None:
 
 
 def _forked(work: Callable[[], int]) -> int:
-    """Return the exit code of a fork that does the work, or minus the signal that ended it."""
+    """Do the work in a fork; return its exit code, or minus the signal that ended it."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -127,7 +128,7 @@ def _serve(
                 os.kill(run, 0)
             gold, answer = json.loads(pipe.recv_bytes())
         except (EOFError, ProcessLookupError):
-            # The run has closed the pipe or is gone.
+            # The run has closed the pipe or has ended.
             return DONE
         busy[0] = 1
         signal.setitimer(signal.ITIMER_REAL, deadline)
@@ -141,17 +142,18 @@ def _serve(
 
 
 def _guard() -> None:
-    """Restrict this process to reading Python's modules and packages.
+    """Restrict this process to reading Python modules and packages.
 
-    It writes no file, and neither reaches the network nor starts a process. The restriction is an
-    audit hook, which cannot be removed. It sees what Python does, not machine code.
+    The process can then not write files, use the network or start processes. The restriction is an
+    audit hook, which cannot be removed. The hook sees only the actions of Python code, not the
+    actions of machine code.
     """
     sys.dont_write_bytecode = True
     packages = tuple(os.path.join(os.path.realpath(x), "") for x in (sys.prefix, sys.base_prefix))
     modules = tuple(all_suffixes())
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        """Refuse an event of the system, unless it reads Python's modules or packages."""
+        """Raise an error for a refused event, except for reading Python modules or packages."""
         if event == "open":
             path, _, flags = arguments
             if isinstance(path, int) or path == STATUS_FILE:
@@ -174,18 +176,18 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
     except Exception:
         return "failure"
     if not right and _peak_bytes() > TRUSTED_MEMORY_SHARE * memory_bytes:
-        # The libraries swallow a MemoryError in some places.
+        # The libraries suppress a MemoryError in some places.
         return "failure"
     return "right" if right else "wrong"
 
 
 def _peak_bytes() -> int:
-    """Return the largest address space of this process so far, bytes.
+    """Return the peak address space of this process in bytes.
 
-    Systems that do not report it give the largest resident memory.
+    If the system does not report it, the peak resident memory is returned instead.
     """
     if not os.path.exists(STATUS_FILE):
-        # Unit of ru_maxrss in bytes.
+        # Unit of `ru_maxrss`, in bytes.
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open(STATUS_FILE) as status:
@@ -193,10 +195,10 @@ def _peak_bytes() -> int:
 
 
 def _judge() -> Judge:
-    """Return `judge(gold, answer)` by math-verify, with its own time limits off.
+    """Return the function `judge(gold, answer)`, which uses math-verify without its time limits.
 
-    Only LaTeX is read, because plain expressions would go through sympy's `parse_expr`. No unit is
-    removed, because math-verify would take the last letter of `3t` for a unit.
+    Only LaTeX is parsed, because plain expressions would be evaluated by sympy's `parse_expr`.
+    Units are not removed, because math-verify would treat the last letter of `3t` as a unit.
     """
     logging.disable(logging.CRITICAL)
     from latex2sympy2_extended import NormalizationConfig
@@ -208,12 +210,12 @@ def _judge() -> Judge:
 
     def read(text: str) -> list:
         """Parse a text with math-verify."""
-        # parsing_timeout=None sets no alarm, which math-verify's type does not list.
+        # parsing_timeout=None disables the alarm; math-verify's type annotation omits None.
         options: dict[str, Any] = {"parsing_timeout": None, "raise_on_error": True}
         return parse(text, config, "no_fallback", **options)
 
     def judge(gold: str, answer: str) -> bool:
-        """Return True if any reading of the answer equals one of the gold."""
+        """Return True if any reading of the answer equals any reading of the gold answer."""
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
@@ -230,10 +232,10 @@ def _judge() -> Judge:
 
 
 def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Return gold and answer with one symbol for each letter.
+    """Return gold and answer with a single symbol for each letter.
 
-    Math-verify may give the same letter a real symbol and a general one. The letter i becomes the
-    imaginary unit if that makes the gold complex.
+    Math-verify may represent the same letter by a real symbol and by a general symbol. The letter i
+    is replaced by the imaginary unit if this makes the gold answer complex.
     """
     import sympy
 
@@ -247,9 +249,10 @@ def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
-    """Return True if a value, or an entry of it, is not real once a letter is the imaginary unit.
+    """Return True if replacing a letter by the imaginary unit makes a value or an entry complex.
 
-    False if it has a power of the letter or a sum, where the letter is a variable or an index.
+    The result is False if the value contains a power of the letter, a sum or a product, because
+    there the letter is a variable or an index.
     """
     import sympy
 
@@ -264,7 +267,7 @@ def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
 
 
 def _differ(gold: Any, answer: Any) -> bool:
-    """Return True if values that math-verify takes for equal certainly differ.
+    """Return True if values that math-verify considers equal certainly differ.
 
     Math-verify ignores differences below 2^-54, and rounds a decimal to six digits after the point.
     """
@@ -293,9 +296,9 @@ def _differ(gold: Any, answer: Any) -> bool:
 
 
 def _distance(gold: Any, answer: Any) -> Any:
-    """Return the distance of two values at one point of their letters.
+    """Return the distance of two values after their letters are replaced by numbers.
 
-    0 if no difference is seen; None for values without a distance.
+    The result is 0 if no difference is detected, and None if the values have no distance.
     """
     import sympy
 
@@ -310,15 +313,15 @@ def _distance(gold: Any, answer: Any) -> Any:
 
 
 def _at_a_point(*values: Any) -> list[Any]:
-    """Return values with numbers in the place of letters.
+    """Return the values with numbers substituted for their letters.
 
-    A relation becomes its larger side minus the other; an equation that names a letter becomes the
-    letter's value.
+    A relation becomes its larger side minus its smaller side. An equation that defines a letter
+    becomes the value of the letter.
     """
     import sympy
 
     def value(x: Any) -> Any:
-        """Return the expression of an equation or a relation; other values unchanged."""
+        """Convert an equation or a relation to an expression; return other values unchanged."""
         if isinstance(x, sympy.Eq | sympy.Ne):
             left, right = cast(Any, x.lhs), cast(Any, x.rhs)
             if left.is_Symbol or right.is_Symbol:
@@ -333,7 +336,7 @@ def _at_a_point(*values: Any) -> list[Any]:
 
 
 def _entries(value: Any) -> list[Any]:
-    """List the entries of a tuple or a set, a matrix, row by row, or the ends of an interval."""
+    """Return the entries of a tuple, set or matrix (row by row), or the ends of an interval."""
     import sympy
 
     if isinstance(value, sympy.Interval):

@@ -1,16 +1,16 @@
-"""Distance of an applied gradient from the declared one by rounding only, and alarms of an audit.
+"""Measure rounding differences between applied and declared gradients, and alarms of an audit.
 
     python scripts/benchmarks/audit_tolerances.py [--batches 600] [--policies tiny_base tiny]
 
-Each batch is of 1 to 4 prompts x 8 completions of an embedded policy, with random 0/1 rewards, one
-of TRL's losses and scalings, and a plain PyTorch loop that accumulates its gradient over 1 to 8
-micro-batches in random order: in float32; under autocast to bfloat16; with weights in bfloat16,
-under autocast and without. Scores are formed in the same way.
+Each batch has 1 to 4 prompts x 8 completions of an embedded policy, random 0/1 rewards, and one of
+TRL's losses and scalings. A plain PyTorch loop accumulates the gradient over 1 to 8 micro-batches
+in random order. The precisions are float32, autocast to bfloat16, and bfloat16 weights with and
+without autocast. Scores are computed in the same precision.
 
-Printed for each precision: quantiles of |ratio - 1|, of 1 - cosine and of
-x = ||p - d|| / sqrt(||d||^2 + sum_i W_i^2 ||s_i||^2), alarms at the epsilon of
+For each precision the script prints quantiles of |ratio - 1|, of 1 - cosine and of
+x = ||p - d|| / sqrt(||d||^2 + sum_i W_i^2 ||s_i||^2). It also prints the alarms at the epsilon of
 `estimators.applied_gradient`, which bounds x, and how often an audit detects an applied gradient
-that is also too long by a factor, or turned so that its cosine is lowered.
+that is in addition too long by a factor, or rotated so that its cosine is lower.
 """
 
 from __future__ import annotations

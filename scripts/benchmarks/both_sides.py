@@ -1,4 +1,7 @@
-"""Code that both sides of `compare_trl.py` and `speed.py train` share; it imports no project."""
+"""Code shared by both sides of `compare_trl.py` and `speed.py train`.
+
+This module imports neither grpo_ustat nor TRL.
+"""
 
 from __future__ import annotations
 

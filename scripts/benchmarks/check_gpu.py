@@ -1,25 +1,25 @@
-"""Measure a GPU: rates of products, correctness, sampling, scores, updates, ranks, a study.
+"""Test and measure a GPU: matrix products, correctness, sampling, scores, updates, ranks, a study.
 
     python scripts/benchmarks/check_gpu.py                              # everything, on cuda
     python scripts/benchmarks/check_gpu.py correct sampling scores --minutes 4 --json gpu.json
-    python scripts/benchmarks/check_gpu.py --device cpu --shape tiny    # tried before a GPU is lent
+    python scripts/benchmarks/check_gpu.py --device cpu --shape tiny    # trial run without a GPU
 
-    rates      products of two square matrices in float32, TF32 and bfloat16, TFLOP/s
-    correct    tests/gpu: draws, scores and an update against the CPU in float64
-    sampling   tokens a second at `--rows` in float32, TF32 and bfloat16, and how many kernels a
-               token of all rows is, in how many launches
-    scores     seconds and peak memory for a question's completions of unequal lengths, whole and
-               layer by layer, in float32, with TF32 products, and in bfloat16; how far the Gram
-               matrix is from that in float32
-    update     steps of `train` with a drawn reward, tokens a second of sampling and of updates
-    ranks      two steps of `train` with FSDP2, on one rank of NCCL (two of gloo on a CPU), stopped
-               after the first and resumed
+    rates      speed of products of two square matrices in float32, TF32 and bfloat16, in TFLOP/s
+    correct    tests/gpu: draws, scores and an update, compared with the CPU in float64
+    sampling   tokens per second at `--rows` in float32, TF32 and bfloat16, and the numbers of
+               kernels and of launches for one token of all rows
+    scores     seconds and peak memory for a question's completions of unequal lengths, with the
+               full graph and layer by layer, in float32, with TF32 products, and in bfloat16; also
+               the difference of the Gram matrix from its float32 value
+    update     steps of `train` with random rewards: tokens per second of sampling and of updates
+    ranks      two steps of `train` with FSDP2 on one NCCL rank (two gloo ranks on a CPU), stopped
+               after the first step and resumed
     study      A_0, A_V and G* of `mse model=tiny` on the device and on the CPU, in float64
 
-Each part runs in a separate process that ends after `--minutes`; a part that fails or is cut does
-not stop the others. `--shape qwen2.5-0.5b` has random weights, `tiny` is the embedded policy. A
-table is printed; `--json` keeps its rows with the device and the versions. Repeated measurements
-are a median with its range.
+Each part runs in a separate process that ends after `--minutes`. If a part fails or is stopped, the
+other parts still run. `--shape qwen2.5-0.5b` has random weights, and `tiny` is the embedded policy.
+The script prints a table; `--json` stores the rows with the device and the versions. Repeated
+measurements are shown as a median with its range.
 """
 
 from __future__ import annotations

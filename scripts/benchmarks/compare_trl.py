@@ -4,34 +4,35 @@ r"""Comparison of our gradient with TRL's, parameter by parameter, on the same r
     python scripts/benchmarks/compare_trl.py --dtype float32 --environment DIR
     python scripts/benchmarks/compare_trl.py --record tests/data/trl_gradients.json
 
-Ours samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
-rewards; from there each side runs its training code, TRL in a separate environment: advantages, old
-and reference log-probabilities, micro-batches, gradient. The gradients that reach the optimizer are
-compared. The exit code is 1 if a difference is above the tolerance (1e-10 and 1e-4).
+Our side samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
+rewards. Each side then runs its own training code, TRL in a separate environment: advantages, old
+and reference log-probabilities, micro-batches, gradient. The script compares the gradients that
+reach the optimizer. The exit code is 1 if a difference exceeds the tolerance (1e-10 and 1e-4).
 
-With n = P G completions of at most L tokens, `A_i = r_i - zbar_{-i} = G/(G-1) (r_i - zbar)`, before
-the weights have moved:
+Let there be n = P G completions of at most L tokens, and
+`A_i = r_i - zbar_{-i} = G/(G-1) (r_i - zbar)`. Before the first update:
 
     ours, leave_one_out, algorithm1    1/n sum_i A_i sum_t log pi_it
     RLOOTrainer                        1/n sum_i A_i exp(log pi_i - log pi_old,i)
     GRPOTrainer, dr_grpo, unscaled     1/(n L) sum_i (r_i - zbar) sum_t pi_it / pi_old,it
 
-A ratio's gradient at the sampling policy is that of the log-probability: ours = RLOO's, and
-ours = L G/(G-1) times GRPO's. Baseline group_mean leaves out G/(G-1). loss_type `sum` divides by n
-where dr_grpo divides by n L. All other rows have the factor 1.
+At the sampling policy, the gradient of a ratio equals the gradient of the log-probability. Our
+gradient is therefore equal to RLOO's, and L G/(G-1) times GRPO's. The baseline group_mean omits
+the factor G/(G-1). The loss_type `sum` divides by n, while dr_grpo divides by n L. All other rows
+have the factor 1.
 
-"moved" rows update a policy that has moved away from the policy that sampled, with a third policy
-as reference model, so that ratios, clipping and penalties count; `clipped` is the share of our
-ratios that were clipped. In rows without clipping on our side, TRL's epsilon is too large to clip.
-TRL multiplies the K3 penalty by the ratio unless use_bias_correction_kl is off, as it is here; the
-control leaves it on and must differ. "micro" rows accumulate over micro-batches of TRL, with the
-rows that ours draws: TRL shuffles them, and `bnpo` depends on the order. With top_entropy_quantile
-TRL uses the quantile of each micro-batch and ours of the update, so the control of it accumulates.
-TRL's `cispo` without epsilon_high cuts every ratio at its epsilon, 0.2: ours, which cuts at 5 as
-documented, is 5 times TRL's. "trimmed" rows have one completion in each and no padding before its
-prompt; in all others TRL's prompts are left-padded, with an attention mask and no positions. In
-float64 both sides also compute in float64 what transformers and TRL compute in float32 for any
-model.
+"moved" rows update a policy that differs from the sampling policy, with a third policy as reference
+model, so that ratios, clipping and penalties have an effect; `clipped` is the share of our ratios
+that were clipped. In rows without clipping on our side, TRL's epsilon is too large to clip. TRL
+multiplies the K3 penalty by the ratio unless use_bias_correction_kl is off. It is off here, except
+in the control, which must differ. "micro" rows accumulate over TRL's micro-batches, with the rows
+in our order, because TRL shuffles rows and `bnpo` depends on their order. With
+top_entropy_quantile, TRL uses the quantile of each micro-batch, while we use the quantile of the
+update, so its control accumulates. TRL's `cispo` without epsilon_high truncates every ratio at its
+epsilon, 0.2. Our side truncates at 5, as documented, so our gradient is 5 times TRL's. "trimmed"
+rows have one completion per micro-batch and no padding before its prompt. In all other rows TRL's
+prompts are left-padded, with an attention mask and without positions. In the float64 comparison,
+both sides also compute in float64 what transformers and TRL normally compute in float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Test whether the relative efficiency of a loss predicts the gain of training with it.
+r"""Test whether the relative efficiency of a loss predicts the gain from training with it.
 
     python scripts/benchmarks/efficiency_and_training.py --results runs.jsonl
     python scripts/benchmarks/efficiency_and_training.py --only-analysis runs.jsonl \
@@ -6,38 +6,42 @@ r"""Test whether the relative efficiency of a loss predicts the gain of training
     python scripts/benchmarks/efficiency_and_training.py --only-analysis \
         docs/examples/efficiency_and_training.csv
 
-Six losses, two policies (`tiny` on sums with a digit, `tiny_base` on arithmetic), SGD and AdamW,
-three learning rates, five seeds: 360 runs of equal rollouts, in one process with one thread. A run
-that is in the file is not repeated. Only the loss differs between runs: one update per batch, no
-penalty, no clipping of gradients, and for each seed the same orders of prompts at a G, keyed draws
-of completions and evaluations (all test questions, several completions each, before and after
-training). If the numbers of a run are not finite, its accuracy after training counts as 0.
+The experiment has six losses, two policies (`tiny` on sums with a digit, `tiny_base` on
+arithmetic), SGD and AdamW, three learning rates, and five seeds. These are 360 runs with equal
+numbers of rollouts, in one process with one thread. Runs that are already in the file are not
+repeated. Only the loss differs between runs. Every run has one update per batch, no penalty and no
+gradient clipping. For each seed, runs at the same G share the order of prompts, the keyed draws of
+completions, and the evaluations (all test questions, several completions each, before and after
+training). If the numbers of a run are not finite, its accuracy after training is set to 0.
 
-The efficiency is measured in the initial policy, at the n of training, from the study questions
-with 32 completions each, against the unbiased leave-one-out gradient at G = 8; so the efficiency of
-a loss at another G includes the cost of that G.
+The efficiency is measured at the initial policy and the n of training, from the study questions
+with 32 completions each, relative to the unbiased leave-one-out gradient at G = 8. The efficiency
+of a loss at another G therefore includes the cost of that G.
 
-Learning rates are multiples of a rate that was good for the reference in pilots with other seeds.
-With SGD a loss's rate is this rate times the root of E||ghat||^2 of the reference over the root of
-E||ghat||^2 of the loss, so that all losses begin with steps of the same root mean square length in
-the pool; with AdamW the rates are the same for all.
+Learning rates are multiples of a rate that was good for the reference in pilot runs with other
+seeds. With SGD, the rate of a loss is this rate times the ratio of the root of E||ghat||^2 of the
+reference to that of the loss. All losses therefore start with steps of the same root mean square
+length in the pool. With AdamW, the rates are the same for all losses.
 
-    gain        held-out accuracy after training minus before; each seed at the learning rate that
-                is best by the mean of the other seeds, so no seed chooses for itself
-    difference  gain of a loss minus gain of the reference, by seed; t interval, Holm's correction
-                over all
-    rank        Spearman's correlation of the losses' mean gain with their efficiency: an interval
-                by drawing seeds, and the exact two-sided p of all orders, uncorrected and after
-                Holm's correction over policies and optimizers: the only p for which losses are the
-                sample
-    slope       slope of gain on log2 efficiency of each seed; t interval, p after Holm's correction
-                over policies and optimizers: seeds are the sample, given these losses
-    pairs       pairs of losses in which the loss of higher efficiency gains more on average: among
-                pairs whose relative efficiencies differ by a quarter or more, and among the others
-    could see   loss of efficiency that 80 % of such experiments would detect at 5 %, uncorrected
-                and at Holm's first step, if gains were proportional to efficiency
+    gain        held-out accuracy after training minus before. Each seed uses the learning rate that
+                is best by the mean of the other seeds, so no seed selects its own rate.
+    difference  gain of a loss minus gain of the reference, by seed, with a t interval and Holm's
+                correction over all differences
+    rank        Spearman correlation of the losses' mean gain with their efficiency, with an
+                interval from resampled seeds and the exact two-sided permutation p value,
+                uncorrected and after Holm's correction over policies and optimizers. This is the
+                only p value for which the losses are the sample.
+    slope       slope of gain on log2 efficiency for each seed, with a t interval and a p value
+                after Holm's correction over policies and optimizers. The seeds are the sample,
+                given these losses.
+    pairs       pairs of losses in which the more efficient loss has the larger mean gain, counted
+                separately for pairs whose relative efficiencies differ by a quarter or more, and
+                for the other pairs
+    could see   loss of efficiency that 80 % of such experiments would detect at the 5 % level,
+                uncorrected and at Holm's first step, if gains were proportional to efficiency
 
-360 runs took 56 minutes on a core of an x86 CPU that other programs used too, pools two more.
+The 360 runs took 56 minutes on one core of an x86 CPU shared with other programs. The pools took
+two more minutes.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """Simulate how often a statement of a study is wrong, given that it is printed.
 
-A statement is an interval, wrong if it misses the truth, or a sentence, wrong if it is false. Each
-KIND simulates studies of populations whose truth is known (`populations.py`, or the module of the
-kind in `statements/`, which explains its statements):
+A statement is an interval or a sentence. An interval is wrong if it misses the true value, and a
+sentence is wrong if it is false. Each KIND simulates studies of populations with known true values.
+The populations are in `populations.py` or in the module of the kind in `statements/`, which also
+explains the statements:
 
 {kinds}
 
-A row has the truth, the share of studies that print the statement, the share of these that are
-wrong, and the 95 % interval of the latter (Clopper & Pearson 1934); so the coverage of an interval
-is 1 minus the share. For a number it has mean and median over the studies. `--worst` shows, for
-each population and statement, the worst cell among those that print it in 1 % of the studies or
-more.
-`--warnings STATEMENT` adds the mean share of studies that print each warning, over the cells where
-the statement is wrong in more than 13 %, and over those where it is wrong in at most 10 %.
+A row shows the true value, the share of studies that print the statement, the share of these
+statements that are wrong, and the 95 % interval of the latter share (Clopper & Pearson 1934). The
+coverage of an interval is therefore 1 minus the share. For a number, the row shows the mean and the
+median over the studies. `--worst` shows, for each population and statement, the worst cell among
+the cells in which at least 1 % of the studies print the statement.
+`--warnings STATEMENT` adds the mean share of studies that print each warning, over the cells in
+which the statement is wrong in more than 13 %, and over the cells in which it is wrong in at most
+10 %.
 
     python scripts/benchmarks/error_rates.py group_size --worst --csv docs/examples/decisions.csv
     python scripts/benchmarks/error_rates.py losses --cells 64x8 128x8 --studies 60

@@ -1,14 +1,15 @@
-"""Measure rows of the table of docs/numbers.md on a GPU within 40 minutes.
+"""Measure rows of the table in docs/numbers.md on a GPU within 40 minutes.
 
     python scripts/benchmarks/gpu_numbers.py --dry-run             # print composed commands
     python scripts/benchmarks/gpu_numbers.py                       # a second call continues
     python scripts/benchmarks/gpu_numbers.py --local Qwen/Qwen2.5-0.5B-Instruct=FOLDER
     python scripts/benchmarks/gpu_numbers.py --smoke --device cpu  # two rows of tiny_base, a minute
 
-A row is a policy: `train` makes a trained policy, `mse` measures, see `numbers_table.py`, which
-also checks the rows. Rows are measured in order of value, and written as JSON files in `--out`. If
-a row, at the tokens per second of finished runs, does not fit in the rest of `--minutes`, it is
-skipped; a row in progress at the end is stopped, and continues in the next call.
+A row describes a policy. `train` creates trained policies, and `mse` measures each policy. See
+`numbers_table.py`, which also checks the rows. The most valuable rows are measured first, and rows
+are written as JSON files to `--out`. A row is skipped if, at the tokens per second of finished
+runs, it would exceed the rest of `--minutes`. A row in progress at the end is stopped, and the next
+call continues it.
 """
 
 from __future__ import annotations

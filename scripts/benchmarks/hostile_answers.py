@@ -2,15 +2,15 @@ r"""Test the judges of answers with texts written to hang, crash or fool them.
 
     python scripts/benchmarks/hostile_answers.py [--memory 50000] [--workers 2]
 
-Prints four tables:
+The script prints four tables:
 
-    hostile   texts that stall sympy or the parser: the verdict of the judge of MATH against the
-              golds 42 and \sqrt{2}, and of math-verify without the judge, its time and the peak
-              memory of a worker; `number` is the answer that the strict reader of GSM8K extracts
-    lenient   texts that math-verify accepts and our judges must not
-    ordinary  500 answers, half of them numbers, the rest of twelve other kinds; half right in
-              another writing, half wrong
-    memory    with --memory CALLS: resident memory over so many calls
+    hostile   texts that stall sympy or the parser: verdicts of the MATH judge for the gold answers
+              42 and \sqrt{2}, verdicts of math-verify without the judge, time, and peak memory of a
+              worker; `number` is the answer that GSM8K's strict extraction finds
+    lenient   texts that math-verify accepts and our judges must not accept
+    ordinary  500 answers, half of them numbers, the rest of twelve other kinds; half are right but
+              written in another form, half are wrong
+    memory    resident memory over CALLS calls, with --memory CALLS
 """
 
 from __future__ import annotations

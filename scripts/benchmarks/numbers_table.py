@@ -1,11 +1,12 @@
-"""Make rows of the table of docs/numbers.md from finished studies, write the page, check both.
+"""Create rows of the table in docs/numbers.md from finished studies, write the page, check both.
 
     python scripts/benchmarks/numbers_table.py --from-run outputs/mse/NAME/seed-0
     python scripts/benchmarks/numbers_table.py --table    # docs/numbers.md from the rows
-    python scripts/benchmarks/numbers_table.py --check    # a line for each fault
+    python scripts/benchmarks/numbers_table.py --check    # print one line per fault
 
-A row is a policy, a small JSON file in docs/examples/numbers: model, data, stage of training, and
-the parameters of the gradient, all weights or LoRA adapters. `gpu_numbers.py` measures several.
+A row describes a policy: its model, data, stage of training, and the parameters of the gradient
+(all weights or LoRA adapters). It is stored as a small JSON file in docs/examples/numbers.
+`gpu_numbers.py` measures several rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Populations of prompts whose constants are enumerated, to simulate studies of.
+"""Populations of prompts with enumerated constants, for simulated studies.
 
-A population is a table of prompts x outcomes: the chance of an outcome, its reward, its score and
-its length. A study draws prompts and completions of each, independently. The constants of
-`estimators.group_size` were chosen on `FITTED`, and no choice was made on `UNSEEN`.
+A population is a table of prompts x outcomes, with the probability, reward, score and length of
+each outcome. A study independently draws prompts, and completions of each prompt. The constants in
+`estimators.group_size` were chosen with the populations `FITTED`; `UNSEEN` was used for no choice.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Change of a study if its scores use TF32 products, emulated on a CPU, or bfloat16.
+"""Measure how a study changes if its scores use TF32 products (emulated on a CPU) or bfloat16.
 
     python scripts/benchmarks/precision.py model=tiny study.questions=100
     python scripts/benchmarks/precision.py model=FOLDER dataset=gsm8k max_completion_length=48
 
 The arguments are overrides of `mse`. The same completions, sampled in float32, are scored in
-float32, with TF32 products, with TF32 also in the T x T products of float32 factors (`everywhere`),
-which `mse` never does, and in bfloat16. Printed, against float32: the median and the largest
-relative error of squared score norms, and the relative error of their sum; the mean and the largest
-error of products of two scores, relative to the product of the norms; A_0, A_V and G*.
+float32, with TF32 products, with TF32 also in the T x T products of float32 factors (`everywhere`;
+`mse` never does this), and in bfloat16. The script prints the following differences from float32:
+the median and the largest relative error of squared score norms; the relative error of their sum;
+and the mean and the largest error of inner products of two scores, relative to the product of the
+norms. It also prints A_0, A_V and G*.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Peak memory of scores of a large model, layer by layer, measured without a GPU.
+"""Estimate the peak memory of scoring a large model layer by layer, without a GPU.
 
     python scripts/benchmarks/score_memory.py [--rows 2 --tokens 32 64]
 
-The model has the shape of Qwen2.5-Math-7B in bfloat16, with one and with two of its 28 layers, and
-few tokens. Tensors of all operations are counted while they live; weights are not. The four peaks
-give the bytes of a token in the layer that is computed again, of a token in each further layer, and
-the rest, and these give the peak of 28 layers and 32 x 3200 tokens. A GPU sums products of bfloat16
-in float32 without widening the factors; this script does the same, uncounted. Chunks of gradients
-and logits are small here, so that they do not grow with the tokens; the bytes of a GPU's larger
-chunks are added.
+The model has the shape of Qwen2.5-Math-7B in bfloat16, with one or two of its 28 layers, and reads
+only a few tokens. The script counts the tensors of all operations while they exist, but not the
+weights. The four measured peaks determine the bytes per token in the recomputed layer, the bytes
+per token in each further layer, and the constant part. These give the peak for 28 layers and
+32 x 3200 tokens. A GPU sums bfloat16 products in float32 without widening the factors; this script
+imitates this, and does not count the widened factors. Chunks of gradients and logits are small
+here, so that they do not grow with the number of tokens; the bytes of a GPU's larger chunks are
+added.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Measure seconds and memory of programs in turns, each turn in a separate process.
+"""Measure the time and memory of programs in alternating turns, each turn in a separate process.
 
     python scripts/benchmarks/speed.py CASE --help
 
 {cases}
 
-A turn starts a process, prepares (loading a model is not counted), runs `--warm` times uncounted
-and `--repeats` times. Turns alternate, so that a busy machine affects all programs equally;
-`--against FOLDER` adds each program with the package of another checkout. For wall and CPU seconds,
-child processes included, the table has medians over all runs with their range, and ratios to the
-first program: the median over turns of the ratio of a turn's medians. Memory is the largest
-resident set of a turn's process (on a GPU, of the allocator), in total and without its size before
-the runs. Further columns are medians of the numbers that the programs count.
+A turn starts a process, prepares it (loading a model is not measured), makes `--warm` unmeasured
+runs and then `--repeats` measured runs. The turns of the programs alternate, so that a busy machine
+affects all programs equally. `--against FOLDER` adds each program with the package of another
+checkout. Wall and CPU seconds include child processes. For both, the table shows medians over all
+runs with their range, and ratios to the first program. A ratio is the median over turns of the
+ratio of a turn's medians. Memory is the peak resident set of a turn's process (on a GPU, the peak
+of the allocator), in total and relative to its size before the runs. Further columns are medians of
+the numbers that the programs count.
 """
 
 from __future__ import annotations

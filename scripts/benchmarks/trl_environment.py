@@ -1,7 +1,7 @@
-"""Separate virtual environment for TRL, which is no dependency of the project.
+"""Separate virtual environment for TRL, which is not a dependency of the project.
 
-torch, transformers and other packages of both sides have the versions of `constraints.txt`, so that
-a comparison compares only the training code.
+On both sides, torch, transformers and other packages have the versions in `constraints.txt`, so
+that a comparison compares only the training code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""TRL's side of `compare_trl.py` and `speed.py train`; runs in TRL's environment.
+"""TRL's side of `compare_trl.py` and `speed.py train`, which runs in TRL's environment.
 
     python trl_worker.py gradients FOLDER     the gradient of each setting, before the optimizer
     python trl_worker.py steps FOLDER         seconds and memory of training steps
 
-FOLDER contains `job.json`, see the two scripts; results are written to it.
+FOLDER must contain the file `job.json`, which these two scripts write. Results are written to
+FOLDER.
 """
 
 from __future__ import annotations

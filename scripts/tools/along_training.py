@@ -1,14 +1,15 @@
-"""Measure G*, n_c, the prompts' share and a loss's efficiency in studies of all checkpoints.
+"""Measure G*, n_c, the prompts' share of the noise and a loss's efficiency at all checkpoints.
 
     python scripts/tools/along_training.py outputs/train/NAME/seed-0 [more runs] [mse overrides]
     python scripts/tools/along_training.py docs/examples/smollm2/full docs/examples/smollm2/lora
 
-Studies are written to `mse/checkpoint-<step>/` in the run folder and are not repeated: if a run's
-checkpoints are gone, its finished studies are read. Questions, prompt, temperature and the G of
-n_c, share and efficiency are those of the run; `objective=trl_dapo study.rollouts=64` adds the
-relative efficiency of TRL's default loss in updates of 64 rollouts, against the unbiased gradient
-at the same G. The table is printed, and written to `along_training.csv` and `.png` in the run
-folder, or for several runs in the folder that contains them.
+Studies are written to `mse/checkpoint-<step>/` in the run folder and are not repeated. If a run's
+checkpoints no longer exist, its finished studies are read. The studies use the run's questions,
+prompt and temperature, and its G for n_c, share and efficiency. `objective=trl_dapo
+study.rollouts=64` adds the relative efficiency of TRL's default loss in updates of 64 rollouts,
+compared with the unbiased gradient at the same G. The script prints the table and writes it to
+`along_training.csv` and `.png` in the run folder, or, for several runs, in the folder that contains
+the runs.
 """
 
 from __future__ import annotations

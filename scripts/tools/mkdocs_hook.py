@@ -1,8 +1,8 @@
-"""Hooks of MkDocs: links that leave docs/, and a warning of content from other hosts.
+"""Hooks for MkDocs: links to files outside docs/, and a warning about content from other hosts.
 
-On GitHub, pages link to the README, and the README to pages: in the site the README is the page
-`start.md`. Other files of the repository have no address as long as the project has none
-(`project.urls`), so a link to such a file is replaced by its text, as on the page of PyPI.
+On GitHub, pages link to the README, and the README links to pages. On the site, the README is the
+page `start.md`. Other files of the repository have no address while the project has none
+(`project.urls`), so a link to such a file is replaced by the link's text, as on the PyPI page.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
     python scripts/tools/redraw_figure4.py outputs/mse/NAME/seed-0     # writes figure4.png there
 
-A starting point for your own figures: change the selection, the style or the quantities.
+This script is a starting point for your own figures. Change the selection, style or quantities.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 """Train the embedded policies from scratch: `python scripts/tools/train_tiny.py tiny`.
 
-Each is a Qwen2 model of about 0.2 M parameters with a character-level tokenizer, trained by
-next-token prediction on train-split arithmetic only: by the hash of the canonical form no study or
-test question, in any order of its terms, is among the training questions. The training is seeded;
-the number of questions of each kind and the time are printed.
+Each policy is a Qwen2 model of about 0.2 M parameters with a character-level tokenizer. It is
+trained by next-token prediction only on arithmetic of the train split. Splits are assigned by the
+hash of a question's canonical form, so the training questions contain no study or test question in
+any order of its terms. The training is seeded. The script prints the number of questions of each
+kind and the time.
 """
 
 from __future__ import annotations

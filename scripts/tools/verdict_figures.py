@@ -1,11 +1,11 @@
-"""Draw published claims: the number on each policy, and the range in which the claim holds.
+"""Draw published claims: the measured number for each policy, and the range in which a claim holds.
 
     python scripts/tools/verdict_figures.py
     python scripts/tools/verdict_figures.py "tiny_base=outputs/mse/NAME/seed-0" more studies
 
-Draws the records of docs/examples/verdicts.csv. Studies with `experiment=verdicts`, given as
-NAME=FOLDER with the name in the figures, are first added to the records and replace records of the
-same name.
+The script draws the records in docs/examples/verdicts.csv. Studies with `experiment=verdicts` can
+be passed as NAME=FOLDER, where NAME is shown in the figures. They are first added to the records,
+and replace records of the same name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Texts that the embedded policies learn to write.
 
-A worked solution has free choices that do not affect correctness: the order of commuting steps, the
-order of two summands or factors, the wording between steps, spaces around operators.
+A worked solution involves choices that do not affect its correctness: the order of commuting steps,
+the order of two summands or factors, the words between steps, and spaces around operators.
 """
 
 from __future__ import annotations

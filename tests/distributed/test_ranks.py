@@ -30,7 +30,7 @@ OF_TWO = {"RANK": "0", "WORLD_SIZE": "2"}
     (OF_TWO | {"MASTER_ADDR": "a"}, "RANK=0 of WORLD_SIZE=2 without MASTER_PORT: "),
     (OF_TWO | {"MASTER_PORT": "1"}, "RANK=0 of WORLD_SIZE=2 without MASTER_ADDR: "),
     (OF_TWO | HOST | {"MASTER_ADDR": ""}, "RANK=0 of WORLD_SIZE=2 without MASTER_ADDR: "),
-    ({"RANK": "2"}, "RANK=2, but WORLD_SIZE is not set: start ranks by torchrun"),
+    ({"RANK": "2"}, "RANK=2, but WORLD_SIZE is not set: start ranks with torchrun"),
     ({"RANK": "4", "WORLD_SIZE": "4"} | HOST, "RANK=4, but WORLD_SIZE=4: "),
     (OF_TWO | HOST | {"RANK": "one"}, "RANK='one' is not a whole number: "),
     (OF_TWO | HOST | {"RANK": "-1"}, "RANK='-1' is not a whole number: "),

@@ -413,7 +413,7 @@ def test_options_of_the_template_write_conversations(tmp_path, chat_model):
     config = compose("mse", *words, f"pool={path}", day)
     _, _, prompts, _ = import_pool(config, tmp_path / "pool")
     assert [x.text for x in prompts] == list(dict.fromkeys(f"7{x}=" for x in table["prompt"]))
-    with pytest.raises(ConfigError, match="writes the day's date, not the log's"):
+    with pytest.raises(ConfigError, match="writes today's date, not the date of the log"):
         import_pool(compose("mse", *words, f"pool={path}"), tmp_path / "other")
     texts = saved(tmp_path / "texts.parquet", table)
     with pytest.raises(ConfigError, match="day.* apply to chat templates, but .* are texts"):
@@ -424,7 +424,7 @@ def test_options_of_the_template_write_conversations(tmp_path, chat_model):
 @pytest.mark.parametrize(
     "template, message",
     [
-        ("{{ strftime_now('%d') }}", "writes the day's date, not the log's"),
+        ("{{ strftime_now('%d') }}", "writes today's date, not the date of the log"),
         (
             "{{ messages[-1]['content'] }}",
             "row 0 .* has a system message that .* omits",

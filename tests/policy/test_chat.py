@@ -237,7 +237,7 @@ def test_a_template_tells_the_date_that_it_is_given_and_leaves_the_clock_alone()
     tokenizer, turns = toys.tokenizer(DATED), [{"role": "user", "content": "x"}]
     moment = datetime(2026, 3, 1, 10, 30)
     assert in_chat_format(tokenizer, turns, {}, moment).startswith("<s>01 Mar 2026, 10:30\n")
-    with pytest.raises(ValueError, match="writes the day's date"):
+    with pytest.raises(ValueError, match="writes today's date"):
         in_chat_format(tokenizer, turns, {}, None)
     today = tokenizer.apply_chat_template(turns, tokenize=False)
     assert datetime.now().strftime("%Y") in today

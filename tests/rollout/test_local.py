@@ -197,7 +197,7 @@ def test_where_memory_runs_out_fewer_rows_are_written_with_the_same_draws(monkey
 
     monkeypatch.setattr(local, "decode", small)
     told = []
-    with pytest.warns(UserWarning, match="completions side by side"), listening(told.append):
+    with pytest.warns(UserWarning, match="completions at a time"), listening(told.append):
         assert same(whole, sample(policy, PROMPTS, 6, SAMPLING))
     assert tried == [30, 15, 7, 3]
     assert (told[-1].completed, told[-1].total) == (30, 30)

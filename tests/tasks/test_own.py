@@ -72,7 +72,7 @@ def test_only_what_is_asked_for_must_be_there(monkeypatch):
         (
             {"train": ["1+1"]},
             "train",
-            r"questions\('train'\) holds '1\+1', it must hold grpo_ustat",
+            r"questions\('train'\) contains '1\+1', but it must contain only grpo_ustat",
         ),
         ({"train": 3}, "train", r"questions\('train'\): TypeError: .*plugins.py, line \d+\)"),
         (
@@ -132,11 +132,11 @@ def test_functions_of_another_call_are_refused_when_they_are_loaded(monkeypatch)
         ({}, r"which has no method reward\(prompt, completion\): add it"),
         (
             {"reward": lambda self, text: 1},
-            r"reward takes \(text\): it is called as reward\(prompt",
+            r"reward takes \(text\), but it is called as reward\(prompt",
         ),
         (
             {"reward": lambda self, p, t: 1, "extract": lambda self: ""},
-            r"extract takes \(\): it is called as extract\(completion\)",
+            r"extract takes \(\), but it is called as extract\(completion\)",
         ),
     ],
 )

@@ -201,6 +201,6 @@ def test_a_place_without_rows_is_named(tmp_path):
     refused("has no split 'dev', only train", train_only, train_split="dev")
     refused("dataset.path=.*nowhere: no such file or folder", tmp_path / "nowhere")
     refused("dataset.path=nowhere.jsonl: no such file or folder", "nowhere.jsonl")
-    refused("one file, which cannot be train and test", train_only / "train.jsonl")
+    refused("one file, which cannot contain two splits", train_only / "train.jsonl")
     missing = str(tmp_path / "no" / "test.jsonl")
     refused("dataset.test_path=.*test.jsonl: no such file", train_only, test_path=missing)

@@ -1,12 +1,12 @@
 r"""Sums over layers: norms, Gram matrix, pooled gradients, sketches.
 
 A linear layer's gradient of completion i is `G_i = sum_t left_it right_it'`, [R, C]. Its norm can
-be computed exactly in two ways, and each layer takes the cheaper one:
+be computed exactly in two ways, and the cheaper one is chosen for each layer:
 
-    through T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
-    through the weight       G_i itself, some of its rows at a time, for all completions
+    by T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
+    by the gradient     G_i itself, some of its rows at a time, for all completions
 
-The full G_i of all completions are never in memory together.
+The full gradients G_i of all completions are never in memory together.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
-# This many multiplications cost as much as one more look at an entry in memory.
+# Number of multiplications that cost as much as one more access to an entry in memory.
 MULTIPLICATIONS_PER_LOOK = 24
-# Bytes of gradients formed at a time.
+# Bytes of the gradients that are computed at a time.
 GRADIENT_BYTES = {"cpu": 2**22, "cuda": 2**28}
-# Slices of long vectors on a GPU.
+# Number of slices into which long vectors are split on a GPU.
 VECTOR_SLICES = 256
-# Bytes of a T x T product over a whole batch.
+# Largest size in bytes of the products of all pairs of tokens in a batch.
 PRODUCT_BYTES = 2**28
 
 Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(left [n, T, R], right [n, T, C]) of each pass over consecutive completions; n and T differ."""
+"""Factors (left [n, T, R], right [n, T, C]) of passes over consecutive completions.
+
+The sizes n and T may differ between passes.
+"""
 
 
 class Accumulator:
     """Running totals of B completions, to which the gradients of each parameter are added once.
 
     Args:
-        batch: B.
+        batch: number of completions, B.
         weights_KB: K weight vectors for pooled gradients, or None.
-        gram: form <s_i, s_j>.
+        gram: True to compute the inner products <s_i, s_j>.
         features: sketch of every completion's score, or None.
         pooled: sketch that replaces the pooled gradients, or None.
-        metric: weighs every entry of every gradient, see `metric`; None: Euclidean.
+        metric: weights of the entries of every gradient, see `metric`; None for Euclidean norms.
     """
 
     def __init__(
@@ -76,15 +79,15 @@ class Accumulator:
         """Add the gradient `sum_t left_t right_t'`, [R, C], of each of N completions.
 
         Args:
-            name, shape: of the parameter.
-            factors: the two factors; R rows of the parameter from `first_row` on.
-            rows: indices of these completions, None for all.
+            name, shape: name and shape of the parameter.
+            factors: factors of R rows of the parameter, starting at `first_row`.
+            rows: indices of these completions; None for all.
         """
         self.names.add(name)
         if self._squares_are_cheaper(factors):
             self._squares(name, shape, factors, first_row, rows)
             return
-        # Widened once for all slices.
+        # Widen the factors only once for all slices.
         wide = [(left, r if sums_wider(left, r) else widen(r)) for left, r in factors]
         (left, right), sizes = wide[0], [len(left) for left, _ in wide]
         count, columns = sum(sizes), right.shape[2]
@@ -100,7 +103,7 @@ class Accumulator:
     def add_flat(
         self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
     ) -> None:
-        """Add entries `start ... start + C` of N completions' gradients; overwrites `flat_NC`."""
+        """Add entries `start` to `start + C` of N completions' gradients; overwrite `flat_NC`."""
         self.names.add(name)
         flat_NC = widen(flat_NC)
         if self.metric is not None:
@@ -119,7 +122,7 @@ class Accumulator:
         self.features_BR[rows] += sketch_BR
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
-        """Add complete rows of a matrix's gradients, with sorted ids; overwrites `dense_NUD`."""
+        """Add full rows of a matrix's gradients; `ids_U` is sorted, `dense_NUD` is overwritten."""
         if self.features is None and self.pooled is None:
             self.names.add(name)
             if self.metric is not None:
@@ -131,7 +134,7 @@ class Accumulator:
                 for k, value_UD in enumerate(values_KC.unflatten(1, dense_NUD.shape[1:])):
                     self._gradient(k, name, shape, flat.dtype).index_add_(0, ids_U, value_UD)
             return
-        # Neighbouring rows pass together.
+        # Consecutive rows are added together.
         breaks = (ids_U.diff() != 1).nonzero().flatten() + 1
         edges, width = [0, *breaks.tolist(), len(ids_U)], dense_NUD.shape[2]
         for low, high in zip(edges[:-1], edges[1:], strict=True):
@@ -148,9 +151,9 @@ class Accumulator:
     def cross(
         self, name: str, shape: torch.Size, ids_U, first_NUD: torch.Tensor, second_NUD: torch.Tensor
     ) -> None:
-        """Add 2 <first, second> for the rows of a matrix with these ids; overwrites `first_NUD`.
+        """Add 2 <first, second> for the rows of a matrix with these ids; overwrite `first_NUD`.
 
-        This is ||first + second||^2 minus the two squared norms.
+        The sum is ||first + second||^2 minus the two squared norms.
         """
         if self.metric is not None:
             weights_UD = self.metric.rows(name, shape, ids_U)
@@ -166,7 +169,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _square(self, flat_NC: torch.Tensor, rows) -> None:
-        """Add the squared norms, or all inner products, of N flat gradients."""
+        """Add the squared norms or, if requested, all inner products of N flat gradients."""
         if self.gram_BB is None:
             self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
             return
@@ -176,7 +179,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _squares_are_cheaper(self, factors: Factors) -> bool:
-        """Return True if T x T products cost less than the gradients, see the module's text."""
+        """Return True if T x T products cost less than the gradients; see the module docstring."""
         if self.features is not None or self.metric is not None:
             return False
         rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
@@ -197,7 +200,7 @@ class Accumulator:
     def _squares(
         self, name: str, shape: torch.Size, factors: Factors, first_row: int, rows
     ) -> None:
-        """Add gradients by T x T products; only their weighted sums are computed as matrices."""
+        """Add gradients by T x T products; only the pooled gradients are computed as matrices."""
         if self.gram_BB is None:
             norms = []
             for left_NTR, right_NTC in factors:
@@ -235,7 +238,7 @@ class Accumulator:
             self.sq_norm_B[rows] += norms_N.double()
 
     def _pool(self, name, shape, values_KC: torch.Tensor, start: int, first: int = 0) -> None:
-        """Add weighted sums of gradients, or their sketches, from weight vector `first` on."""
+        """Add weighted sums of gradients, or their sketches, starting at weight vector `first`."""
         if self.pooled is not None:
             assert self.pooled_KR is not None
             self.pooled.add(self.pooled_KR[first : first + len(values_KC)], name, start, values_KC)
@@ -251,13 +254,13 @@ class Accumulator:
 
 
 def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
-    """Return <G_i, G_j> of all completions, [N, N], from the products of all pairs of tokens."""
+    """Return <G_i, G_j> of all completions, [N, N], computed from products of pairs of tokens."""
     left_1MR, right_1MC = (
         _together([x.flatten(0, 1) for x in side])[None] for side in zip(*factors, strict=True)
     )
     with full_products():
         both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))[0]
-    # Sum over the tokens of each completion, along both sides.
+    # Sum over the tokens of each completion, along both axes.
     for _ in range(2):
         blocks = both.split([left.shape[0] * left.shape[1] for left, _ in factors])
         sums = [
@@ -284,7 +287,7 @@ def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
 def sliced_products(flat_NC: torch.Tensor, slices: int = VECTOR_SLICES) -> torch.Tensor:
     """Compute inner products as a sum over slices of the vectors.
 
-    A GPU would compute a product of few entries and long sums on few of its cores.
+    Without slices, a GPU would use few of its cores for a product of few entries and long sums.
     """
     even = flat_NC.shape[1] // slices * slices
     parts_SNK = flat_NC[:, :even].unflatten(1, (slices, -1)).transpose(0, 1)

@@ -1,29 +1,32 @@
 r"""Scores of completions: squared norms, pooled gradients and Gram matrices from one backward pass.
 
 The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. A
-module's input and the gradient at its output determine its part of every s_i. So one forward and
-one backward pass over the batch, or over parts of its rows ("passes"), are enough. The parameters
-require no gradient meanwhile. The life of a hook, in the order of the methods of `_Backward`:
+module's input and the gradient at its output determine the module's part of every s_i. One forward
+and one backward pass over the batch, or over parts of its rows ("passes"), are therefore enough.
+During these passes the parameters require no gradient. The steps, in the order of the methods of
+`_Backward`, are:
 
-1. `_hooks` puts a forward hook on each module with a rule in `layers`, and on each embedding.
-2. The forward pass calls the hook, `_called`. An embedding's output becomes a leaf, where the graph
-   begins (`_root`). Another module's arguments are kept, one more part of the gradient of each of
-   its parameters is expected (`_expect`), and the output gets a gradient hook. A module whose
-   arguments do not separate the completions (a fused expert) gets none: it is `left_out`.
-3. Layer by layer (`LayerByLayer`), a module is called twice: first without a graph, when its part
-   is only expected, and again in the backward pass, when its output gets the gradient hook.
-4. The output layer has no hook. `_output_layer` treats the logits in chunks, adds the layer's
-   parameters, and gives the gradients at the last hidden states, where the backward pass begins.
-5. The gradient hook fires once and calls `_arrive`: the rule makes of arguments and gradient a part
-   of the gradient of each parameter. Arguments and gradient are dropped.
+1. `_hooks` registers a forward hook on each module with a rule in `layers`, and on each embedding.
+2. The forward pass calls the hook, `_called`. For an embedding, the hook replaces the output by a
+   leaf, where the graph begins (`_root`). For another module, it keeps the arguments, counts one
+   more expected part of the gradient of each parameter (`_expect`), and registers a gradient hook
+   on the output. A module whose arguments do not separate the completions (a fused expert) has no
+   gradient hook; its parameters are `left_out`.
+3. Layer by layer (`LayerByLayer`), a module is called twice. The first call, without a graph, only
+   counts the expected part. The second call, in the backward pass, registers the gradient hook.
+4. The output layer has no hook. `_output_layer` computes the logits in chunks, adds the layer's
+   parameters to the totals, and sets the gradients at the last hidden states, where the backward
+   pass begins.
+5. The gradient hook fires once and calls `_arrive`. The rule computes a part of each parameter's
+   gradient from the arguments and the gradient at the output, which are then dropped.
 6. When all expected parts of a parameter have arrived, from all passes and all modules that share
-   it, `_reduce` joins them, adds them to the totals and drops them.
-7. After the backward pass, the gradients of the leaves are the parts of the embeddings
-   (`_add_embeddings`). A part that is still missing, of a module whose output had no influence, is
-   0, so `_reduce` joins those that have arrived.
-8. Trainable parameters outside the totals, whose modules have no rule (fused experts, routers,
-   attention sinks), are differentiated one completion at a time (`one_by_one`), which is exact and
-   costs one more pass.
+   it, `_reduce` joins them, adds the result to the totals and drops the parts.
+7. After the backward pass, `_add_embeddings` uses the gradients at the leaves as the parts of the
+   embeddings. If a module's output had no influence, its part never arrives and is 0, so `_reduce`
+   joins the parts that have arrived.
+8. Trainable parameters whose modules have no rule (fused experts, routers, attention sinks) are
+   missing from the totals. They are differentiated one completion at a time (`one_by_one`), which
+   is exact and costs one more pass.
 """
 
 from __future__ import annotations
@@ -66,13 +69,13 @@ class CompletionScores:
     # ||s_i||^2, float64.
     sq_norm_B: torch.Tensor
     # For each weight vector, `sum_i w_ki s_i` by parameter name, at least float32; empty if
-    # `pooled` is set, which returns their sketches.
+    # sketches of the pooled gradients were requested.
     gradients_K: list[dict[str, torch.Tensor]]
-    # <s_i, s_j>, float64; None unless asked for.
+    # <s_i, s_j>, float64; None unless requested.
     gram_BB: torch.Tensor | None
-    # Sketches of the s_i, float64; None unless asked for.
+    # Sketches of the s_i, float64; None unless requested.
     features_BR: torch.Tensor | None = None
-    # Sketches of the pooled gradients, float64; None unless asked for.
+    # Sketches of the pooled gradients, float64; None unless requested.
     pooled_KR: torch.Tensor | None = None
 
 
@@ -99,34 +102,35 @@ def completion_scores(
     """Compute score norms, pooled gradients and Gram matrix over all trainable parameters.
 
     Args:
-        model: a loaded causal language model in evaluation mode, with or without PEFT adapters;
-            parameters with requires_grad are covered. Training mode needs `drops`.
-        input_ids_BT: token ids, prompts and completions.
+        model: loaded causal language model in evaluation mode, with or without PEFT adapters;
+            scores cover its parameters with requires_grad. Training mode needs `drops`.
+        input_ids_BT: token ids of prompts and completions.
         attention_mask_BT: 1 on real tokens.
-        completion_mask_BT: weights of the tokens whose log-probabilities the score sums, 1 or any
-            number; 0 in the first column, because token t is predicted from t-1.
+        completion_mask_BT: weights (1 or any number) of the tokens whose log-probabilities the
+            score sums; 0 in the first column, because token t is predicted from token t-1.
         weights_KB: K weight vectors over the B completions.
-        gram: form the Gram matrix.
-        temperature: divides the logits, as in sampling.
-        features: sketch every completion's score.
-        pooled: return sketches of the pooled gradients instead of the gradients.
-        metric: of norms, products and pooled gradients, see `metric`; None: Euclidean.
-        by_layer: keep only the inputs of layers and compute each layer twice, for less memory; has
-            no effect on a model without such layers.
-        layer_weights: for a model whose layers have their weights only within a block; needs
-            `by_layer`, and a model made of such layers.
-        passes: number of completions of each pass through the model, in order; a pass leaves out
-            the columns that are padding in all its rows. None: one pass. The scores are the same up
-            to rounding.
-        contiguous: read a pass whose rows are padded only at the end without a mask, so that the
-            fast kernels of causal attention apply; for models that `can_read_contiguous`.
-        images: images of the prompt that all rows share: further inputs of the model, see
-            `images.row_inputs`. Trainable parameters that images pass through (of a vision tower or
-            projector) are differentiated plainly, one completion at a time.
-        drops: allow dropout. Each score is then computed with the masks of its completion.
-        all_columns: also read columns that are padding in all rows of a pass. The dropout masks are
-            then those that the generators' states give for the whole batch. Parameters without a
-            rule are refused, because their completions are read once more, with other masks.
+        gram: True to compute the Gram matrix.
+        temperature: temperature that divides the logits, as in sampling.
+        features: sketch of every completion's score.
+        pooled: sketch of the pooled gradients, returned instead of the gradients.
+        metric: metric of norms, products and pooled gradients, see `metric`; None for Euclidean.
+        by_layer: True to keep only the inputs of layers and compute each layer twice, which saves
+            memory; this has no effect on a model without such layers.
+        layer_weights: context that provides a layer's weights, for a model whose layers have them
+            only within a block; it needs `by_layer`, and a model made of such layers.
+        passes: numbers of completions of the passes through the model, in order; None for one pass.
+            A pass omits the columns that are padding in all its rows. The scores are the same up to
+            rounding.
+        contiguous: True to read a pass whose rows are padded only at the end without a mask, so
+            that the fast kernels of causal attention apply; for models that `can_read_contiguous`.
+        images: images of the prompt that all rows share, as further inputs of the model; see
+            `images.row_inputs`. Trainable parameters of a vision tower or projector are
+            differentiated plainly, one completion at a time.
+        drops: True to allow dropout; each score is then computed with its completion's masks.
+        all_columns: True to also read columns that are padding in all rows of a pass. The dropout
+            masks are then the masks that the generator states give for the whole batch. Parameters
+            without a rule raise an error, because their completions would be read once more, with
+            other masks.
     """
     if model.training and not drops:
         raise ConfigError("the model is in training mode: scores need model.eval()")
@@ -178,7 +182,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def covered_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of the parameters that scores cover, which are all trainable ones."""
+    """Return the names of the parameters that scores cover, which are all trainable parameters."""
     return [name for name, _ in trainable(model)]
 
 
@@ -189,7 +193,7 @@ def parameter_sizes(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def _activations_only(model: nn.Module) -> Iterator[None]:
-    """Switch off gradients of parameters, so that backward computes only those of activations."""
+    """Disable gradients of parameters, so that backward computes only gradients of activations."""
     switched = [p for _, p in trainable(model)]
     for parameter in switched:
         parameter.requires_grad_(False)
@@ -202,11 +206,11 @@ def _activations_only(model: nn.Module) -> Iterator[None]:
 
 
 class _Pass:
-    """Pass of some rows through the model, without columns that are padding in all of them."""
+    """Pass of some rows through the model, without columns that are padding in all of the rows."""
 
-    # The positions whose next tokens are scored; set by `cut_window`.
+    # Positions whose next tokens are scored; set by `cut_window`.
     window: Window
-    # The window's columns among those of the pass; set by `cut_window`.
+    # Columns of the pass that the window covers; set by `cut_window`.
     scored: slice
 
     def __init__(
@@ -218,31 +222,31 @@ class _Pass:
         all_columns: bool,
     ):
         real = attention_BT[rows].any(dim=0).nonzero()
-        # A pass needs one token to read and one that it predicts.
+        # A pass needs one token to read and one token to predict.
         first = min(int(real.min()), ids_BT.shape[1] - 2)
         # Rows and columns of the batch that the pass reads.
         columns = slice(first, max(int(real.max()) + 1, first + 2))
         self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if all_columns else columns
         # Token ids and mask of these rows and columns.
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
-        # None if the pass does not go layer by layer.
+        # None if the pass is not computed layer by layer.
         self.layers = layers
-        # For each embedding: its output, where the backward pass ends, the module, and the
+        # For each embedding: its output, where the backward pass ends; the module; and the
         # arguments of its call, or None if no rule covers the call.
         self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
-        # The last hidden states, and the gradients at the window's hidden states and at its logits
-        # of the tokens that occur in the batch.
+        # The last hidden states, the gradients at the window's hidden states, and the gradients at
+        # the window's logits of the tokens that occur in the batch.
         self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
     def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
-        """Return the window of hidden states that predict counted tokens, without their graph."""
+        """Return the window of hidden states that predict scored tokens, without their graph."""
         ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
         window = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
         self.window, self.scored = window.part(slice(None))
         return self.window
 
     def head_rows(self, place_U: torch.Tensor) -> torch.Tensor:
-        """Return rows of the output layer's gradients for some occurring tokens, [B, U, D]."""
+        """Return the rows of the output layer's gradients for some tokens, [B, U, D]."""
         hidden = widen(self.window.hidden_BTD)
         return torch.bmm(self.grad_logits[:, :, place_U].mT.to(hidden), hidden)
 
@@ -277,16 +281,16 @@ class _Backward:
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         # Names of the parameters whose gradients are in the totals.
         self.added: set[str] = set()
-        # For each parameter: the number of expected parts of its gradient, and those that arrived.
+        # Number of expected parts of each parameter's gradient, and the parts that have arrived.
         self.expected: dict[str, int] = {}
         self.arrived: dict[str, list[tuple[_Pass, layers.Part]]] = {}
-        # Names of parameters with a part that no rule gives.
+        # Names of parameters with a part that no rule computes.
         self.left_out: set[str] = set()
         self.passes: list[_Pass] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        # Name of the weight that embedding and output layer share, None if they do not.
+        # Name of the weight that embedding and output layer share; None if they share none.
         self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
         others = (
             m for m in body(self.model).modules() if m is not embedding and self._scored_names(m)
@@ -303,7 +307,7 @@ class _Backward:
         return [self.names[id(p)] for p in parameters if id(p) in self.names]
 
     def _score_shared_alone(self) -> None:
-        """Leave the shared weight of embedding and output layer to `one_by_one`."""
+        """Let `one_by_one` score the shared weight of embedding and output layer."""
         self.names = {key: name for key, name in self.names.items() if name != self.shared}
         self.shared = None
 
@@ -320,7 +324,8 @@ class _Backward:
     ) -> None:
         """Run the forward and the backward pass, which fill the totals.
 
-        The arguments are those of `completion_scores`; `counts`: rows of each pass.
+        The arguments have the same meaning as in `completion_scores`. `counts` is the list of the
+        numbers of rows of the passes.
         """
         by_layer = by_layer and LayerByLayer(self.model).fits
         with self._hooks():
@@ -345,7 +350,7 @@ class _Backward:
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Put forward hooks on modules with a rule, and on embeddings, within the block."""
+        """Register forward hooks on modules with a rule and on embeddings, within the block."""
         outside = {module for top in self.outside for module in top.modules()}
         handles = [
             module.register_forward_hook(partial(self._called, name), with_kwargs=True)
@@ -388,8 +393,8 @@ class _Backward:
     def _called(
         self, path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> torch.Tensor | None:
-        """Begin the graph at an embedding's output; put a gradient hook on another output."""
-        # The pass that computes a layer again, or else the one that is in the model now.
+        """Begin the graph at an embedding's output, or register a gradient hook on the output."""
+        # The pass that recomputes a layer, or else the pass that is in the model now.
         pass_ = next(
             (x for x in self.passes if x.layers is not None and x.layers.recomputes),
             self.passes[-1],
@@ -413,7 +418,7 @@ class _Backward:
         return None
 
     def _root(self, pass_: _Pass, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
-        """Make an embedding's output a leaf, at which the backward pass ends."""
+        """Replace an embedding's output by a leaf, at which the backward pass ends."""
         leaf = output.detach().requires_grad_()
         if layers.kind(module) and args and args[0].shape == pass_.ids.shape:
             self._expect(module)
@@ -425,9 +430,9 @@ class _Backward:
         return leaf.clone()
 
     def _by_row(self, pass_: _Pass, path: str, args: tuple, kwargs: dict) -> tuple | None:
-        """Return a module's arguments with the batch dimension first.
+        """Return a module's arguments with the batch dimension first, or None.
 
-        None if the completions cannot be separated, as in mixtures of experts.
+        The result is None if the completions cannot be separated, as in mixtures of experts.
         """
         batch, length = pass_.ids.shape
         if kwargs or ".experts." in f".{path}." or not args:
@@ -440,12 +445,12 @@ class _Backward:
         return None
 
     def _expect(self, module: nn.Module) -> None:
-        """Expect one more part of the gradient of each parameter of a module."""
+        """Count one more expected part of the gradient of each parameter of a module."""
         for name in self._scored_names(module):
             self.expected[name] = self.expected.get(name, 0) + 1
 
     def _output_layer(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
-        """Add the output layer's parameters; set each pass's gradient at its last hidden states."""
+        """Add the output layer's parameters; set the gradient at each pass's last hidden states."""
         windows = [pass_.cut_window(completion_mask_BT) for pass_ in self.passes]
         layer = OutputLayer(self.model, self.output, temperature)
         self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
@@ -457,13 +462,13 @@ class _Backward:
         self.added.update(name for name in names if name != self.shared)
 
     def _arrive(self, pass_: _Pass, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
-        """Compute the module's parts of gradients from the gradient at its output.
+        """Compute the parts of a module's parameters from the gradient at its output.
 
-        A parameter whose last part this is goes to the totals.
+        A parameter is added to the totals when its last part has arrived.
         """
         grad = grad.detach()
         if grad.shape[0] != len(pass_.ids):
-            # The tokens of all rows are in one axis.
+            # The module sees the tokens of all rows along one axis.
             grad = grad.view(*pass_.ids.shape, -1)
         for local, part in layers.parts(module, args, grad):
             name = self.names.get(id(getattr(module, local)))
@@ -485,8 +490,9 @@ class _Backward:
             return
         if name == self.shared:
             assert isinstance(part, layers.Lookup)
-            # With H of the output layer, and E of the embedding, which is 0 for tokens that do not
-            # occur: ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>.
+            # The gradient is H + E, with H of the output layer and E of the embedding, and
+            # ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>. The rows of E are 0 for tokens that do not
+            # occur.
             for ids_U, dense_BUD in layers.dense_rows(part):
                 place = torch.searchsorted(self.tokens_U, ids_U)
                 products = torch.cat([pass_.head_rows(place) for pass_ in self.passes])
@@ -495,7 +501,7 @@ class _Backward:
         self.added.add(name)
 
     def _add_embeddings(self) -> None:
-        """Add the embeddings, whose gradients are at the leaves, and all parts that still wait."""
+        """Add the embeddings, whose gradients are at the leaves, and all remaining parts."""
         for pass_ in self.passes:
             for leaf, module, args in pass_.roots:
                 if args is not None and leaf.grad is not None:

@@ -1,10 +1,10 @@
-"""Forward pass that keeps only the inputs of its layers.
+"""Forward pass that keeps only the inputs of the layers.
 
-Each layer is computed again in the backward pass (gradient checkpointing, Chen et al. 2016), with
-the same dropout masks, so that only the graph of one layer exists at a time.
+Each layer is recomputed in the backward pass (gradient checkpointing, Chen et al. 2016), with the
+same dropout masks, so that only the graph of one layer exists at a time.
 
-The checkpointing of transformers would run the hooks of the score rules twice, and works only in
-training mode.
+The checkpointing of transformers is not used, because it would run the hooks of the score rules
+twice and works only in training mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_ustat.policy.dropout import RandomStates, random_states, same_draws
 from grpo_ustat.policy.output_layer import body
 
 LayerWeights = Callable[[nn.Module], AbstractContextManager[None]]
-"""Returns a context within which a layer has its weights."""
+"""Function that returns a context within which a layer has its weights."""
 
 
 @dataclass
@@ -34,31 +34,31 @@ class _Call:
     layer: nn.Module
     # The layer's original forward pass.
     forward: Callable[..., Any]
-    # Arguments of the call, flat, and their structure.
+    # Flattened arguments of the call, and their structure.
     inputs: list[Any]
     structure: Any
-    # States of the generators before the call, if the layer may drop; else None.
+    # Generator states before the call if the layer may apply dropout, else None.
     states: RandomStates | None
-    # Gradients so far at the outputs through which gradients flow.
+    # Gradients accumulated at the outputs through which gradients flow.
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class _Top(torch.autograd.Function):
-    """Output of a layer as the bottom of the graph above it.
+    """Output of a layer, at which the graph above the layer begins.
 
-    Its gradient goes to the call; the function saves no tensors.
+    The gradient at this output is stored in the call. The function saves no tensors.
     """
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, call: _Call, output: list[torch.Tensor]) -> torch.Tensor:
-        """Return the output; it comes in a list, so that autograd treats it as a new tensor."""
+        """Return the output, passed in a list so that autograd treats it as a new tensor."""
         ctx.call, ctx.place = call, len(call.grads)
         call.grads.append(None)
         return output.pop()
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor) -> tuple[None, None, None]:
-        """Keep the gradient for `LayerByLayer.backward`."""
+        """Store the gradient for `LayerByLayer.backward`."""
         before = ctx.call.grads[ctx.place]
         ctx.call.grads[ctx.place] = grads[0] if before is None else before + grads[0]
         return None, None, None
@@ -68,7 +68,8 @@ class LayerByLayer:
     """Forward and backward pass of a model's layers, with the graph of one layer at a time.
 
     Args:
-        weights: context in which a layer has its weights; None: layers always have them.
+        weights: function that returns a context in which a layer has its weights; None if layers
+            always have them.
     """
 
     def __init__(self, model: PreTrainedModel, weights: LayerWeights | None = None):
@@ -81,18 +82,18 @@ class LayerByLayer:
         # True while a layer is computed for the second time.
         self.recomputes = False
         self._calls: list[_Call] = []
-        # A tensor below every graph.
+        # Tensor at the bottom of every graph.
         self._anchor = torch.zeros((), requires_grad=True)
 
     @property
     def fits(self) -> bool:
-        """True if the model has such layers, without embeddings inside them."""
+        """True if the model has checkpointing layers and none of them contains an embedding."""
         embeddings = (isinstance(m, nn.Embedding) for x in self.layers for m in x.modules())
         return bool(self.layers) and not any(embeddings)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Compute layers without a graph, and keep their inputs."""
+        """Compute layers without a graph within the block, and keep their inputs."""
         before = [vars(layer).get("forward") for layer in self.layers]
         try:
             for layer in self.layers:
@@ -109,7 +110,7 @@ class LayerByLayer:
     ) -> Iterator[None]:
         """Propagate the gradient at the last hidden states through all layers to the roots.
 
-        It ends in `grad` of the roots. Yields after each layer.
+        The result is added to the `grad` of the roots. The iterator yields after each layer.
         """
         below = [*roots, self._anchor]
         torch.autograd.backward(hidden, grad, inputs=below)
@@ -139,10 +140,11 @@ class LayerByLayer:
                 if _is_above_a_layer(before):
                     torch.autograd.backward(before, value.grad, inputs=below, retain_graph=True)
                 else:
-                    # The part below all layers is done once, such as Gemma 3n's inputs by layer.
+                    # The part below all layers, such as Gemma 3n's per-layer inputs, is propagated
+                    # only once, at the end.
                     _, total = at_the_bottom.get(id(before), (before, 0.0))
                     at_the_bottom[id(before)] = (before, total + value.grad)
-            # The graph above holds the call itself.
+            # The graph above still references the call, so drop its tensors.
             call.inputs, call.grads = [], []
             yield
         if at_the_bottom:
@@ -150,10 +152,10 @@ class LayerByLayer:
             torch.autograd.backward(ends, grads, inputs=below)
 
     def _first(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward pass without a graph, which records its call for the backward pass."""
+        """Return a forward pass that has no graph and records its call for the backward pass."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            """Return the layer's output, at the bottom of a new graph."""
+            """Return the layer's output, at which a new graph begins."""
             inputs, structure = tree_flatten((args, kwargs))
             if not any(map(_flows, inputs)):
                 with self._weights(layer):
@@ -182,7 +184,7 @@ def _flows(value: Any) -> bool:
 
 
 def _is_above_a_layer(value: torch.Tensor) -> bool:
-    """Return True if the graph of a value leads to the output of a layer."""
+    """Return True if the output of a layer is in the graph of a value."""
     nodes, visited = [value.grad_fn], set()
     while nodes:
         node = nodes.pop()

@@ -1,4 +1,4 @@
-"""Check of the score rules on the user's own model, against plain differentiation."""
+"""Comparison of the score rules with plain differentiation on the user's model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from grpo_ustat.policy.scores.backward import completion_scores, trainable
 from grpo_ustat.policy.scores.images import same_positions
 from grpo_ustat.policy.scores.one_by_one import logprob
 
-# Wide for float64, because transformers computes norms and rotations of such models in float32.
+# The tolerance for float64 is wide, because transformers computes norms and rotations of float64
+# models in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 # At this temperature no token is nearly certain.
 FLAT = 10.0
-# Parameters whose gradients are compared at a time.
+# Number of parameter entries whose gradients are compared at a time.
 PARAMETERS_AT_ONCE = 2**28
 
 
@@ -35,9 +36,9 @@ def check_scores(
 ) -> None:
     """Compare a pooled gradient of these completions with plain differentiation, by parameter.
 
-    It reveals a layer that uses its inputs in a way that its rule does not cover. Unequal weights
-    reveal rows that were mixed up. At a high temperature the scores of a peaked policy are not
-    dominated by the rounding of 1 - p. With `images` the rows belong to one prompt, see
+    The check detects a layer that uses its inputs in a way that its rule does not cover. Unequal
+    weights detect rows that were mixed up. At a high temperature, the scores of a peaked policy are
+    not dominated by the rounding of 1 - p. If `images` is given, the rows belong to one prompt; see
     `completion_scores`.
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
@@ -73,7 +74,10 @@ def check_scores(
 
 
 def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
-    """Yield neighbouring parameters of at most PARAMETERS_AT_ONCE entries, or a larger one."""
+    """Yield groups of consecutive parameters with at most PARAMETERS_AT_ONCE entries in all.
+
+    A parameter with more entries forms a separate group.
+    """
     group, entries = [], 0
     for name, parameter in parameters:
         if group and entries + parameter.numel() > PARAMETERS_AT_ONCE:

@@ -32,16 +32,17 @@ class GroupGradient:
 class GroupScores:
     """Inner products and sketches of the scores of one prompt's group.
 
-    It never holds a gradient of all parameters.
+    No gradient with an entry for every parameter is kept.
     """
 
-    # <s_i, s_j>, float64; exact within a pass of the model, unbiased from sketches between passes.
+    # <s_i, s_j>, float64; exact within a pass of the model, and unbiased estimates from sketches
+    # between passes.
     gram_GG: Array
-    # Sketches of the scores, exact if the model has no more parameters than R.
+    # Sketches of the scores; they are exact if the model has at most R parameters.
     features_GR: npt.NDArray[np.float32]
 
     def gradient(self, weights_G: Array) -> GroupGradient:
-        """Return `ghat = sum_i w_i s_i`; for leave-one-out see `pool_gradient_weights`."""
+        """Return `ghat = sum_i w_i s_i`; `pool_gradient_weights` gives leave-one-out weights."""
         ghat_sq = float(weights_G @ self.gram_GG @ weights_G)
         return GroupGradient(np.diagonal(self.gram_GG), ghat_sq, weights_G @ self.features_GR)
 
@@ -61,8 +62,8 @@ def group_scores(
 
     Args:
         p: index of the prompt in the rollouts.
-        temperature: divides the logits.
-        at_once: completions of a pass of the model.
+        temperature: temperature that divides the logits.
+        at_once: number of completions per pass through the model.
         images, layer_weights, drops: see `completion_scores`.
     """
     size = rollouts.mask_PGT.shape[1]
@@ -90,7 +91,10 @@ def group_scores(
 
 
 def gradient_gram(groups_P: Sequence[GroupGradient]) -> Array:
-    """Compute <ghat_x, ghat_y>, [P, P]: unbiased from sketches, exact on the diagonal."""
+    """Compute <ghat_x, ghat_y>, [P, P].
+
+    The diagonal is exact; the other entries are unbiased estimates from sketches.
+    """
     ghat_PR = np.stack([group.ghat_R for group in groups_P])
     gram_PP = ghat_PR @ ghat_PR.T
     np.fill_diagonal(gram_PP, [group.ghat_sq for group in groups_P])

@@ -1,8 +1,8 @@
-"""Images of a prompt: the model's inputs besides tokens, and the modules that read them.
+"""Images of a prompt: the model's additional inputs, and the modules that read them.
 
-All completions of a prompt have the same images. Towers and projectors are computed without a
-graph: scores of the language part do not need it, and trainable parameters of these modules are
-left to `one_by_one`.
+All completions of a prompt have the same images. Vision towers and projectors are computed without
+a graph, because the scores of the language part do not need it. `one_by_one` scores the trainable
+parameters of these modules.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from transformers import PreTrainedModel
 
 from grpo_ustat.policy.output_layer import body, causal, replaced_forward
 
-# Also in `mm_token_type_ids`: a number for each token.
+# Suffix of inputs with one number for each token, such as `mm_token_type_ids`.
 TOKEN_TYPES = "token_type_ids"
 
 
 def row_inputs(
     images: Mapping[str, torch.Tensor], attention_mask_BT: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the model's inputs besides the token ids, for B rows of one prompt.
+    """Return the model's additional inputs, other than token ids, for B rows of one prompt.
 
     Args:
-        images: the processor's output for the prompt without completions: `pixel_values`,
-            `image_grid_thw`, `image_sizes` and other inputs of the model, repeated along the first
-            axis; `*token_type_ids` has an entry for each token of the prompt; completions are text.
+        images: output of the processor for the prompt without completions. `pixel_values`,
+            `image_grid_thw`, `image_sizes` and other inputs are repeated along the first axis.
+            `*token_type_ids` has an entry for each token of the prompt; completions are text.
         attention_mask_BT: 1 on real tokens of prompts and completions.
-        dtype: type of the model.
+        dtype: data type of the model.
     """
     inputs, (batch, length) = {}, attention_mask_BT.shape
     for name, value in images.items():
@@ -51,7 +51,7 @@ def row_inputs(
 def outside_language(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules below the output layer that do not belong to the language part.
 
-    They are vision towers and projectors, without the modules inside them.
+    The list contains vision towers and projectors, but not their submodules.
     """
     base = body(causal(model))
     decoder, embedding = causal(model).get_decoder(), causal(model).get_input_embeddings()
@@ -68,11 +68,11 @@ def outside_language(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
-    """Compute these modules without a graph; yield the set of those that were called."""
+    """Compute these modules without a graph; yield the set of the called modules."""
     called: set[nn.Module] = set()
 
     def plain(module: nn.Module, forward: Any):
-        """Return the module's forward pass without a graph, which records the call."""
+        """Return a forward pass of the module that has no graph and records the call."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             called.add(module)
@@ -89,7 +89,7 @@ def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
 
 @contextmanager
 def same_positions(model: PreTrainedModel) -> Iterator[None]:
-    """Restore positions that some models store from the last images that they read."""
+    """Restore position offsets, which some models store when they read images, after the block."""
     base: Any = body(causal(model))
     before = getattr(base, "rope_deltas", None)
     try:

@@ -1,10 +1,10 @@
-r"""Rules: a layer's part of a score, from its input and the gradient at its output.
+r"""Rules that compute a layer's part of a score from its input and the gradient at its output.
 
     Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
-    norms             dw_i = sum_t b_it * xhat_it, for `w * xhat` and `(1 + w) * xhat` alike
+    norms             dw_i = sum_t b_it * xhat_it, both for `w * xhat` and for `(1 + w) * xhat`
     embedding         dE_i = sum_t c e_{x_t} b_it', c the factor of a scaled embedding
 
-The weight of a layer that is called twice, or that two layers share, is one parameter: its parts
+If a layer is called twice, or two layers share a weight, the weight is one parameter, and its parts
 are joined before they are squared. Parameters without a rule here are scored by `one_by_one`.
 """
 
@@ -22,7 +22,7 @@ from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.precision import full_products
 from grpo_ustat.policy.scores.accumulate import Accumulator, Factors
 
-# Bytes of embedding rows held at a time.
+# Bytes of the embedding rows in memory at a time.
 EMBEDDING_BYTES = 2**25
 
 
@@ -43,7 +43,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Small:
-    """Gradient itself, [B, *shape], of biases and norm weights."""
+    """Full gradient of a bias or a norm weight, [B, *shape]."""
 
     gradient_B: torch.Tensor
 
@@ -53,7 +53,7 @@ P = TypeVar("P", Outer, Lookup, Small)
 
 
 def kind(module: nn.Module) -> str | None:
-    """Return the rule for a module's direct parameters; None: no rule."""
+    """Return the name of the rule for a module's direct parameters; None if there is no rule."""
     forward, parameters = type(module).forward, dict(module.named_parameters(recurse=False))
     if not parameters:
         return None
@@ -72,28 +72,28 @@ def kind(module: nn.Module) -> str | None:
 def looks_up_tokens(module: nn.Module) -> bool:
     """Return True if a module reads token ids: an embedding, or PEFT's wrapper of an embedding.
 
-    PEFT's layer looks up trained rows in the embedding without calling it
-    (`trainable_token_indices`).
+    PEFT's wrapper for `trainable_token_indices` looks up trained rows itself, without calling the
+    embedding.
     """
     trains_rows = hasattr(module, "trainable_tokens_delta")
     return isinstance(getattr(module, "base_layer", None) if trains_rows else module, nn.Embedding)
 
 
 def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield the local name of each parameter and its part.
+    """Yield the local name of each parameter and the parameter's part.
 
     Args:
         module: module with a rule.
-        arguments: arguments of its call, batch first.
-        grads: gradient at its output.
+        arguments: arguments of the module's call, batch first.
+        grads: gradient at the module's output.
     """
     sort = kind(module)
     if sort == "embedding":
         assert isinstance(module, nn.Embedding)
         ids, scale = arguments[0], getattr(module, "embed_scale", None)
         if module.padding_idx is not None:
-            # This row gets no gradient in backpropagation either. Its gradient may not be finite,
-            # such as the gradient of a root at a row of zeros (Gemma 3n).
+            # Backpropagation gives this row no gradient either. Its gradient may be infinite, such
+            # as the gradient of a square root at a row of zeros (Gemma 3n).
             grads = grads.masked_fill((ids == module.padding_idx)[..., None], 0)
         grads = grads if scale is None else grads * torch.as_tensor(scale).to(grads)
         yield "weight", Lookup(ids, grads)
@@ -110,7 +110,7 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield the name and the part of each parameter of a norm, [B, *shape]."""
+    """Yield the name of each parameter of a norm and its part, [B, *shape]."""
     parameters = dict(module.named_parameters(recurse=False))
 
     def output(value: float) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def joined(parts: list[Part]) -> Part | None:
-    """Join a parameter's parts of one pass; None if their kinds differ."""
+    """Join a parameter's parts from one pass; return None if their kinds differ."""
     if len(parts) == 1:
         return parts[0]
     if small := _all(Small, parts):
@@ -148,7 +148,7 @@ def joined(parts: list[Part]) -> Part | None:
 def stacked(parts: Sequence[Part | None]) -> Part | None:
     """Join the parts of passes over consecutive completions.
 
-    None if their kinds differ or one is missing.
+    The result is None if the kinds differ or a part is missing.
     """
     if len(parts) == 1:
         return parts[0]
@@ -159,7 +159,7 @@ def stacked(parts: Sequence[Part | None]) -> Part | None:
     if lookups := _all(Lookup, parts):
         longest = max(part.ids_BT.shape[1] for part in lookups)
         ids, grads = [], []
-        # Shorter ones look up their last token again, without a gradient.
+        # Shorter parts are padded: they look up their last token again, with a gradient of 0.
         for part in lookups:
             more = longest - part.ids_BT.shape[1]
             ids.append(torch.cat([part.ids_BT, part.ids_BT[:, -1:].expand(-1, more)], dim=1))
@@ -169,7 +169,7 @@ def stacked(parts: Sequence[Part | None]) -> Part | None:
 
 
 def _all(cls: type[P], parts: Sequence[Part | None]) -> list[P]:
-    """Return the parts if all are of this kind, else an empty list."""
+    """Return the parts if all are of the given kind, else an empty list."""
     chosen = [part for part in parts if isinstance(part, cls)]
     return chosen if len(chosen) == len(parts) else []
 
@@ -186,7 +186,10 @@ def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
 
 
 def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the embedding's gradients at occurring tokens in chunks: ids [U], rows [B, U, D]."""
+    """Yield chunks of the embedding's gradients at the tokens that occur.
+
+    A chunk consists of ids, [U], and rows, [B, U, D].
+    """
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
     grads = widen(part.grads_BTD)
     batch, _, width = grads.shape
@@ -198,7 +201,7 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> torch.Tensor:
-    """Sum the vectors at each place 0 ... count - 1, [B, count, D]; other places are ignored."""
+    """Sum the vectors of each index from 0 to count - 1, [B, count, D]; ignore other indices."""
     inside = (place_BT >= 0) & (place_BT < count)
     target = torch.where(inside, place_BT, 0)[:, :, None].expand_as(grads_BTD)
     empty = grads_BTD.new_zeros((len(grads_BTD), count, grads_BTD.shape[2]))
@@ -208,9 +211,9 @@ def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> tor
 def row_sums_of_products(
     place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Compute row sums in a fixed order.
+    """Compute the same sums as `row_sums`, in a fixed order.
 
-    On a GPU `scatter_add_` adds in any order, so that the bits would differ from call to call.
+    On a GPU, `scatter_add_` adds in an arbitrary order, so its results differ between calls.
     """
     places_U = torch.arange(count, device=place_BT.device)
     at_BUT = (place_BT[:, None] == places_U[:, None]).to(grads_BTD)

@@ -1,16 +1,16 @@
-r"""Norm in which a gradient's error is measured: Euclidean, or the norm of AdamW's step.
+r"""Norm in which a gradient's error is measured: the Euclidean norm or the norm of AdamW's step.
 
-AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) moves entry j of the parameters by the learning
+AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) changes entry j of the parameters by the learning
 rate times `d_j m_j`, where m is a mean of gradients and
 
     d_j = 1 / (sqrt(v_j) + eps),        v_j = a running mean of the squared entries ghat_j^2
 
-With v at its mean for one policy, v_j = E ghat_j^2, the error of that step is
-||D (ghat - grad J)|| with D = diag(d), and no entry adds more than 1 to E ||D ghat||^2, even if it
+If v equals its expectation for a fixed policy, v_j = E ghat_j^2, the error of that step is
+||D (ghat - grad J)|| with D = diag(d). No entry adds more than 1 to E ||D ghat||^2, even if it
 rarely has a gradient. `mse.adam_pool` explains the choice of ghat and the estimate of v. Every
 estimator here is linear in the scores, so its bias, variance and error in this norm follow from the
-scores D s_i: norms, Gram matrices, sketches and closed forms need no other change. A common factor
-of v changes no ratio of errors and no best G.
+scores D s_i. Norms, Gram matrices, sketches and closed forms therefore need no other change. A
+common factor of v changes neither the ratios of errors nor the best G.
 
 An entry that never has a gradient has v_j = 0 and no error; its weight is 0.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-# The epsilon of torch's AdamW.
+# Default epsilon of torch's AdamW.
 EPS = 1e-8
 
 
@@ -27,14 +27,14 @@ class Metric:
     """Weights d of a model's trainable parameters.
 
     Args:
-        weights: by parameter name, flat.
+        weights: flat weights by parameter name.
     """
 
     def __init__(self, weights: dict[str, torch.Tensor]):
         self._weights = weights
 
     def of(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the weights of entries `start ... stop` of a parameter."""
+        """Return the weights of entries `start` to `stop` of a parameter."""
         return self._weights[name][start:stop]
 
     def rows(self, name: str, shape: torch.Size, ids_U: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Metric:
 
 
 def adam_metric(second_moments: dict[str, torch.Tensor]) -> Metric:
-    """Return the metric of AdamW's step, with v of every trainable parameter by name."""
+    """Return the metric of AdamW's step, given v of every trainable parameter by name."""
     weights = {}
     for name, v in second_moments.items():
         weight = 1 / (v.sqrt() + EPS)

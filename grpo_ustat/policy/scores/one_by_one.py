@@ -20,13 +20,13 @@ def one_by_one(
     totals: Accumulator,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Differentiate parameters without a rule, one completion at a time, into the totals.
+    """Add the gradients of parameters without a rule to the totals, one completion at a time.
 
     Args:
         rest: names and parameters.
         rows: input ids, attention mask and completion mask, [B, T] each.
-        temperature: divides the logits.
-        totals: totals that grow.
+        temperature: temperature that divides the logits.
+        totals: totals to which the gradients are added.
         images: images that all rows share, see `row_inputs`.
     """
     batch = len(rows[0])
@@ -46,9 +46,9 @@ def one_by_one(
 
 
 def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
-    """Yield lists of pieces (name, parameter, start, stop) of parameters.
+    """Yield lists of slices (name, parameter, start, stop) of parameters.
 
-    The gradients of all completions at the pieces of one list fit into memory together.
+    The gradients of all completions for the slices of one list fit into memory together.
     """
     room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
     for name, p in rest:
@@ -73,9 +73,9 @@ def logprob(
     """Compute the log-probability of one unpadded completion, with its graph.
 
     Args:
-        ids_T: token ids, the prompt's and the completion's.
+        ids_T: token ids of the prompt and the completion.
         completion_T: weights of the tokens' log-probabilities.
-        temperature: divides the logits.
+        temperature: temperature that divides the logits.
         images: images of the prompt, see `row_inputs`.
     """
     inputs = row_inputs(images or {}, torch.ones_like(ids_T)[None], model.dtype)

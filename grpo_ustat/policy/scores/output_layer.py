@@ -1,7 +1,7 @@
-"""Part of the output layer in scores: its parameters, and the gradient for the layers below.
+"""Scores of the output layer's parameters, and the gradient for the layers below.
 
-All logits of a batch are computed at once if they fit into memory; else some rows, or some of the
-vocabulary, at a time.
+All logits of a batch are computed at once if they fit into memory. Otherwise they are computed for
+some rows, or for a part of the vocabulary, at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_ustat.policy.output_layer import OutputLayer, Window
 from grpo_ustat.policy.scores.accumulate import Accumulator
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Gradients of each window, at hidden states [B, T, D] and at logits of U tokens [B, T, U]."""
+"""Gradients of each window at the hidden states, [B, T, D], and at U tokens' logits, [B, T, U]."""
 
 
 def add_output_layer(
@@ -30,10 +30,10 @@ def add_output_layer(
     """Add the output layer's parameters to the totals.
 
     Args:
-        windows: positions that count, a window for each pass over consecutive completions.
+        windows: scored positions, one window for each pass over consecutive completions.
         names: names of the trainable parameters, by id.
-        totals: totals that grow.
-        tokens_U: tokens whose logits' gradients are returned too.
+        totals: totals to which the gradients are added.
+        tokens_U: tokens for which gradients at the logits are also returned.
 
     Returns:
         For each window the gradients at its hidden states, [B, T, D], and at the logits of
@@ -73,7 +73,7 @@ def _all_logits(
     tokens_U: torch.Tensor,
     add: Callable[..., None],
 ) -> None:
-    """Fill `grads` with the gradients at all logits in memory at once."""
+    """Fill `grads`, with the gradients at all logits in memory at once."""
     logit_grads = [layer.gradients(window)[0] for window in windows]
     for grad_BTV, (grad_BTD, grad_BTU) in zip(logit_grads, grads, strict=True):
         grad_BTD[:] = layer.back(grad_BTV)
@@ -89,9 +89,9 @@ def _by_rows(
     add: Callable[..., None],
     most: int,
 ) -> None:
-    """Fill `grads` by rows of similar length, with logits at `most` positions at a time.
+    """Fill `grads` for rows of similar length at a time, with logits at up to `most` positions.
 
-    Each logit is computed once.
+    Each logit is computed only once.
     """
     start = 0
     for window, (grad_BTD, grad_BTU) in zip(windows, grads, strict=True):
@@ -113,9 +113,9 @@ def _by_tokens(
     add: Callable[..., None],
     budget: int,
 ) -> None:
-    """Fill `grads` by parts of the vocabulary, `budget` logits at a time.
+    """Fill `grads` for a part of the vocabulary at a time, with up to `budget` logits.
 
-    The normalisers over the vocabulary are computed first.
+    The log-sum-exp over the full vocabulary is computed first.
     """
     vocabulary = layer.head.weight.shape[0]
     step = max(1, budget // sum(window.mask_BT.numel() for window in windows))
@@ -135,12 +135,12 @@ def _by_tokens(
 
 
 def _rows(window: Window, positions: int) -> int:
-    """Return the number of rows of a window with so many positions, at least 1."""
+    """Return the number of a window's rows that fit into `positions` positions, at least 1."""
     return max(1, positions // window.mask_BT.shape[1])
 
 
 def _normaliser(layer: OutputLayer, window: Window, slices: Sequence[slice]) -> torch.Tensor:
-    """Compute the log of the sum of exponentials over the vocabulary, [B, T], in slices."""
+    """Compute the log-sum-exp over the vocabulary, [B, T], one slice at a time."""
     parts = []
     for tokens in slices:
         _, logits = layer.logits(window.hidden_BTD, tokens)
@@ -158,7 +158,7 @@ def _add_parameters(
     first_row: int = 0,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Add the gradients of the layer's weight and bias, if they are trained."""
+    """Add the gradients of the layer's weight and bias if they are trainable."""
     weight, bias = layer.head.weight, layer.head.bias
     if (name := names.get(id(weight))) is not None:
         pairs = zip(logit_grads, (window.hidden_BTD for window in windows), strict=True)

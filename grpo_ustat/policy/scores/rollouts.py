@@ -1,4 +1,4 @@
-"""Scores of sampled completions, with equal completions scored once."""
+"""Scores of sampled completions, in which equal completions are scored only once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 
-# Products of weights and tokens that take as long as the calls of a layer in one more pass.
+# Number of products of a weight and a token that take as long as calling a layer once more.
 PRODUCTS_OF_A_LAYER = {"cpu": 3e7, "cuda": 1e11}
 
 
@@ -43,19 +43,19 @@ def score_rollouts(
 ) -> CompletionScores:
     """Score the completions with the given flat indices p*G + i, in that order.
 
-    They are scored layer by layer if the whole graph would take over half of the free memory.
-    Without dropout, equal completions of a prompt have equal scores, so they are scored once with
-    the sum of their weights. Completions of similar length pass through the model together, see
+    Completions are scored layer by layer if the full graph would need more than half of the free
+    memory. Without dropout, equal completions of a prompt have equal scores, so they are scored
+    once with the sum of their weights. Completions of similar length are read in the same pass; see
     `pass_sizes`.
 
     Args:
         index: flat indices, [B].
-        temperature: divides the logits.
-        token_weights_BT: weights of the tokens' log-probabilities in a score; None: 1.
+        temperature: temperature that divides the logits.
+        token_weights_BT: weights of the tokens' log-probabilities in a score; None for 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
         images: images of the prompt that these completions share, see `completion_scores`.
         drops: see `completion_scores`.
-        layer_weights: see `completion_scores`; with it all completions are read in one pass.
+        layer_weights: see `completion_scores`; if given, all completions are read in one pass.
     """
     size = rollouts.mask_PGT.shape[1]
     assert not images or len(set(index // size)) == 1, "images belong to one prompt"
@@ -94,9 +94,9 @@ def score_rollouts(
 
 
 def _weighed(rows: Rows, weights_UT: np.ndarray, dtype: torch.dtype) -> Rows:
-    """Return rows whose completion tokens count with these weights.
+    """Return the rows with the weights of their completion tokens.
 
-    Log-probabilities are float32 or wider, and so are their weights.
+    The weights are float32 or wider, like the log-probabilities.
     """
     mask_UT = rows.completion_mask_BT.to(torch.promote_types(dtype, torch.float32))
     mask_UT[:, -rows.width :] *= torch.from_numpy(weights_UT[:, : rows.width]).to(mask_UT)
@@ -104,9 +104,9 @@ def _weighed(rows: Rows, weights_UT: np.ndarray, dtype: torch.dtype) -> Rows:
 
 
 def _merged(weights_KB: np.ndarray, place_B: np.ndarray, count: int) -> torch.Tensor:
-    """Add up the weights of equal completions, [K, count]."""
+    """Sum the weights of equal completions, [K, count]."""
     merged = np.zeros((len(weights_KB), count))
-    # NumPy's stub of `at` does not allow tuples of indices.
+    # NumPy's type stub of `at` does not allow tuples of indices.
     np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
     return torch.from_numpy(merged)
 
@@ -114,7 +114,7 @@ def _merged(weights_KB: np.ndarray, place_B: np.ndarray, count: int) -> torch.Te
 def _graph_is_large(
     model: PreTrainedModel, passes: list[int], prompt_U: np.ndarray, length_U: np.ndarray
 ) -> bool:
-    """Return True if the graphs of all passes would take over half of the free memory."""
+    """Return True if the graphs of all passes would need more than half of the free memory."""
     parts = np.split(np.arange(len(prompt_U)), np.cumsum(passes)[:-1])
     read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
     needed = score_bytes(model, read, by_layer=False)
@@ -122,14 +122,14 @@ def _graph_is_large(
 
 
 def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
-    """Choose the number of rows of each pass through the model, at the least cost.
+    """Choose the number of rows of each pass through the model so that the total cost is least.
 
-    The cost is that of padding and of passes together.
+    The cost of a pass is a fixed overhead plus its number of rows times the length of its longest
+    row.
 
     Args:
-        tokens_U: tokens of every row, prompt included, ascending; a pass costs its rows times the
-            tokens of its longest row.
-        overhead: tokens that cost as much as one more pass.
+        tokens_U: ascending numbers of tokens of the rows, including the prompt.
+        overhead: number of tokens that cost as much as one more pass.
     """
     count = len(tokens_U)
     cost, before = np.zeros(count + 1), np.zeros(count + 1, dtype=int)
@@ -145,7 +145,7 @@ def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
 
 
 def tokens_of_overhead(model: PreTrainedModel) -> float:
-    """Return the tokens that cost as much as the calls of one more pass through the model."""
+    """Return the number of tokens that cost as much as the overhead of one more pass."""
     below = body(causal(model))
     embeddings = {
         id(p) for m in below.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
@@ -158,9 +158,10 @@ def tokens_of_overhead(model: PreTrainedModel) -> float:
 def distinct(
     rollouts: Rollouts, index: np.ndarray, token_weights_BT: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places in `index` of distinct completions, [U], and the place of each among them.
+    """Return the positions of distinct completions in `index`, [U].
 
-    The second array is [B]. Completions are distinct if prompt, tokens or token weights differ.
+    The second array, [B], maps each completion to its position among the distinct completions.
+    Completions are distinct if their prompts, tokens or token weights differ.
     """
     size, width = rollouts.mask_PGT.shape[1:]
     tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]

@@ -1,13 +1,13 @@
-r"""Seeded sketches: unbiased inner products of long vectors from short ones.
+r"""Seeded sketches: unbiased estimates of inner products of long vectors from short vectors.
 
 With independent random signs `e_j = +-1` and buckets `h(j) = j mod R`, R prime,
 
     (F u)_r = sum_{j: h(j) = r} e_j u_j        E <F u, F v> = <u, v>
     Var <F u, F v> <= ( ||u||^2 ||v||^2 + <u, v>^2 ) / R   on average over buckets
 
-(count sketch, Charikar, Chen & Farach-Colton 2002, in which only the signs are random: cross terms
-e_j e_k have mean zero for any buckets, so the product is unbiased). If a model has at most R
-parameters, vectors are kept in full, and products are exact.
+This is a count sketch (Charikar, Chen & Farach-Colton 2002) in which only the signs are random. The
+cross terms e_j e_k have expectation zero for any buckets, so the product is unbiased. If a model
+has at most R parameters, vectors are kept in full, and products are exact.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import hashlib
 import numpy as np
 import torch
 
-# A parameter's signs stay unpacked up to this number of entries.
+# Largest number of entries of a parameter whose signs are kept unpacked.
 MAX_UNPACKED = 2**18
-# Entries that are sketched at a time.
+# Number of entries that are sketched at a time.
 ENTRIES_AT_ONCE = 2**26
 
 
 class Signs:
-    """Random signs of all entries of named parameters, a bit each.
+    """Random signs of all entries of named parameters, one bit per entry.
 
     Args:
         sizes: number of entries of every parameter by name.
-        seed: a parameter's signs depend only on seed and name.
+        seed: seed of the signs; a parameter's signs depend only on the seed and its name.
     """
 
     def __init__(self, sizes: dict[str, int], seed: int = 0):
@@ -37,7 +37,7 @@ class Signs:
         self._kept: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Return +-1 for entries `start ... stop` of a parameter, int8."""
+        """Return +-1 for entries `start` to `stop` of a parameter, int8."""
         if name in self._kept:
             return self._kept[name][start:stop]
         if self.sizes[name] <= MAX_UNPACKED:
@@ -48,7 +48,7 @@ class Signs:
         return _unpacked(self._bits[name], start, stop)
 
     def _packed(self, name: str) -> torch.Tensor:
-        """Draw a bit for each entry of a parameter; the first is the highest of the first byte."""
+        """Draw one bit per entry; the first entry's bit is the highest bit of the first byte."""
         digest = hashlib.blake2b(f"{self.seed}\x1f{name}".encode(), digest_size=16).digest()
         bits = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64))
         words = bits.random_raw((self.sizes[name] + 63) // 64)
@@ -56,7 +56,7 @@ class Signs:
 
 
 def _unpacked(bytes_M: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the signs of bits `start ... stop`, int8: 1 for 0, -1 for 1."""
+    """Return the signs of bits `start` to `stop`, int8: 1 for bit 0, -1 for bit 1."""
     first = start // 8
     shifts_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=bytes_M.device)
     bits = (bytes_M[first : (stop + 7) // 8, None] >> shifts_8).bitwise_and_(1).flatten()
@@ -68,8 +68,9 @@ class Sketch:
 
     Args:
         sizes: number of entries of every parameter by name, in any order.
-        size: R, best a prime; vectors are kept in full if there are at most R parameters.
-        signs: signs of another sketch of the same parameters, to share their memory.
+        size: length R of a sketch, preferably prime; vectors are kept in full if there are at most
+            R parameters.
+        signs: signs of another sketch of the same parameters, whose memory is shared.
     """
 
     def __init__(self, sizes: dict[str, int], size: int, seed: int = 0, signs: Signs | None = None):
@@ -81,9 +82,9 @@ class Sketch:
         self.signs = signs or Signs(sizes, seed)
 
     def add(self, out_NR: torch.Tensor, name: str, start: int, flat_NC: torch.Tensor) -> None:
-        """Add entries `start ... start + C` of a parameter's N vectors to their sketches.
+        """Add entries `start` to `start + C` of a parameter's N vectors to their sketches.
 
-        Overwrites `flat_NC` unless the sketch is in full.
+        `flat_NC` is overwritten unless vectors are kept in full.
         """
         count = flat_NC.shape[1]
         if self.full:
@@ -103,7 +104,7 @@ class Sketch:
         out_NR[:, : tail.shape[1]] += tail
 
     def of(self, gradient: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Compute the sketch of one gradient by parameter name, [R], at least float32."""
+        """Compute the sketch, [R], of a gradient given by parameter name, at least float32."""
         some = next(iter(gradient.values()))
         wide = torch.promote_types(some.dtype, torch.float32)
         out = torch.zeros((1, self.dimension), dtype=wide, device=some.device)

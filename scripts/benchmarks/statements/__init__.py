@@ -1,1 +1,1 @@
-"""Statements of studies and how often they are wrong: what `error_rates.py` counts."""
+"""Statements of studies; `error_rates.py` counts how often they are wrong."""

@@ -1,9 +1,9 @@
 """Intervals of G* in AdamW's metric, and the warning that v has not converged.
 
-Synthetic prompts whose moments are sums: an outcome is a pair of a reward, 0 or 1, and one of four
-styles, independent given the prompt, so that an entry of the score that depends only on the style
-has no gradient. Entries are common, changed by each completion, or rare: a prompt changes a few of
-many.
+The synthetic prompts have moments that are finite sums. An outcome is a pair of a reward (0 or 1)
+and one of four styles. Reward and style are independent given the prompt, so an entry of the score
+that depends only on the style has no gradient. Common entries are changed by every completion. Rare
+entries are numerous, and each prompt changes only a few of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Verdicts on published claims, as a study prints them.
+"""Verdicts on published claims, as printed by a study.
 
-The truth of a claim follows from its number in all prompts with 64 completions each; for two
-findings on Assumption 2 it is the sign. The populations "opposed" and "few loud" were not used to
-choose the rules. "any" is any answer of a study. Claims on stale rollouts have the same rule for
-verdicts; the kind "stale" has their intervals.
+Whether a claim is true is determined by its number over all prompts with 64 completions each; for
+two findings on Assumption 2 it is determined by the sign. The populations "opposed" and "few loud"
+were not used to choose the rules. "any" is any answer of a study. Claims about stale rollouts use
+the same rule for verdicts; the kind "stale" covers their intervals.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Sentences on the group size and on the noise of a step.
+"""Statements about the group size and the noise of a step.
 
-G                its error is not within the printed tolerance of the minimum
-G*               the interval misses it
+For each statement, the list describes when it is wrong:
+
+G                the error of the recommended G exceeds the minimum by more than the tolerance
+G*               the interval misses the true G*
 costs            an interval of the neighbours' extra errors misses the true extra error
-worse            a size of 2, 4 ... 64 is called worse than the recommended size, and is not
+worse            a size of 2, 4 ... 64 is called worse than the recommended size but is not worse
 at least         G* is below the printed lower bound
-noise            the interval of n_c(8) misses it
+noise            the interval of n_c(8) misses the true value
 noise at least   n_c(8) is below the printed lower bound
-share            the interval of the prompts' share of the noise at G = 8 misses it
-change           `advise` says raise or lower, from any of 4 to 64, to a size that is no better
-keep             `advise` keeps a size whose error is 30 % above the minimum, or more
+share            the interval of the prompts' share of the noise at G = 8 misses the true share
+change           `advise` says raise or lower, from any of 4 to 64, to a size that is not better
+keep             `advise` keeps a size whose error exceeds the minimum by 30 % or more
 """
 
 from __future__ import annotations

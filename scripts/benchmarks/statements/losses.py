@@ -1,11 +1,12 @@
-"""Relative efficiency of a loss: its intervals, and statements on smaller groups.
+"""Relative efficiency of a loss: intervals, and statements about smaller groups.
 
-Statements on a loss at a G, also if its mean points elsewhere than the gradient:
+These statements are made about a loss at a given G, even if its expectation does not point along
+the gradient:
 
-    efficiency_same_g   against the unbiased estimate at the same G
-    efficiency_best_g   against the unbiased estimate at its best G
-    direction, noise    cos^2 of its mean, and the share of its error that is noise
-    best G              the loss's best measured G is called worse, once for each loss
+    efficiency_same_g   efficiency relative to the unbiased estimate at the same G
+    efficiency_best_g   efficiency relative to the unbiased estimate at its best G
+    direction, noise    cos^2 of the loss's expectation, and the noise's share of its error
+    best G              the best measured G of the loss is called worse; counted once for each loss
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Intervals of the constants, of G* and of the noise scale, on laws whose moments are sums.
+"""Intervals of the constants, G* and the noise scale for distributions whose moments are sums.
 
-Questions in the plane: a score is `r u` with u a random direction and r the score norm, lognormal,
-Student or Pareto; the reward is 1 with probability `V + a <u, d> + b sign(r - median)`, with V, a,
-d and the scale of r different for each question. Scales of questions are log-normal, with sigma 1.2
-in "norms differ" and .3 in the others.
+Scores are vectors in the plane. A score is `r u`, where u is a random direction and r is the score
+norm, which has a lognormal, Student or Pareto distribution. The reward is 1 with probability
+`V + a <u, d> + b sign(r - median)`, where V, a, d and the scale of r differ between questions. The
+scales of questions are lognormal, with sigma 1.2 in "norms differ" and .3 in the other populations.
 """
 
 from __future__ import annotations

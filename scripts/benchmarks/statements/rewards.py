@@ -1,14 +1,16 @@
-"""Correlations: of two reward functions within prompts, and of p (1-p) with a prompt's noise.
+"""Correlations of two reward functions within prompts, and of p (1-p) with a prompt's noise.
 
-Two functions: the first is 1 with a chance drawn from Beta(a, b) for each prompt. The second copies
-it with probability 0.3, and else is 1 with another chance (`formats`; `rare`: from Beta(40, 1)), or
-it is minus a length, lognormal with a scale of the prompt and 1.5 times as long if the first is 0
-(`lengths`; `long tails`: the log's standard deviation is 1). The truth is enumerated, for the same
-prompts and for 200 000 others.
+For the two reward functions, the first reward is 1 with a probability that is drawn from Beta(a, b)
+for each prompt. In `formats`, the second reward copies the first with probability 0.3, and is
+otherwise 1 with another probability (from Beta(40, 1) in `rare`). In `lengths`, the second reward
+is minus a length. The length is lognormal with a scale that depends on the prompt, and 1.5 times as
+long if the first reward is 0; in `long tails` the standard deviation of its log is 1. The true
+correlation is enumerated for the same prompts and for 200 000 other prompts.
 
-p (1-p): each pool has new prompts, with chances drawn from Beta(a, b), 40 outcomes and score norms
-that differ between prompts by a factor exp(2 spread N(0, 1) - 2 slope p). The truth is enumerated
-from 12 000 prompts; "uncorrected" is the estimate from the pool without halves.
+For p (1-p), each pool has new prompts. They have probabilities drawn from Beta(a, b), 40 outcomes,
+and score norms that differ between prompts by a factor exp(2 spread N(0, 1) - 2 slope p). The true
+correlation is enumerated from 12 000 prompts; "uncorrected" is the estimate from the pool without
+splitting it into halves.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Verdicts of shortened tests of theorems: false ones, and those that detect a planted error.
+"""Verdicts of shortened tests of theorems: false alarms, and detections of planted errors.
 
-Each test is run at many seeds: unchanged, where "disagrees" is wrong, and at a tenth of the seeds
-with an error planted in its prediction, which "disagrees" detects. Lemma 11 and Theorem 12 predict
-enumerated numbers, with no seed except the seed of their problem, and are run once. Each claim that
-disagreed has a separate row.
+Each test is run with many seeds. In unchanged tests, the verdict "disagrees" is a false alarm. For
+a tenth of the seeds, the test is also run with an error planted in its prediction, which
+"disagrees" detects. Lemma 11 and Theorem 12 predict enumerated numbers, and only their problem has
+a seed, so they are run once. Each claim that disagreed has a separate row.
 
-Limits are of T: at 400 steps the mean scaled gap of `theorem8` is still 1 to 3 % above its limit,
-so the shortened test has few replicates of many steps.
+The predictions are limits for large T. At 400 steps the mean scaled gap of `theorem8` is still 1 to
+3 % above its limit, so the shortened test uses few replicates of many steps.
 """
 
 from __future__ import annotations

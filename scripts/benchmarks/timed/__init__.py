@@ -1,1 +1,1 @@
-"""Programs that `speed.py` compares in seconds and memory, a module for each case."""
+"""Programs whose time and memory `speed.py` compares, with one module for each case."""

@@ -1,9 +1,9 @@
-"""Compare `dry_run=true` with the runs that it estimates: memory, and time after a short run.
+"""Compare the memory and time that `dry_run=true` estimates with actual runs.
 
     python scripts/benchmarks/speed.py estimates --model FOLDER
 
-Time is estimated from a short run of the same model, as `dry_run=true` advises. Wall seconds of the
-command include its start; MB is the largest process's peak.
+Time is estimated from a short run of the same model, as `dry_run=true` recommends. The wall seconds
+of a command include its start. MB is the peak memory of the largest process.
 """
 
 from __future__ import annotations

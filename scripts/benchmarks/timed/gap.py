@@ -1,10 +1,10 @@
-"""Algorithm 1 on test problems whose truth is known.
+"""Time Algorithm 1 on test problems with a known solution.
 
     python scripts/benchmarks/speed.py gap
     python scripts/benchmarks/speed.py gap --replicates 1000 --turns 3
 
-10 000 replicates of 1 000 steps, n = 16 completions a step, 8 parameters, 2 processes, whose start
-is counted.
+There are 10 000 replicates of 1 000 steps, n = 16 completions per step, 8 parameters, and 2
+processes. The time includes the start of the processes.
 """
 
 from __future__ import annotations

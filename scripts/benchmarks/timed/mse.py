@@ -1,18 +1,20 @@
-"""Time until all curves of a study are known to +-5 %: closed forms against brute force.
+"""Time closed forms and brute force until all curves of a study are known to +-5 %.
 
     python scripts/benchmarks/speed.py mse
 
-The curves of none, leave_one_out and oracle at every group size, of the same questions, by
+The curves of none, leave_one_out and oracle are measured at every group size, on the same
+questions, by the programs
 
-    closed_form  a pool of scored completions, extended until its widths are the target's
-    ordinary     fresh rollouts and a backward for every (baseline, group)
-    weighted     the same with all gradients of a replicate from one backward, as monte_carlo does
+    closed_form  a pool of scored completions, extended until the intervals are narrow enough
+    ordinary     fresh rollouts and a backward pass for every (baseline, group)
+    weighted     the same, with all gradients of a replicate from one backward pass, like
+                 monte_carlo
 
-until the 95 % interval of every curve is within the target; the two brute-force programs stop a
-curve once it is. A replicate draws the largest group of each question and splits it into disjoint
-groups for the smaller sizes; reference gradient and V have separate streams. The oracle's V causes
-an error of about 1/K of its curve in `ordinary`, K = budget.value_completions; `weighted` subtracts
-it.
+until the 95 % interval of every curve is within the target. The two brute-force programs stop
+measuring a curve when it is within the target. A replicate draws the largest group of each question
+and splits it into disjoint groups for the smaller sizes. The reference gradient and V have separate
+streams of draws. In `ordinary`, the oracle's V causes an error of about 1/K of its curve, where
+K = budget.value_completions; `weighted` subtracts this error.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Time of all that a study does after its pool, by the number of its questions.
+"""Time all steps of a study after sampling its pool, for several numbers of questions.
 
     python scripts/benchmarks/speed.py questions --folder FOLDER --questions 500 2000 6000
 
-The pools are written, not sampled: 8 completions of each question, 0/1 rewards and normal numbers
-in place of scores, with sketches of the default size. On such a pool the command `mse` samples and
-scores nothing; its CPU seconds are for reading, statistics, files, figures and page. Imports are
-not counted.
+The pools are synthetic. They have 8 completions of each question, 0/1 rewards, normal random
+numbers in place of scores, and sketches of the default size. With such a pool the command `mse`
+neither samples nor scores, so its CPU seconds are spent on reading, statistics, files, figures and
+the page. Imports are not counted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Time `rollout=local`: completions of given lengths, of equal length, or as the model ends them.
+"""Time `rollout=local` with completions of given lengths, of equal length, or ended by the model.
 
     python scripts/benchmarks/speed.py sampling --model FOLDER --lengths gsm8k \\
         --questions gsm8k/train.jsonl --prompts 8 --rows 8
 
-A completion has the length of a reference answer of the questions in tokens of the model (`gsm8k`),
-the maximal length (`equal`), or ends where the model ends it (`own`, on arithmetic). `check` is a
-sum over the tokens, which another checkout must reproduce.
+A completion has the length of a question's reference answer in tokens of the model (`gsm8k`), has
+the maximum length (`equal`), or ends where the model ends it (`own`, on arithmetic). `check` is a
+sum over the tokens that another checkout must reproduce.
 """
 
 from __future__ import annotations

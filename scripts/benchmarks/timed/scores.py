@@ -1,15 +1,15 @@
-"""Time exact scores against an ordinary forward and backward of the same batch.
+"""Time exact scores, compared with an ordinary forward and backward pass over the same batch.
 
     python scripts/benchmarks/speed.py scores FOLDER --rows 8 --prompt 40 --completion 88
     python scripts/benchmarks/speed.py scores FOLDER --rows 32 --completion 256 --spread 0.6 \\
         --programs study passes layers passes-layers
 
-Programs are `ordinary` (log-probabilities of the completions, backward to all parameters), `scores`
-(squared norms and one pooled gradient), `gram` (with the Gram matrix), `study` (with the Gram
-matrix, 2 pooled gradients and the sketches that a study keeps) and `layers` (as `study`, each layer
-computed twice). `passes` and `passes-layers` are like `study` and `layers`, with completions of
-similar length in a pass, as in studies; with `--spread` lengths are log-normal of this sigma, the
-longest has `--completion` tokens.
+The programs are `ordinary` (log-probabilities of the completions, and a backward pass to all
+parameters), `scores` (squared norms and one pooled gradient), `gram` (with the Gram matrix),
+`study` (with the Gram matrix, 2 pooled gradients and the sketches that a study stores) and `layers`
+(like `study`, but each layer is computed twice). `passes` and `passes-layers` are like `study` and
+`layers`, but with completions of similar length in each pass, as in studies. With `--spread`, the
+lengths are lognormal with this sigma, and the longest completion has `--completion` tokens.
 """
 
 from __future__ import annotations

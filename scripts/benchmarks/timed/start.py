@@ -1,9 +1,10 @@
-"""What a command line answers without a run, beside the import of Hydra.
+"""Time commands that start no run, compared with the import of Hydra.
 
     python scripts/benchmarks/speed.py start
     python scripts/benchmarks/speed.py start --turns 7 --against OTHER_CHECKOUT
 
-Each program is a process of its own; CPU seconds are to be read, and their ratio to the first.
+Each program is a separate process. The relevant columns are the CPU seconds and their ratio to the
+first program.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Time a training step of ours against a step of TRL's GRPOTrainer with transformers generation.
+"""Time our training step and a step of TRL's GRPOTrainer with transformers generation.
 
     python scripts/benchmarks/speed.py train --model FOLDER --questions gsm8k/train.jsonl
 
-Same model, questions, group size, completion length, sampling (temperature 1, whole vocabulary),
-optimizer (AdamW) and learning rate; rewards are drawn at random, so no advantage is zero. A turn
-loads the model, takes `--warm` steps and `--repeats` timed steps. TRL runs in a separate
-environment, with the project's versions of torch and transformers, once for each micro-batch of
---trl, in completions; --ours gives `micro_batch_tokens`. `8c` is 8 with gradient checkpointing,
-TRL's default.
+Both sides use the same model, questions, group size, completion length, sampling (temperature 1,
+full vocabulary), optimizer (AdamW) and learning rate. Rewards are drawn at random, so that no
+advantage is zero. A turn loads the model, makes `--warm` steps and then `--repeats` timed steps.
+TRL runs in a separate environment with the project's versions of torch and transformers, once for
+each micro-batch size in --trl (in completions). --ours gives `micro_batch_tokens`. `8c` means 8
+completions with gradient checkpointing, TRL's default.
 
-Each side uses its default AdamW of PyTorch (TRL's is fused). Objective: ours leave_one_out and
-algorithm1, TRL's dr_grpo without scaling: the same gradient up to a constant, see `compare_trl.py`.
-`generate` is wall and CPU seconds of generation, `tokens` completion tokens of a step.
+Each side uses its default AdamW of PyTorch (TRL's is fused). Our side uses leave_one_out and
+algorithm1, and TRL uses dr_grpo without scaling. The two gradients are the same up to a constant;
+see `compare_trl.py`. `generate` is the wall and CPU seconds of generation, and `tokens` is the
+number of completion tokens of a step.
 """
 
 from __future__ import annotations

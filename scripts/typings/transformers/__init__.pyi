@@ -1,7 +1,8 @@
-"""The names of transformers that the package uses, for pyright.
+"""Names of transformers that the package uses, for pyright.
 
-The library's own `__init__` imports every model for a type checker, which took pyright longer than
-the whole package. A name that is missing here has no type; submodules are read as they are.
+For a type checker, the library's `__init__` imports every model, and checking these imports took
+pyright longer than checking the package itself. A name that is missing here has no type. The types
+of submodules are read from the library.
 """
 
 from typing import Any
