@@ -1,32 +1,34 @@
-r"""Exact mean and variance of a gradient estimate whose completions another policy wrote.
+r"""Exact mean and variance of a gradient estimate from completions of another policy.
 
-Of one prompt the estimate is
+For one prompt the estimate is
 
     N = 1/G sum_i { A_i w_i + a_i }      A_i = (z_i - mean of the group's others) / d(std)
 
-with std of divisor G-1 and d a function of it, see `Normalisation`; w and a are any vectors of a
-completion. All means are those of the policy that wrote.
+Here std has divisor G-1, and d is a function of std; see `Normalisation`. The vectors w and a of a
+completion are arbitrary. All expectations are under the policy that wrote the completions.
 
-Without normalisation, d = 1, and with vectors w of mean zero in place of the scores N has the
-Hoeffding decomposition of the U-statistic (paper, Lemma 1): a is averaged as it is and adds only to
-the first-order part. With mu = E[w z],
+Without normalisation (d = 1), and if the vectors w have mean zero like scores, N has the Hoeffding
+decomposition of the U-statistic (paper, Lemma 1). The vectors a are averaged unchanged and
+contribute only to the first-order part. With mu = E[w z],
 
     mean        mu + E a
     variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
                 + ( E||w||^2 sigma^2 + ||mu||^2 ) / ( G (G-1) )
 
-Importance ratios leave w such a vector: both `sum_t rho_t grad log pi(y_t)` with each token's ratio
-and `rho grad log pi(y)` with the completion's have mean zero under the policy that wrote.
+With importance ratios w still has mean zero: both `sum_t rho_t grad log pi(y_t)` with the ratios of
+tokens and `rho grad log pi(y)` with the ratio of the completion have mean zero under the policy
+that wrote the completions.
 
-With normalisation, the others of a group enter A_i only through their `sum z` and `sum z^2`. With
-rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n completions is the
-n-fold convolution of the law of a single completion, here by a Fourier transform. Then
+With normalisation, A_i depends on the other completions of the group only through `sum z` and
+`sum z^2`. For rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n
+completions is the n-fold convolution of the law of a single completion, computed by Fourier
+transform. Then
 
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
 
-need only the moments of A given z, and of A and A' given z and z'. If groups are drawn again, all
-means are conditional on acceptance of the group. As G grows, with mu = E[w z], the
+need only the moments of A given z, and of A and A' given z and z'. If rejected groups are redrawn,
+all expectations are conditional on acceptance of the group. As G grows, with mu = E[w z], the
 central moments mu_k of z, sigma = std of z and d(std) = std,
 
     G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
@@ -34,7 +36,8 @@ central moments mu_k of z, sigma = std of z and d(std) = std,
     G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
                                     + a - E a ||^2
 
-The limit of the estimate divided by sigma itself has only the first and the last of these terms.
+If the estimate is divided by sigma instead of std, its limit variance has only the first and the
+last of these terms, and its limit bias is 0.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ from scipy import fft
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-# Rounding of a mean, relative to the mean of norms.
+# Norm of a mean, relative to the root mean square norm, below which it is rounding error.
 MEAN_ROUNDING = 1e-9
-# Distance from the grid of rewards, in steps, that counts as rounding.
+# Distance from the grid of rewards, in steps, below which it is rounding error.
 GRID_ROUNDING = 1e-9
 
 
@@ -60,7 +63,7 @@ class EstimateMoments:
     """Mean and variance of an estimate at one group size, by prompt."""
 
     mean_PD: Array
-    # Trace of its covariance given the prompt.
+    # Trace of the covariance of the estimate given the prompt.
     within_P: Array
 
     def variance(self, num_prompts: int) -> float:
@@ -74,9 +77,9 @@ class GroupMoments:
     """Mean and variance of the estimate as functions of the group size, by prompt."""
 
     mean_PD: Array
-    # The numerator of 1/G in the variance.
+    # Coefficient of 1/G in the variance.
     first_P: Array
-    # The numerator of 1/(G (G-1)) in it.
+    # Coefficient of 1/(G (G-1)) in the variance.
     second_P: Array
 
     def at(self, group_size: int) -> EstimateMoments:
@@ -86,7 +89,7 @@ class GroupMoments:
 
 
 def outcome_mean(probability_PY: Array, values: Array) -> Array:
-    """Return the mean over the outcomes of values of shape [P, Y, ...], shape [P, ...]."""
+    """Return the mean over outcomes of values [P, Y, ...], with shape [P, ...]."""
     return np.einsum("py,py...->p...", probability_PY, values)
 
 
@@ -96,16 +99,16 @@ def group_moments(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> GroupMoments:
-    """Compute the moments of the estimate, exactly, from all Y outcomes of each prompt.
+    """Compute the exact moments of the estimate from all Y outcomes of each prompt.
 
     Args:
-        probability_PY: of the outcomes, under the policy that writes them.
-        weight_PYD: w, a vector of D numbers for each outcome.
-        reward_PY: z.
-        beside_PYD: a.
+        probability_PY: probabilities of the outcomes under the policy that writes them.
+        weight_PYD: vector of each outcome, w.
+        reward_PY: rewards, z.
+        beside_PYD: vectors that are added without an advantage, a.
 
     Raises:
-        ValueError: the mean of w is not zero.
+        ValueError: If the mean of w is not zero.
 
     >>> w = np.array([[[1.0], [-1.0]]])
     >>> moments = group_moments(np.full((1, 2), 0.5), w, np.array([[1.0, 0.0]]))
@@ -136,19 +139,19 @@ def group_moments(
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Divisor of leave-one-out advantages; those of a zero-variance group are 0."""
+    """Divisor of leave-one-out advantages; the advantages of a zero-variance group are 0."""
 
-    # `none`: 1; `sigma`: the standard deviation of the prompt's rewards; `group_std`: std +
-    # epsilon; `group_std_floor`: max(std, floor); `group_std_redrawn`: std, and groups with
-    # std < floor are drawn again.
+    # `none`: 1; `sigma`: standard deviation of the prompt's rewards; `group_std`: std + epsilon;
+    # `group_std_floor`: max(std, floor); `group_std_redrawn`: std, and groups with std < floor are
+    # redrawn.
     kind: str = "none"
     # Added to the standard deviation.
     epsilon: float = 0.0
-    # Smallest standard deviation, above 0.
+    # Smallest standard deviation, positive.
     floor: float = 0.0
 
     def factor(self, std: Array) -> Array:
-        """Return 1/d of kinds that divide by a group's own std; 0 for a zero-variance group.
+        """Return 1/d for kinds that divide by the group's std; 0 for a zero-variance group.
 
         >>> Normalisation("group_std", epsilon=0.5).factor(np.array([0.0, 0.5])).tolist()
         [0.0, 1.0]
@@ -161,7 +164,7 @@ class Normalisation:
         return np.where(std > 0, 1 / np.where(std > 0, divisor, 1.0), 0.0)
 
     def accepts(self, std: Array) -> Mask:
-        """Return True for groups whose standard deviation lets them be used, not drawn again."""
+        """Return True for groups that are used and False for groups that must be redrawn."""
         return std >= self.floor if self.kind == "group_std_redrawn" else np.full(std.shape, True)
 
 
@@ -169,7 +172,7 @@ class Normalisation:
 class AdvantageMoments:
     """Moments of one prompt's advantages, by the K levels of its rewards.
 
-    The indicator that the group is accepted, over its chance, is a factor in every mean.
+    Every expectation contains the factor 1{group accepted} / P(group accepted).
     """
 
     # The level of each outcome's reward.
