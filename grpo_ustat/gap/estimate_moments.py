@@ -175,15 +175,15 @@ class AdvantageMoments:
     Every expectation contains the factor 1{group accepted} / P(group accepted).
     """
 
-    # The level of each outcome's reward.
+    # Level of each outcome's reward.
     level_Y: Integers
-    # Chance that a group is used, not drawn again.
+    # Probability that a group is accepted.
     acceptance: float
-    # E[1], E[A], E[A^2] given the completion's own level.
+    # E[1], E[A], E[A^2] given the level of the completion.
     zeroth_K: Array
     first_K: Array
     second_K: Array
-    # E[1], E[A], E[A A'] given its level and another's.
+    # E[1], E[A], E[A A'] given the levels of the completion and of another one in the group.
     zeroth_KK: Array
     first_KK: Array
     cross_KK: Array
@@ -192,16 +192,18 @@ class AdvantageMoments:
 def advantage_moments(
     probability_Y: Array, reward_Y: Array, group_size: int, normalisation: Normalisation
 ) -> AdvantageMoments:
-    """Compute moments of one prompt's advantages in groups of G, by the law of the others' sums.
+    """Compute the moments of one prompt's advantages in groups of G.
+
+    The law of the sums over the other completions of a group is enumerated.
 
     Args:
-        probability_Y: of the outcomes, under the policy that writes them.
-        reward_Y: their rewards, on a grid.
-        group_size: G >= 2.
-        normalisation: of a kind that divides by a group's own standard deviation.
+        probability_Y: probabilities of the outcomes under the policy that writes them.
+        reward_Y: rewards of the outcomes, on a grid.
+        group_size: number of completions per prompt, G >= 2.
+        normalisation: normalisation that divides by the group's standard deviation.
 
     Raises:
-        ValueError: rewards that are all equal or on no grid, or groups that are never accepted.
+        ValueError: If the rewards are all equal or not on a grid, or if no group is accepted.
 
     >>> coin = np.array([0.5, 0.5]), np.array([1.0, 0.0])
     >>> moments = advantage_moments(*coin, 2, Normalisation("group_std"))
@@ -212,10 +214,10 @@ def advantage_moments(
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 
     def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
-        """Describe groups whose own completions have these sums of j and j^2, by the others' sums.
+        """Describe groups in which the given completions have these sums of j and j^2.
 
-        Returns acceptance, scale of the advantage and sum of all j, each [own sums, others' sums],
-        and the probabilities of the others' sums.
+        Return the acceptance, the scale of the advantage and the sum of all j, each [sums given,
+        sums of the others], and the probabilities of the sums of the others.
         """
         law, sum_1, sum_2 = _law_of_sums(chance_K, grid_K, others)
         sum_1, sum_2 = sum_1 + own_1[:, None], sum_2 + own_2[:, None]
@@ -233,7 +235,7 @@ def advantage_moments(
     acceptance = float(chance_K @ zeroth_K)
     if not acceptance > 0:
         raise ValueError(
-            f"no group of {group_size} has a std of {normalisation.floor}: lower the floor"
+            f"no group of {group_size} has a std of at least {normalisation.floor}: lower the floor"
         )
     level, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
     accepted, scale, sum_1, law = group_law(level + other, level**2 + other**2, group_size - 2)
@@ -257,29 +259,28 @@ def advantage_moments(
 def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
     """Return the level of each reward, the levels j on the grid `minimum + step j`, and the step.
 
-    Raises:
-        ValueError: rewards that are all equal or on no grid.
+    Raises: ValueError: If the rewards are all equal or not on a grid.
     """
     levels, level_Y = np.unique(reward_Y, return_inverse=True)
     if len(levels) < 2:
         raise ValueError(
-            f"all rewards are {levels[0]}: every group has zero variance, leave it out"
+            f"all rewards are {levels[0]}, so every group has zero variance: leave the prompt out"
         )
     step = float(np.diff(levels).min())
     steps_K = (levels - levels[0]) / step
     grid_K = steps_K.round()
     if np.abs(steps_K - grid_K).max() > GRID_ROUNDING:
-        raise ValueError(f"rewards {levels.tolist()} are on no grid: round them to even steps")
+        raise ValueError(f"rewards {levels.tolist()} are not evenly spaced: round them to a grid")
     return level_Y, grid_K, step
 
 
 def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Array, Array]:
-    """Return probabilities of all pairs (sum j, sum j^2) of `count` completions and both sums, [S].
+    """Return the probabilities of all pairs (sum j, sum j^2) and both sums, each [S].
 
     Args:
-        chance_K: of one completion's levels.
-        grid_K: the levels j, whole numbers.
-        count: completions that are added up; 0 gives the empty sums with certainty.
+        chance_K: probabilities of the levels of one completion.
+        grid_K: levels, integers j.
+        count: number of completions over which the sums run; 0 gives empty sums with probability 1.
     """
     if count == 0:
         return np.ones(1), np.zeros(1), np.zeros(1)
@@ -290,7 +291,7 @@ def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Arr
     single[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
     law = fft.irfft2(fft.rfft2(single) ** count, padded)[: shape[0], : shape[1]]
     sum_1, sum_2 = np.indices(shape)
-    # Other pairs have a probability from rounding only.
+    # Impossible pairs have nonzero probability only because of rounding.
     possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)
     return law[possible], sum_1[possible].astype(float), sum_2[possible].astype(float)
 
@@ -302,13 +303,12 @@ def estimate_moments(
     group_size: int,
     beside_PYD: Array | float = 0.0,
 ) -> EstimateMoments:
-    """Compute mean and variance of the estimate, exactly; shapes as in `group_moments`.
+    """Compute the exact mean and variance of the estimate; shapes are those of `group_moments`.
 
     Args:
-        moments: of each prompt's advantages, see `advantage_moments`.
-        probability_PY: of the outcomes, the same as there.
-        weight_PYD: w.
-        beside_PYD: a.
+        moments: moments of each prompt's advantages, from `advantage_moments`. probability_PY:
+            probabilities of the outcomes from which `moments` were computed. weight_PYD: vectors w.
+            beside_PYD: vectors a.
     """
     beside_PYD = np.broadcast_to(beside_PYD, weight_PYD.shape)
     means: list[Array] = []
@@ -338,13 +338,13 @@ def estimate_moments(
 
 @dataclass(frozen=True)
 class LargeGroups:
-    """Limits as G grows, by prompt."""
+    """Limits for each prompt as G grows."""
 
-    # Of G times the bias against mu/sigma + E a.
+    # Limit of G times the bias relative to mu/sigma + E a.
     bias_PD: Array
-    # Of G times the trace of the covariance.
+    # Limit of G times the trace of the covariance.
     variance_P: Array
-    # The same of the estimate divided by sigma, the U-statistic's.
+    # The same limit for the U-statistic, which divides by sigma.
     sigma_variance_P: Array
 
 
@@ -354,13 +354,13 @@ def large_groups(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> LargeGroups:
-    """Compute the limits by the delta method, d(std) = std; shapes as in `group_moments`.
+    """Compute the limits for d(std) = std by the delta method; shapes as in `group_moments`.
 
     Args:
-        probability_PY: of the outcomes, under the policy that writes them.
-        weight_PYD: w.
-        reward_PY: z.
-        beside_PYD: a.
+        probability_PY: probabilities of the outcomes under the policy that writes them.
+        weight_PYD: vectors w.
+        reward_PY: rewards, z.
+        beside_PYD: vectors a.
     """
     mean = partial(outcome_mean, probability_PY)
     centred_PY = reward_PY - mean(reward_PY)[:, None]
