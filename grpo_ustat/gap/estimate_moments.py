@@ -259,7 +259,8 @@ def advantage_moments(
 def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
     """Return the level of each reward, the levels j on the grid `minimum + step j`, and the step.
 
-    Raises: ValueError: If the rewards are all equal or not on a grid.
+    Raises:
+        ValueError: If the rewards are all equal or not on a grid.
     """
     levels, level_Y = np.unique(reward_Y, return_inverse=True)
     if len(levels) < 2:
