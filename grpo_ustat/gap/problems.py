@@ -324,8 +324,8 @@ class SoftmaxProblem(Problem):
 
     All prompts share the features phi but have different offsets o. No u is optimal for all
     prompts, so the maximiser is finite. No Polyak-Lojasiewicz inequality holds for all u, because J
-    is bounded on R^K. mu and L are therefore those of the sublevel set, and the replicates that leave
-    it are counted.
+    is bounded on R^K. mu and L are therefore those of the sublevel set, and the replicates that
+    leave it are counted.
     """
 
     kind: ClassVar[str] = "Softmax"
