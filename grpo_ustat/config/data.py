@@ -250,7 +250,7 @@ class JsonlConfig(DatasetConfig):
     )
 
     def check(self) -> None:
-        """Refuse missing files, invalid rows and sizes that are too large; set null sizes."""
+        """Refuse missing files, invalid rows and excessive sizes; set sizes that are null."""
         super().check()
         for name in ("path", "test_path"):
             place = getattr(self, name)
