@@ -226,8 +226,7 @@ class MathConfig(Gsm8kConfig):
 
     @property
     def published_test_size(self) -> int | None:
-        """Published number of test questions, or None if unpublished or if test rows are
-        filtered."""
+        """Published number of test questions, or None if unpublished or filtered."""
         keeps_all_rows = not self.filter_test and self.test_ids is None
         return super().published_test_size if keeps_all_rows else None
 

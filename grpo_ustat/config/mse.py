@@ -263,7 +263,8 @@ class MseConfig(Common):
         if rollouts % size:
             raise ConfigError(
                 f"study.adam_rollouts={rollouts} is not a multiple of "
-                f"study.adam_group_size={size}: use study.adam_rollouts={max(1, rollouts // size) * size}"
+                f"study.adam_group_size={size}: use "
+                f"study.adam_rollouts={max(1, rollouts // size) * size}"
             )
         completions = self.budget.pool_completions
         if completions < 2 * size:
