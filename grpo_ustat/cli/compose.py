@@ -162,8 +162,10 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
 def refuse_early(entry: str, words: Namespace) -> None:
     """Refuse errors that can be detected without files, since composition is slow.
 
-    Args: words: parsed command line. Names are not checked if it uses configuration files of the
-    user, which may add groups.
+    Args:
+        entry: command, a key of `SCHEMAS`.
+        words: parsed command line. Names are not checked if it uses configuration files of the
+            user, which may add groups.
     """
     own_files = words.config_name or any(x.startswith("hydra.searchpath") for x in words.overrides)
     with in_one_line(SCHEMAS[entry]):

@@ -275,7 +275,8 @@ class JsonlConfig(DatasetConfig):
     def check_training(self, prompts: int) -> None:
         """Refuse fewer rows than a training step and an evaluation need.
 
-        Args: prompts: number of prompts per step.
+        Args:
+            prompts: number of prompts per step.
         """
         rows, test_rows = self.row_counts()
         study = self.study_size or 0

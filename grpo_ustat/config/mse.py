@@ -472,8 +472,9 @@ def _only_trains(name: str) -> ConfigError:
 def check_pool_folder(pool: str) -> None:
     """Refuse a pool folder that contains other files.
 
-    Args: pool: folder that is missing, empty or a pool. A pool contains `pool.json` or only files
-    with the names of parts.
+    Args:
+        pool: folder that is missing, empty or a pool. A pool contains `pool.json` or only files
+            with the names of parts.
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():
