@@ -32,7 +32,7 @@ from grpo_ustat.train.update import token_logprobs
 
 
 class RunningMean(BaselineState):
-    """Moving average of rewards that starts at 0, so that the first step has no baseline."""
+    """Moving average of past rewards, which starts at 0."""
 
     def __init__(self, decay: float):
         self.decay, self.running = decay, 0.0
@@ -57,8 +57,7 @@ class RunningMean(BaselineState):
 
 
 class RewardHistory(BaselineState):
-    """Moments of all rewards and all group means since the first step, for the shrinkage of
-    EBPO."""
+    """Moments of all rewards and all group means since the first step, for EBPO."""
 
     def __init__(self):
         self.history_23 = np.zeros((2, 3))
