@@ -26,7 +26,7 @@ def title(run: RunRecord) -> str:
 def answer(run: RunRecord) -> str:
     """Return the verdict and the answer."""
     if run.result is None:
-        return "The run is not finished; there are no results yet."
+        return "Unfinished: there are no results yet."
     return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
 
 
