@@ -34,11 +34,11 @@ VERBS = {
     ),
     "gap": Verb("test the paper's theorems where the truth can be enumerated", ("theorem=lemma6",)),
     "advise": Verb(
-        "advise whether to keep, raise or lower the group size of a run or log",
+        "say whether to keep, raise or lower the group size of a run or log",
         ("outputs/train/NAME/seed-0", "num_generations=8"),
     ),
     "convert": Verb(
-        "convert rollouts of TRL, verl, NeMo-RL, prime-rl ... to one file for mse",
+        "convert rollouts of TRL, verl, NeMo-RL, prime-rl ... for mse",
         ("rollouts/", "rollouts.parquet"),
         "grpo_ustat.cli.convert",
     ),

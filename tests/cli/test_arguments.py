@@ -28,7 +28,7 @@ TRAIN = {
         "-m group_size=4,8"
     ),
     ("group_size=4,8",): (
-        "group_size=4,8 names several values: add -m for a run of each, as in "
+        "group_size=4,8 has several values: add -m for a run of each, as in "
         "grpo-ustat train -m group_size=4,8"
     ),
     ("group_size",): "group_size has no value: write group_size=8",
@@ -124,7 +124,7 @@ MSE = {
     ),
     ("pool=[a",): "pool=[a: this cannot be read: check its brackets and quotes",
     ("group_sizes=4,8",): (
-        "group_sizes=4,8 names several values: write group_sizes=[4,8], or add -m for a run of "
+        "group_sizes=4,8 has several values: write group_sizes=[4,8], or add -m for a run of "
         "each, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
     ),
     ("baselines=oracle",): "baselines=oracle: a list is needed: baselines=[oracle]",
@@ -158,7 +158,7 @@ GAP = {
         "theorem.baselines"
     ),
     ("theorem=lemma6,theorem7",): (
-        "theorem=lemma6,theorem7 names several values: add -m for a run of each, as in "
+        "theorem=lemma6,theorem7 has several values: add -m for a run of each, as in "
         "grpo-ustat gap -m theorem=lemma6,theorem7"
     ),
     ("problem.kind=coin",): (
@@ -174,7 +174,7 @@ REPORT = {
     ("--runs", "outputs/train"): ("unknown flag --runs: fields have no dashes, write runs=..."),
     ("steps=4",): "steps=4: a list is needed: steps=[4]",
     ("runs=a,b",): (
-        "runs=a,b names several values: write runs=[a,b], or if it is a single value, quote it: "
+        "runs=a,b has several values: write runs=[a,b], or if it is a single value, quote it: "
         "\"runs='a,b'\""
     ),
 }
