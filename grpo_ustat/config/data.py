@@ -260,7 +260,7 @@ class JsonlConfig(DatasetConfig):
             for row in read_rows(file):
                 self.question_and_answer(row)
         if not rows:
-            raise ConfigError(f"dataset.path={self.path} has no rows")
+            raise ConfigError(f"dataset.path={self.path} holds no row")
         quarter = min(MAX_HELD_OUT_QUESTIONS, max(1, rows // 4))
         if self.study_size is None:
             self.study_size = quarter  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -336,7 +336,7 @@ class JsonlConfig(DatasetConfig):
             names = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
             fixes.append(f"dataset.{key}={names[0] if names else 'COLUMN'}")
         raise ConfigError(
-            f"{file} row 1: field {getattr(self, missing[0])} is missing, the row has "
+            f"{file} row 1: field {getattr(self, missing[0])} is missing, the fields there are: "
             f"{', '.join(columns)}: set {' '.join(fixes)}"
         )
 

@@ -48,7 +48,7 @@ class Row:
                 return value
         present = ", ".join(name for name in self.fields if self.has(name)) or "none"
         raise ConfigError(
-            f"{self.where}: field {' or '.join(names)} is missing; the row has: {present}"
+            f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {present}"
         )
 
     def text(self, *names: str) -> str:
@@ -143,7 +143,7 @@ def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> list[Row]:
                 f"{row.where} is {fields!r:.60}, it must be an object with named fields"
             )
         if TOO_MANY in fields:
-            raise ConfigError(f"{row.where} has more fields than the header")
+            raise ConfigError(f"{row.where} has more fields than the header names")
         for name, value in row.fields.items():
             for part in (name, *_parts(value)):
                 if isinstance(part, float) and not math.isfinite(part):

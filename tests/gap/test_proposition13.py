@@ -118,7 +118,8 @@ def test_disagrees_at_fixed_g_and_agrees_in_the_limit():
     evidence = small()
     by_name = {claim.what: claim for claim in evidence.claims}
     for size in (2, 8):
-        what = f"normalised, G = {size}: mean end point of u against the maximiser of E[2 arcsin sqrt V]"
+        what = f"normalised, G = {size}: mean end point of u against the maximiser of "
+        what += "E[2 arcsin sqrt V]"
         assert by_name[what].verdict == DISAGREES and by_name[what].p_value < 1e-6
     limits = [claim for claim in evidence.claims if claim.what.startswith("as G grows")]
     assert [claim.verdict for claim in limits] == [AGREES, AGREES]
