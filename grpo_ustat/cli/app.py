@@ -1,4 +1,4 @@
-"""Shared part of the commands: compose, check, run; errors in one line."""
+"""Shared entry point of the commands: compose, check and run, with one-line errors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from grpo_ustat.launch.command import Command, without_garbage_collection
 from grpo_ustat.runs.faults import NotSaved, fault_line
 from grpo_ustat.terminal.streams import tell
 
-# Imports that a help or a refused line does not need are where they are used.
+# Imports that the help and refused command lines do not need are placed where they are used.
 if TYPE_CHECKING:
     from grpo_ustat.cli.compose import Invocation
     from grpo_ustat.runs.status import PlannedRun
 
 
 def main(command: Command) -> None:
-    """Compose `conf/<name>.yaml`, check it, and run it, or the runs of a sweep.
+    """Compose `conf/<name>.yaml`, check it, and start the run or the runs of a sweep.
 
-    Everything that can be refused is refused before the first job starts, in one line and with
-    exit code 2; in a sweep, for all of its runs. A run that fails later does not end its sweep.
+    All checks of all runs happen before the first job starts. A refusal is one line with exit code
+    2. A run that fails later does not end its sweep.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -55,12 +55,12 @@ def main(command: Command) -> None:
         _exit(error)
     except KeyboardInterrupt:
         if is_main():
-            tell("interrupted; the same command goes on from there", file=sys.stderr)
+            tell("interrupted; the same command continues from there", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def _make(command: Command, invocation: Invocation) -> None:
-    """Make the one run, or the report, that a command line asks for."""
+    """Make the run or the report that a command line requests."""
     from grpo_ustat.distributed.signals import Stopped
     from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
     from grpo_ustat.launch.submitit import leave
@@ -83,10 +83,10 @@ def _make(command: Command, invocation: Invocation) -> None:
 
 
 def print_help(entry: str) -> bool:
-    """Print help, a configuration or Hydra's information on itself, if it is asked for.
+    """Print help, a configuration or Hydra's information on itself, if requested.
 
     Returns:
-        False if nothing was asked for and printed.
+        True if something was requested.
     """
     if sys.argv[1:] in (["--help"], ["-h"]):
         if is_main():
@@ -118,7 +118,7 @@ def print_help(entry: str) -> bool:
 
 
 def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
-    """Print prompts or costs if the command line asks for them; return False if it does not."""
+    """Print prompts or costs if the command line requests them; return False if it does not."""
     with_prompts = [planned.config for planned in planned_runs if planned.config.show_prompts]
     costs = any(planned.config.dry_run for planned in planned_runs)
     if with_prompts and is_main():
@@ -134,10 +134,10 @@ def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
 
 
 def _exit(error: Exception) -> NoReturn:
-    """Print an error in one line (once if all ranks have it) and end with its exit code.
+    """Print an error in one line and exit; print it only once if all ranks have it.
 
     Raises:
-        Exception: the error, if it is neither a refusal nor the system's.
+        Exception: The error itself, if it is neither a refusal nor an error of the system.
     """
     code = 2
     if not isinstance(error, ConfigError):
@@ -156,6 +156,6 @@ def _exit(error: Exception) -> NoReturn:
 
         tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
-        # If a rank ended earlier, the launcher would end rank 0 before it has printed.
+        # If another rank exited first, the launcher would end rank 0 before it prints the error.
         barrier()
     raise SystemExit(code)

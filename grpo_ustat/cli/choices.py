@@ -1,4 +1,4 @@
-"""Groups of a command line, `group=NAME`, and the files of each that a command can take."""
+"""Groups of a command line, `group=NAME`, and the choices that each command accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_ustat.config.run import Shared
 from grpo_ustat.estimators.baselines import BASELINES
 
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
-# Groups that are no fields of the schema.
+# Groups that are not fields of the schema.
 EXTRA_GROUPS = {"mse": {"debug"}, "train": {"debug"}}
 
 
@@ -32,12 +32,12 @@ def groups_of(schema: type) -> list[str]:
 
 
 def top_names(schema: type) -> set[str]:
-    """Return the names that an override of a command can begin with."""
+    """Return the names with which an override of a command can begin."""
     return {field.name for field in fields(schema)} | EXTRA_GROUPS.get(command_of(schema), set())
 
 
 def is_choice(group: str, name: str, schema: type) -> bool:
-    """Return True if a group of ours has this choice and the command can take it."""
+    """Return True if a built-in group has this choice and the command accepts it."""
     if name in {"baseline": BASELINES, "objective": PRESETS}.get(group, ()):
         return group in top_names(schema)
     file = CONF / group / f"{name}.yaml"
@@ -45,7 +45,7 @@ def is_choice(group: str, name: str, schema: type) -> bool:
 
 
 def choices_of(group: str, schema: type, *, fitting: bool = True) -> list[str]:
-    """Return the choices of a group of ours, in order: those that the command can take, or all."""
+    """Return the sorted choices of a built-in group, all or only those that the command accepts."""
     files = [file for file in (CONF / group).glob("*.yaml") if not fitting or fits(file, schema)]
     ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, ())
     return sorted({*ours, *(file.stem for file in files)})
@@ -59,7 +59,7 @@ def is_overlay(file: Path) -> bool:
 def fits(file: Path, schema: type) -> bool:
     """Return True if a command has all fields that a file of its groups sets or sweeps over.
 
-    The file is not composed, so that True does not promise that it can be.
+    The file is not composed, so that composition may still fail.
     """
     text = file.read_text()
     keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}

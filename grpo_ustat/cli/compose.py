@@ -1,4 +1,4 @@
-"""Runs of a command line: composed, checked, each with its folder."""
+"""Composed and checked runs of a command line with their folders."""
 
 from __future__ import annotations
 
@@ -44,38 +44,38 @@ from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
 from grpo_ustat.launch.sharding import check_ranks
 
-# Imports that a help or a refused line does not need are where they are used.
+# Imports that the help and refused command lines do not need are placed where they are used.
 if TYPE_CHECKING:
     from grpo_ustat.runs.status import PlannedRun
 
-# Largest number of messages for a sweep whose runs are refused.
+# Largest number of messages about refused runs of a sweep.
 MAX_MESSAGES = 5
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """The content of a command line."""
+    """Content of a command line."""
 
     sweep: bool
-    # Empty for a command that makes no runs.
+    # Planned runs; empty for a command without runs.
     planned_runs: list[PlannedRun]
-    # The checked configuration of a command that makes no runs.
+    # Checked configuration of a command without runs.
     config: Any
-    # The composed configuration with Hydra's own node, of a sweep before any run is chosen.
+    # Composed configuration with Hydra's node; for a sweep, the state before the split into runs.
     node: DictConfig
 
 
 def parse(entry: str, arguments: list[str]) -> Invocation:
-    """Compose all runs of a command line, and refuse the command line if a run cannot start.
+    """Compose all runs of a command line; refuse the command line if a run cannot start.
 
     Args:
-        entry: the command, a key of `SCHEMAS`.
-        arguments: the command line after the command.
+        entry: command, a key of `SCHEMAS`.
+        arguments: command line after the command.
     """
     schema, words = SCHEMAS[entry], parse_arguments(arguments)
     name, overrides = words.config_name or entry, words.overrides
     if name in SCHEMAS and name != entry:
-        raise ConfigError(f"--config-name={name} is a command of its own: {command_line(name)}")
+        raise ConfigError(f"--config-name={name} is another command: use {command_line(name)}")
 
     refuse_early(entry, words)
     with composing(entry, words.config_dir):
@@ -84,12 +84,12 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         _refuse_unused(node.hydra)
         if not issubclass(schema, Shared):
             if sweep:
-                raise ConfigError(f"-m: {entry} is no sweep, leave it out")
+                raise ConfigError(f"-m: {entry} does not support sweeps: remove -m")
             return Invocation(False, [], build_config(_job_part(node), schema), node)
         _check_launcher(node.hydra, sweep)
         runs = [overrides]
         if sweep:
-            # The command line comes last, so that its values replace those of an overlay.
+            # The command line comes last, so that its values override those of an overlay.
             params = node.hydra.sweeper.get("params") or {}
             of_overlay = [quote_plain(f"{key}={x}") for key, x in params.items()]
             runs = split_sweep([*of_overlay, *overrides])
@@ -105,7 +105,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                     composed = node
                     if sweep:
                         composed = compose_node(name, places, schema)
-                        # All folders of a sweep have the same time in their names.
+                        # The names of all folders of a sweep contain the same time.
                         OmegaConf.copy_cache(node, composed)
                     planned = _plan_run(_checked(composed, schema), composed.hydra, label, sweep)
                 check_trust(planned.config, overrides)
@@ -132,11 +132,11 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
 
 
 def compose_config(entry: str, overrides: list[str]) -> Any:
-    """Return the checked configuration that a command line would run with.
+    """Return the checked configuration for a command line.
 
     Args:
         entry: `train`, `mse` or `gap`.
-        overrides: as on the command line.
+        overrides: overrides as typed on the command line.
     """
     with composing(entry):
         node = compose_node(entry, hydra_overrides(overrides), SCHEMAS[entry])
@@ -146,11 +146,12 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
 
 
 def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfig:
-    """Return a command line's unchecked configuration with Hydra's own node, to show, not to run.
+    """Return the unchecked configuration of a command line with Hydra's node, for display.
 
     Args:
-        words: its command line.
-        sweep: True if keys may have several values, as before the runs of a sweep are chosen.
+        entry: command, a key of `SCHEMAS`.
+        words: parsed command line.
+        sweep: True if keys may have several values, as before a sweep is split into runs.
     """
     name = words.config_name or entry
     refuse_early(entry, words)
@@ -159,11 +160,12 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
 
 
 def refuse_early(entry: str, words: Namespace) -> None:
-    """Refuse errors that need no files to be recognised, since composing takes longest.
+    """Refuse errors that can be detected without files, since composition is slow.
 
     Args:
-        words: the command line. Names are not checked if it has files of the user, which may add
-            groups.
+        entry: command, a key of `SCHEMAS`.
+        words: parsed command line. Names are not checked if it uses configuration files of the
+            user, which may add groups.
     """
     own_files = words.config_name or any(x.startswith("hydra.searchpath") for x in words.overrides)
     with in_one_line(SCHEMAS[entry]):
@@ -175,17 +177,17 @@ def refuse_early(entry: str, words: Namespace) -> None:
 
 @contextmanager
 def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Open Hydra with all that `conf/` refers to; its errors become one-line ConfigErrors."""
+    """Open a Hydra session with everything that `conf/` needs; errors become ConfigErrors."""
     register(entry)
     with hydra_session(entry, config_dir), in_one_line(SCHEMAS[entry]):
         yield
 
 
 def register(entry: str) -> None:
-    """Register the names to which `conf/` refers: schema, baselines, objectives, two resolvers.
+    """Register the schema, baselines, objectives and resolvers to which `conf/` refers.
 
-    `${folder_name:}` is the run folder's name, which is a function of the whole configuration;
-    `${learning_rate:}` is the model's.
+    `${folder_name:}` is the name of the run folder, which depends on the whole configuration.
+    `${learning_rate:}` is the learning rate of the model.
     """
     schema = SCHEMAS[entry]
 
@@ -200,9 +202,10 @@ def register(entry: str) -> None:
     if entry in ("mse", "train"):
         _store_choices()
     if entry == "mse":
-        # A single node, since as many files in a defaults list take 0.2 s.
+        # The options form a single node, since one file per baseline in a defaults list takes 0.2
+        # s.
         options = {name: dict(baseline.options) for name, baseline in BASELINES.items()}
-        # Baselines of installed packages are not loaded yet.
+        # Baselines of installed packages are not loaded at this point.
         options |= {name: {} for name in plugin_baselines()}
         ConfigStore.instance().store("baseline_options", {"baseline_options": options})
     OmegaConf.register_new_resolver("learning_rate", learning_rate, replace=True)
@@ -211,7 +214,7 @@ def register(entry: str) -> None:
 
 @cache
 def _store_choices() -> None:
-    """Give Hydra the choices of `baseline=` and `objective=`, once in a process."""
+    """Register the choices of `baseline=` and `objective=` with Hydra, once per process."""
     with_options = {
         name: preset.baseline
         for name, preset in PRESETS.items()
@@ -235,7 +238,7 @@ def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
     """Return a choice of `objective=`, with its baseline unless another is typed.
 
     Args:
-        has_options: True if the preset sets options of that baseline, stored as a choice of
+        has_options: True if the preset sets options of its baseline, which is then a choice of
             `baseline/objective`.
     """
     preset, defaults = PRESETS[name], list[Any]()
@@ -246,19 +249,19 @@ def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
 
 
 def check_trust(config: Any, overrides: list[str]) -> None:
-    """Refuse code that comes with a model unless the command line allows it; files cannot."""
+    """Refuse code that comes with a model unless the command line itself allows it."""
     named = any(re.match(r"\+{0,2}model\.trust_remote_code=", override) for override in overrides)
     if config.model is not None and config.model.trust_remote_code and not named:
         raise ConfigError(
-            "model.trust_remote_code=true in a configuration file: it runs code that comes with "
-            "the model, so give it on the command line, or set it to false"
+            "model.trust_remote_code=true in a configuration file would run code that comes with "
+            "the model: set it on the command line, or set it to false"
         )
 
 
 def _check_log(config: Any, overrides: list[str]) -> None:
-    """Refuse a file of rollouts without the columns of a study, or without the model that wrote it.
+    """Refuse imported rollouts without the required columns or without a typed model.
 
-    By default an embedded model would score the file, which another model has written.
+    Otherwise the default embedded model would score rollouts that another model wrote.
     """
     if not getattr(config, "imports_pool", False):
         return
@@ -271,21 +274,22 @@ def _check_log(config: Any, overrides: list[str]) -> None:
     is_named = any(re.match(names, override) for override in overrides)
     if not is_named and config.model.model_name_or_path.startswith(EMBEDDED):
         raise ConfigError(
-            f"pool={config.pool}: rollouts are scored by the model that wrote them, and none is "
-            f"named (the default is {config.model.name}): write {model_to_name(path)}"
+            f"pool={config.pool}: the model that wrote the rollouts must score them, but no model "
+            f"is set (the default is {config.model.name}): add {model_to_name(path)}"
         )
 
 
 def compose_node(
     name: str, overrides: list[str], schema: type, *, multirun: bool = False
 ) -> DictConfig:
-    """Return the unchecked configuration with Hydra's own node, of a sweep before a run is chosen.
+    """Return the unchecked configuration with Hydra's node; for a sweep, before it is split.
 
-    A line is a sweep if `-m` is typed or if a file that it names sets `hydra.mode=MULTIRUN`.
+    A command line is a sweep if `-m` is typed or if a file that it uses sets `hydra.mode=MULTIRUN`.
 
     Args:
-        name: of the main configuration file.
-        overrides: as Hydra reads them.
+        name: name of the main configuration file.
+        overrides: overrides as Hydra reads them.
+        schema: schema of the command.
         multirun: True if `-m` is typed.
     """
     parsed = parse_overrides(overrides)
@@ -294,20 +298,20 @@ def compose_node(
     node = compose(name, overrides, as_sweep=multirun or bool(swept))
     if swept and not multirun and node.hydra.mode is not MULTIRUN:
         raise ConfigError(several_values(swept[0], schema))
-    # `${hydra:...}` reads it.
+    # The resolver `${hydra:...}` reads this instance.
     HydraConfig.instance().set_config(node)
     return node
 
 
 def _checked(node: DictConfig, schema: type) -> Any:
-    """Return the checked configuration of a node; keep its folder's name in the node's cache."""
+    """Return the checked configuration of a node, and store the folder name in the node's cache."""
     config = build_config(_job_part(node), schema)
     OmegaConf.get_cache(node)["folder_name"]["checked"] = folder_name(config)
     return config
 
 
 def _job_part(node: DictConfig) -> dict[str, Any]:
-    """Return the configuration without Hydra's own node."""
+    """Return the configuration without Hydra's node."""
     return {
         str(key): OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
         for key, part in node.items()
@@ -316,7 +320,7 @@ def _job_part(node: DictConfig) -> dict[str, Any]:
 
 
 def _refuse_unused(node: DictConfig) -> None:
-    """Refuse settings for Hydra's own running of jobs: here Hydra only composes."""
+    """Refuse settings for jobs that Hydra runs, since Hydra only composes here."""
     unused = {
         "hydra.callbacks": node.callbacks,
         "hydra.job.chdir": node.job.chdir,
@@ -324,34 +328,37 @@ def _refuse_unused(node: DictConfig) -> None:
     }
     for key, value in unused.items():
         if value:
-            raise ConfigError(f"{key} has no effect on runs of this program: leave it out")
+            raise ConfigError(f"{key} has no effect on runs of this program: remove it")
     if not (isinstance(node.verbose, bool | str) or OmegaConf.is_list(node.verbose)):
-        raise ConfigError(f"hydra.verbose={node.verbose}: true or false is needed")
+        raise ConfigError(f"hydra.verbose={node.verbose}: use true or false")
 
 
 def _check_launcher(node: DictConfig, sweep: bool) -> None:
     launcher = node.runtime.choices["hydra/launcher"]
     if not sweep and launcher != "basic":
-        raise ConfigError(f"hydra/launcher={launcher} starts the runs of sweeps: add -m")
+        raise ConfigError(f"hydra/launcher={launcher} is only for sweeps: add -m")
     sweeper, batch = node.runtime.choices["hydra/sweeper"], node.sweeper.get("max_batch_size")
     if sweep and (sweeper != "basic" or batch is not None):
         raise ConfigError(
-            f"hydra/sweeper={sweeper} hydra.sweeper.max_batch_size={batch}: a sweep here is the "
-            "product of its values, all submitted at once; leave both out"
+            f"hydra/sweeper={sweeper} hydra.sweeper.max_batch_size={batch}: a sweep is always the "
+            "product of its values, submitted at once: remove both"
         )
     if sweep and world() > 1:
         raise RefusedByRank(
             f"a sweep on {world()} processes: run one point at a time with hydra.mode=RUN and its "
-            "values, such as group_size=8 seed=0; or let the sweep start the processes of each run "
-            "with launch.num_processes"
+            "values, such as group_size=8 seed=0, or set launch.num_processes so that the sweep "
+            "starts the processes of each run"
         )
 
 
 def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> PlannedRun:
-    """Return a run with its folder; refuse a folder to which the run cannot write.
+    """Return a planned run with its folder; refuse a folder to which the run cannot write.
 
     Args:
-        node: Hydra's own.
+        config: checked configuration.
+        node: Hydra's node.
+        label: overrides in which the run differs from others of its sweep.
+        sweep: True if the run belongs to a sweep.
     """
     from grpo_ustat.runs.folder import RunFolder
     from grpo_ustat.runs.status import PlannedRun
@@ -361,8 +368,8 @@ def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> Planned
     except OmegaConfBaseException as error:
         key = error.full_key
         raise ConfigError(
-            f"{key} depends on what only a running job knows, so the same command could not go "
-            f"on: leave {key} out"
+            f"{key} is known only in a running job, so that the same command could not continue "
+            f"the run: remove {key}"
         ) from None
     folder = RunFolder(path, config)
     if not config.show_prompts:
@@ -374,9 +381,9 @@ def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> Planned
 
 
 def _check_packages(config: Any) -> None:
-    """Refuse a run whose configuration needs a package that is not installed.
+    """Refuse a run that needs a package that is not installed.
 
-    A run that only shows prompts or costs needs none.
+    A command that only shows prompts or costs needs no package.
     """
     lora, rollout = getattr(config, "lora", None), getattr(config, "rollout", None)
     if config.only_shows:
@@ -391,7 +398,7 @@ def _check_packages(config: Any) -> None:
 
 
 def check_cuda(config: Any, is_submitted: bool) -> None:
-    """Refuse `cuda` if this PyTorch is built without it, or this machine has no driver.
+    """Refuse `cuda` if PyTorch is built without CUDA or this machine has no driver.
 
     PyTorch is not imported. The driver is not checked for submitted jobs, since they run on another
     machine.
@@ -408,7 +415,7 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
         import ctypes
 
         try:
-            # PyTorch loads the same library.
+            # PyTorch loads this library, too.
             ctypes.CDLL("libcuda.so.1")
         except OSError:
             reason = "this machine has no NVIDIA driver"
@@ -419,7 +426,7 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
 
 
 def _check_slurm(warning: int, grace: int) -> None:
-    """Refuse a job that has no time to save, and a machine without SLURM.
+    """Refuse a job without time to save and a machine without SLURM.
 
     Args:
         warning: seconds between SLURM's signal and the time limit.
@@ -427,27 +434,27 @@ def _check_slurm(warning: int, grace: int) -> None:
     """
     if warning < grace:
         raise ConfigError(
-            f"a job warned {warning} s before its time limit (hydra.launcher.signal_delay_s) has "
-            f"less than launch.grace_seconds={grace} to save: use "
-            f"hydra.launcher.signal_delay_s={grace + 60}, or a shorter grace"
+            f"hydra.launcher.signal_delay_s={warning} leaves a job less time to save than "
+            f"launch.grace_seconds={grace}: use hydra.launcher.signal_delay_s={grace + 60} or "
+            "lower launch.grace_seconds"
         )
     import shutil
 
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "this machine has no sbatch: submit where SLURM is, or leave out hydra/launcher"
+            "this machine has no sbatch: submit from a SLURM machine or remove hydra/launcher"
         )
 
 
 def _check_folders(planned_runs: list[PlannedRun]) -> None:
-    """Refuse a sweep with two runs in a folder, since the folder shows whether its run is done."""
+    """Refuse a sweep with two runs in one folder, since a folder records only one run."""
     first_of: dict[Path, PlannedRun] = {}
     for planned in planned_runs:
         assert planned.folder is not None and planned.sweep is not None
         path = planned.folder.path
         if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(planned.sweep)):
             raise ConfigError(
-                f"hydra.sweep.subdir leads to {path}, out of hydra.sweep.dir={planned.sweep}: "
+                f"hydra.sweep.subdir gives {path}, outside hydra.sweep.dir={planned.sweep}: "
                 "choose another hydra.sweep.dir"
             )
         other = first_of.setdefault(path, planned)

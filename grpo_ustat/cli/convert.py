@@ -1,6 +1,6 @@
-"""`grpo-ustat convert SRC DST.parquet`: rollouts of another framework as one Parquet file.
+"""`grpo-ustat convert SRC DST.parquet`: write rollouts of another framework to one Parquet file.
 
-`grpo-ustat mse pool=DST.parquet model=CHECKPOINT` and `grpo-ustat advise` take the file.
+`grpo-ustat mse pool=DST.parquet model=CHECKPOINT` and `grpo-ustat advise` read the file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from grpo_ustat.measurements.next_step import new_rollouts
 from grpo_ustat.terminal.streams import tell
 
 EXAMPLES = {
-    "rollouts/ rollouts.parquet": "by file names and fields",
-    "rollouts/ rollouts.parquet --from verl": "by the framework",
-    "log.jsonl rollouts.parquet --reward right=1,form=0.5": "a weighted sum",
+    "rollouts/ rollouts.parquet": "detect the format from file names and fields",
+    "rollouts/ rollouts.parquet --from verl": "set the framework",
+    "log.jsonl rollouts.parquet --reward right=1,form=0.5": "weighted sum of rewards",
 }
 
 
@@ -31,22 +31,22 @@ def main() -> None:
     parser.add_argument("target", type=Path, metavar="DST", help="a Parquet file to write")
     parser.add_argument(
         "--from", dest="name", choices=["auto", *FORMATS], default="auto", metavar="NAME",
-        help=f"the framework that wrote SRC, {', '.join(FORMATS)}; auto: by file names and fields",
+        help=f"framework that wrote SRC: {', '.join(FORMATS)}, or auto to detect it (default)",
     )  # fmt: skip
     parser.add_argument(
         "--group-size",
         type=int,
         metavar="G",
-        help="completions of a prompt, if rows name no group",
+        help="completions per prompt, if the rows have no group",
     )
     parser.add_argument(
         "--reward", metavar="NAME[=WEIGHT][,...]",
-        help="column or key with the rewards, or several with weights: right=1,form=0.5",
+        help="column or key of the rewards, or several with weights, such as right=1,form=0.5",
     )  # fmt: skip
     parser.add_argument(
         "--version",
         metavar="V",
-        help="version of the policy whose rollouts are kept; default: the last",
+        help="policy version whose rollouts are kept (default: the last)",
     )
     arguments = parser.parse_args()
     try:

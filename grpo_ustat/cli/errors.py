@@ -1,7 +1,7 @@
-"""Refusals of a command line: each is one line with the typed words and the words to type instead.
+"""Refusals of a command line, each in one line with the typed words and a correction.
 
-There are five: an unknown key, an unknown choice of a group, a value of a wrong type, several
-values without `-m`, and a value that is missing or cannot be read.
+There are five kinds: an unknown key, an unknown choice of a group, a value of the wrong type,
+several values without `-m`, and a missing or unreadable value.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from grpo_ustat.config.values import (
 )
 from grpo_ustat.terminal.streams import single_line
 
-# Keys of Hydra that are chosen by a name, such as `hydra/launcher=slurm`.
+# Keys of Hydra that are set by a name, such as `hydra/launcher=slurm`.
 HYDRA_GROUPS = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging")
 
-# Values of these keys do not make separate runs, so a sweep over them is not offered.
+# Values of these keys do not define separate runs, so that no sweep over them is suggested.
 UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights", *OPERATIONAL_KEYS)
 
 
 @contextmanager
 def in_one_line(schema: type) -> Iterator[None]:
-    """Turn a refusal by Hydra or OmegaConf of a command line into a ConfigError, see `one_line`."""
+    """Turn errors of Hydra or OmegaConf into ConfigErrors; see `one_line`."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -60,10 +60,10 @@ def in_one_line(schema: type) -> Iterator[None]:
 
 
 def check_names(overrides: Sequence[Override], schema: type) -> None:
-    """Refuse an unknown key or choice, and a word for a number, before Hydra composes.
+    """Refuse unknown keys, unknown choices and words for numbers before Hydra composes.
 
-    All files of the line must be ours. Hydra checks additions, deletions, entries of dictionaries
-    and its own keys.
+    The command line must not use configuration files of the user. Hydra itself checks additions,
+    deletions, dictionary entries and its own keys.
     """
     fields = {field.path: field for field in all_fields(schema)}
     leaves = {path for path, x in fields.items() if x.schema is None} - kinds_of(schema).keys()
@@ -91,7 +91,7 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
     for override in overrides:
         line, key, value = override.input_line, override.key_or_group, override.value()
         if not key:
-            raise ConfigError(f"{line} is no KEY=VALUE: write one, {_example(schema)}")
+            raise ConfigError(f"{line} is not KEY=VALUE: write one, {_example(schema)}")
         if key in HYDRA_GROUPS:
             raise ConfigError(f"{line}: write {key.replace('.', '/')}={value}")
         is_name = isinstance(value, str | list) or override.is_sweep_override()
@@ -104,14 +104,14 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
         field = field_at(key, all_fields(schema))
         if elsewhere := is_name and _choice_elsewhere(key, str(value), schema):
             raise ConfigError(elsewhere)
-        # OmegaConf would take any other number as true.
+        # OmegaConf would interpret any other number as true.
         is_number = isinstance(value, int | float) and value not in (0, 1)
         if field and field.kind == "bool" and is_number:
             raise ConfigError(wrong_value(field, str(value), CONF))
 
 
 def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
-    """Return the line that refuses a choice of a node without choices; None if no group has it."""
+    """Return the refusal of a choice for a node that is not a group, or None if no group has it."""
     fields_there = [field_at(key, all_fields(x)) for x in RUN_SCHEMAS.values()]
     is_node = any(field and field.schema for field in fields_there)
     if not is_node or any(key in groups_of(x) for x in RUN_SCHEMAS.values()):
@@ -126,7 +126,7 @@ def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
 
 
 def several_values(override: Override, schema: type) -> str:
-    """Return the line that refuses several values of a key in a command line without `-m`."""
+    """Return the refusal of several values for a key in a command line without `-m`."""
     key, (_, _, value) = override.key_or_group, (override.input_line or "").partition("=")
     field, node = field_at(key, all_fields(schema)), key.partition(".")[0].partition("/")[0]
     if field is None and node not in {"hydra", *top_names(schema)}:
@@ -144,14 +144,15 @@ def several_values(override: Override, schema: type) -> str:
         runs = command_line(command_of(schema), "-m", f"{key}={each}")
         fixes.append(f"add -m for a run of each, as in {runs}")
     fixes = fixes or [f"it takes a single one, such as {key}={value.partition(',')[0]}"]
-    return f"{key}={value} names several values: {', or '.join(fixes)}"
+    return f"{key}={value} has several values: {', or '.join(fixes)}"
 
 
 def one_line(error: Exception, schema: type) -> str:
-    """Return an error's message in one line, with the valid names if one is unknown.
+    """Return the message of an error in one line, with the valid names for an unknown name.
 
     Args:
-        error: raised by Hydra or OmegaConf while a configuration was composed.
+        error: error of Hydra or OmegaConf during composition.
+        schema: schema of the command.
     """
     text = " ".join(f"{error} {error.__cause__ or ''}".split())
     cause = error if isinstance(error, ValidationError) else error.__cause__
@@ -185,7 +186,7 @@ def one_line(error: Exception, schema: type) -> str:
 
 
 def _no_value(word: str, schema: type) -> str:
-    """Return the line that refuses a word without a value, or with one that cannot be read."""
+    """Return the refusal of a word without a value or with an unreadable value."""
     typed, equals, value = word.partition("=")
     key, value = typed.strip(), value.strip()
     field = field_at(key.lstrip("+~"), all_fields(schema))
@@ -199,9 +200,9 @@ def _no_value(word: str, schema: type) -> str:
         choices = [f"{group}={word}" for group in groups]
         choices += [f"{x}={names[word]}" for x, names in CHOICES.items() if word in names]
         fix = " or ".join(choices) or f"one, {_example(schema)}"
-        return f"the argument {word} is no KEY=VALUE: write {fix}"
+        return f"the argument {word} is not KEY=VALUE: write {fix}"
     if typed != key:
-        return f"{word}: leave out the blanks, write {to_type(key, value, 'str' * is_text)}"
+        return f"{word}: remove the blanks, write {to_type(key, value, 'str' * is_text)}"
     if not is_text and field:
         return wrong_value(field, value, CONF)
     if re.match(r"[\[{'\"]|(glob|range|choice)\(", value):
@@ -210,7 +211,7 @@ def _no_value(word: str, schema: type) -> str:
 
 
 def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type) -> str:
-    """Return the line that refuses an unknown choice of a group, with its choices."""
+    """Return the refusal of an unknown choice, with the choices of the group."""
     files = {option: CONF / group / f"{option}.yaml" for option in options}
     fit = [x for x, file in files.items() if not file.is_file() or fits(file, schema)]
     if not name:
@@ -240,7 +241,7 @@ def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type)
 
 
 def unknown_key(key: str, schema: type, value: str = "") -> str:
-    """Return the line that refuses an unknown key, with the nearest one or its command."""
+    """Return the refusal of an unknown key, with the nearest key or the command that has it."""
     node, _, name = key.partition(".")
     kinds = kinds_of(schema).get(node, {}).items()
     if owners := [kind for kind, of in kinds if name in {field.name for field in fields(of)}]:
@@ -267,7 +268,7 @@ def unknown_key(key: str, schema: type, value: str = "") -> str:
 
 
 def _near(name: str, value: str, schema: type) -> str:
-    """Return the override of the nearest name with the typed value, or the name if none fits."""
+    """Return the override of the nearest name with the typed value, or only the name."""
     field = field_at(name, all_fields(schema))
     is_node = name not in groups_of(schema) and (field is None or field.schema is not None)
     override = name if is_node or not value else override_of(name, value, schema)
@@ -275,7 +276,7 @@ def _near(name: str, value: str, schema: type) -> str:
 
 
 def unknown_flag(name: str, flags: Sequence[str]) -> str:
-    """Return the line that refuses a word with dashes that is no flag of Hydra."""
+    """Return the refusal of a word with dashes that is not a flag of Hydra."""
     field = name.lstrip("-").replace("-", "_")
     is_field = any(field_at(field, all_fields(schema)) for schema in SCHEMAS.values())
     near = "" if is_field else did_you_mean(name, flags).strip()

@@ -1,7 +1,7 @@
-"""`--help all`: purpose, commands to copy, groups with choices, all fields with their meaning.
+"""`--help all`: purpose, example commands, groups with choices, and all fields with descriptions.
 
-It shows the values that the rest of the command line sets. Other words without `=` search it:
-`grpo-ustat train --help clip`.
+The page shows the values that the rest of the command line sets. Other words without `=` search the
+page, as in `grpo-ustat train --help clip`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from grpo_ustat.cli.options import CommandOptions, Field
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
 
-# Columns of a terminal from which a field's meaning is beside it, not below.
+# Smallest terminal width at which descriptions are beside the fields instead of below them.
 SIDE_BY_SIDE_COLUMNS = 110
-# Largest number of columns of a page of help.
+# Largest width of a help page in columns.
 MAX_COLUMNS = 160
-# Characters of a value; longer ones are cut.
+# Largest number of characters of a value; longer values are truncated.
 LONGEST_VALUE = 48
 NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
 
 
 def show_full_help(page: CommandOptions, search: list[str]) -> None:
-    """Print all options of a command, or those that hold all search words, in small letters."""
+    """Print all options of a command, or those that contain all (lower-case) search words."""
     if search:
         page = _search(page, search)
 
@@ -46,13 +46,13 @@ def show_full_help(page: CommandOptions, search: list[str]) -> None:
             console.print(part)
     try:
         print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
-    # The reader, such as head, has closed the pipe; the interpreter's end must not fail either.
+    # A reader such as head has closed the pipe, and the interpreter's exit must not fail either.
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _search(page: CommandOptions, search: list[str]) -> CommandOptions:
-    """Return the groups and fields whose texts hold every word."""
+    """Return the groups and fields whose texts contain every word."""
 
     def holds_all(*texts: str) -> bool:
         return all(word in " ".join(texts).lower() for word in search)
@@ -68,12 +68,12 @@ def _search(page: CommandOptions, search: list[str]) -> CommandOptions:
         if choices or holds_all(group.name, group.meaning):
             groups.append(replace(group, choices=choices or group.choices))
     if not (fields or groups):
-        raise ConfigError(f"--help says nothing about {' '.join(search)!r}: use fewer words")
+        raise ConfigError(f"--help has no match for {' '.join(search)!r}: use fewer words")
     return replace(page, fields=tuple(fields), groups=tuple(groups))
 
 
 def _opening(page: CommandOptions) -> Iterator[RenderableType]:
-    """Yield purpose, commands to copy, and further uses of `--help`; commands are plain strings."""
+    """Yield purpose, example commands (plain strings) and further uses of `--help`."""
     yield Text(page.purpose + "\n")
     for command, words in page.commands:
         yield Text(f"  # {words}", DIM)

@@ -1,7 +1,7 @@
-"""`--help`: purpose, commands to copy, and the fields that are used most, on a page of 60 lines.
+"""`--help`: purpose, example commands and the most-used fields on a page of 60 lines.
 
-`--help group=NAME` adds the fields that such a line sets. `--help all` and a search, `--help WORD`,
-are about all fields, see `full_help`.
+`--help group=NAME` adds the fields that this choice sets. `--help all` and the search
+`--help WORD` cover all fields; see `full_help`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from grpo_ustat.cli.options import CommandOptions, command_options, default_opti
 from grpo_ustat.config.schema import FieldInfo
 from grpo_ustat.terminal.streams import beside
 
-# Groups and fields of each command that README, pages and experiments use most, by topic. The page
-# of a command that is not here has all fields.
+# Groups and fields of each command that README, pages and experiments use most, by topic. The help
+# of a command without an entry shows all fields.
 SECTIONS: dict[str, dict[str, str]] = {
     "mse": {
         "The policy and its questions": "model dataset dataset.path dataset.reward prompt "
@@ -52,7 +52,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "logger.project logger.finish_seconds",
     },
 }
-# Meanings that fit beside a field. A field without an entry shows the first part of its meaning.
+# Short descriptions that fit beside a field. Other fields show the first part of their description.
 BRIEF = {
     "model": "the policy, also org/name or FOLDER",
     "dataset.path": "rows of your own: a file or a folder",

@@ -135,7 +135,7 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
     place = re.sub(r"\\(['\"\\])", r"\1", value[1:-1]) if quoted else value
     folders = [CONF, *([Path(config_dir)] if config_dir else [])]
     choice = any((folder / "model" / f"{place}.yaml").is_file() for folder in folders)
-    # The text for which OmegaConf takes the escaped one.
+    # OmegaConf resolves the escaped text to this literal text.
     literal = place.replace("\\${", "${")
     folder = bool(place) and os.path.isdir(os.path.expanduser(literal))
     if choice or not (folder or "/" in place or place[:1] in ("~", ".")):
@@ -147,9 +147,9 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
 
 @contextmanager
 def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Let Hydra read `conf/`, and before it the folder of `--config-dir`.
+    """Open a Hydra session that reads the folder of `--config-dir` and then `conf/`.
 
-    That folder may also hold the main file.
+    The folder of `--config-dir` may also contain the main file.
     """
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         if config_dir:
@@ -162,10 +162,10 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 class _Choices(dict[str, Any]):
-    """Files of a group in Hydra's store; nodes are made when loaded, since most never are."""
+    """Files of a group in Hydra's store; nodes are built when loaded, since few are loaded."""
 
     def __getitem__(self, file: str) -> Any:
-        """Return the node of a file, or the files of a group within."""
+        """Return the node of a file or the files of a nested group."""
         content = super().__getitem__(file)
         if isinstance(content, dict):
             return content
@@ -173,11 +173,11 @@ class _Choices(dict[str, Any]):
 
 
 def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
-    """Give Hydra the choices of a group.
+    """Register the choices of a group with Hydra.
 
     Args:
-        group: its name; of a group within another after that one.
-        choices: for each name a function that returns the content.
+        group: name of the group; the name of a nested group begins with its parent.
+        choices: functions that return the content, by name of the choice.
     """
     *above, name = group.split("/")
     place = ConfigStore.instance().repo
@@ -187,7 +187,7 @@ def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictConfig:
-    """Return the configuration with Hydra's own node; of a sweep without the swept values."""
+    """Return the configuration with Hydra's node; for a sweep, without the swept values."""
     mode = RunMode.MULTIRUN if as_sweep else RunMode.RUN
     return _open_hydra().compose_config(
         name, overrides, mode, from_shell=False, validate_sweep_overrides=not as_sweep
@@ -195,19 +195,19 @@ def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictC
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return overrides as Hydra parses them; within a session with the choices of their groups."""
+    """Return parsed overrides, which within a session also contain the choices of their groups."""
     session = GlobalHydra.instance().hydra
     loader = session.config_loader if session else None
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
 
 def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each run of a sweep: the product of the values, the last key fastest.
+    """Return the overrides of each run of a sweep, the product of all values.
 
-    Of two overrides of a key the later one counts.
+    The last key varies fastest. A later override of a key replaces an earlier one.
 
     Raises:
-        HydraException: an override cannot be parsed.
+        HydraException: If an override cannot be parsed.
     """
     words: dict[str, list[str]] = {}
     for override in parse_overrides(overrides):
@@ -218,7 +218,7 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
         value = override.value()
         if override.value_type is ValueType.INTERVAL_SWEEP:
             raise ConfigError(
-                f"{override.input_line}: an interval has no values to go through: write them, as "
+                f"{override.input_line}: an interval has no list of values: write the values, as "
                 "in seed=0,1, or a range(...)"
             )
         if isinstance(value, ChoiceSweep) and any(isinstance(x, Glob) for x in value.list):
@@ -235,7 +235,7 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def show_hydra(name: str, words: Namespace) -> None:
-    """Print the answer of Hydra itself to `--hydra-help`, `--info` or `--shell-completion`."""
+    """Print Hydra's output for `--hydra-help`, `--info` or `--shell-completion`."""
     if words.hydra_help:
         _open_hydra().hydra_help(name, get_args_parser(), words)
     elif words.shell_completion:

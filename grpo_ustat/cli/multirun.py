@@ -1,4 +1,4 @@
-"""Sweep: start the runs that are not done yet, here or through submitit, and show all states."""
+"""Sweeps: start unfinished runs, locally or through submitit, and show the states of all runs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from grpo_ustat.terminal.streams import tell
 
 
 def run_sweep(entry: str, invocation: Invocation) -> int:
-    """Start the runs that are neither done nor running elsewhere; show all runs.
+    """Start the runs that are neither done nor running elsewhere, and show all runs.
 
     Returns:
-        The exit code: 0 if every run is done, else 1.
+        Exit code, 0 if every run is done and 1 otherwise.
     """
     planned_runs = invocation.planned_runs
     config, sweep = planned_runs[0].config, note_sweep(entry, planned_runs)
@@ -50,13 +50,13 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
     todo = []
     for planned, point, state in zip(planned_runs, sweep.entries, states, strict=True):
         if state.name == RUNNING:
-            tell(f"left to the process that runs it: {point.label}, {state.detail}")
+            tell(f"skipped, another process is running it: {point.label}, {state.detail}")
         elif state.name == DONE:
             tell(
                 f"{'done before' if overwrite else 'done already'}: {point.label} ({point.folder})"
             )
         elif state.name == PAST_MAX_STEPS:
-            tell(f"left as it is: {point.label}: {state.detail}")
+            tell(f"skipped: {point.label}: {state.detail}")
         elif state.detail:
             tell(f"{state.name} before, again now: {point.label}: {state.detail}")
         if state.name not in ((RUNNING,) if overwrite else (DONE, PAST_MAX_STEPS, RUNNING)):
@@ -71,21 +71,21 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, which may be called in another process, on another machine."""
+    """Callable that makes one run of a sweep, possibly in another process or on another machine."""
 
     # `train`, `mse` or `gap`.
     entry: str
-    # Checked.
+    # Checked configuration.
     config: Any
-    # Absolute.
+    # Absolute path of the run folder.
     path: Path
 
     def __call__(self) -> None:
-        """Make the run; an error is printed here and noted in its folder.
+        """Make the run; print an error and record it in the run folder.
 
         Raises:
-            Exception: it failed; the sweep goes on to the next.
-            SystemExit: a request to stop, which ends the sweep too.
+                    Exception: If the run failed; the sweep continues with the next run.
+                    SystemExit: After a request to stop, which also ends the sweep.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = RunFolder(self.path, self.config)
@@ -101,17 +101,17 @@ class Job:
         except SystemExit as error:
             if not isinstance(error.code, str):
                 raise
-            # This rank has lost another one.
+            # This rank exits because another rank was lost.
             _report_failure(folder, error, before)
             raise RuntimeError(error.code) from None
 
     def checkpoint(self) -> Any:
-        """Return the job again, for submitit to requeue."""
+        """Return the job that submitit requeues."""
         return resubmission(self)
 
 
 def _report_failure(folder: RunFolder, error: BaseException, before: list[dict]) -> None:
-    """Print a run's failure on the rank where it happened, and note it in the folder once."""
+    """Print a run's failure on the rank where it happened, and record it once in the run folder."""
     line = fault_line(error)
     if line or isinstance(error, (*ONE_LINE_ERRORS, SystemExit)):
         if is_main() or not isinstance(error, RefusedByRank):
@@ -124,16 +124,18 @@ def _report_failure(folder: RunFolder, error: BaseException, before: list[dict])
 
 
 def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
-    """Start the runs, here one after the other or as jobs of submitit.
+    """Start the runs, either locally one after the other or as jobs of submitit.
 
     Args:
-        node: Hydra's own.
+        entry: `train`, `mse` or `gap`.
+        todo: runs to start.
+        node: Hydra's node.
     """
     if node.runtime.choices["hydra/launcher"] == "basic":
         with StopRequest():
             for i, job in enumerate(_jobs(entry, todo)):
                 tell(f"run {i + 1} of {len(todo)}: {todo[i].name}")
-                # The job prints an error itself, and notes it in the run's folder.
+                # The job prints errors itself and records them in the run folder.
                 with suppress(Exception):
                     job()
         return
@@ -145,7 +147,7 @@ def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
 
 
 def _start_on_slurm(entry: str, todo: Sequence[PlannedRun], launcher: Mapping[str, Any]) -> None:
-    """Submit the runs, except those that SLURM is about to restart, and wait for all."""
+    """Submit the runs, except those that SLURM will restart, and wait for all of them."""
     before = slurm.submissions(launcher["submitit_folder"])
     with slurm.without_job_env():
         rest = _not_queued(todo)
@@ -162,7 +164,7 @@ def _jobs(entry: str, todo: Sequence[PlannedRun]) -> list[Job]:
 
 
 def _not_queued(todo: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs without those that SLURM is about to restart."""
+    """Return the runs without those that SLURM will restart."""
     queue, rest = slurm.queue(), []
     for planned in todo:
         assert planned.folder is not None
@@ -171,18 +173,18 @@ def _not_queued(todo: Sequence[PlannedRun]) -> list[PlannedRun]:
         unfinished = starts and rows[-1].get("outcome") in (None, "stopped")
         job = starts[-1].get("slurm_job_id") if unfinished else None
         if job in queue:
-            tell(f"left to SLURM job {job}, which is in the queue: {planned.name}")
+            tell(f"skipped, SLURM job {job} is in the queue: {planned.name}")
         else:
             rest.append(planned)
     return rest
 
 
 def _submit_and_wait(jobs: Sequence[Job], cluster: str, launcher: Mapping[str, Any]) -> bool:
-    """Submit jobs and wait for them; return False if a job has ended without a result."""
+    """Submit jobs and wait for them; return False if a job ended without a result."""
     try:
         for job in submit(jobs, cluster, launcher):
             job.results()
-    # There is no scheduler, or a job has failed, or is not started again.
+    # There is no scheduler, a job has failed, or a job is not restarted.
     except Exception as error:
         tell(f"error: {history.last_line(error)}", file=sys.stderr)
         return False
@@ -190,7 +192,7 @@ def _submit_and_wait(jobs: Sequence[Job], cluster: str, launcher: Mapping[str, A
 
 
 def _print_outcome(sweep: Sweep) -> int:
-    """Show all runs, name the unfinished ones, and return the exit code: 1 if there are any."""
+    """Show all runs, list unfinished runs, and return the exit code, 1 if there are any."""
     states = [point.state() for point in sweep.entries]
     Console().print(status_table(sweep, states))
     for point, state in zip(sweep.entries, states, strict=True):

@@ -1,6 +1,6 @@
-"""Names that a newcomer types for fields and groups of ours, with the names to type instead.
+"""Names that newcomers may type for fields and groups, with the corresponding names here.
 
-They come from TRL, verl, transformers, papers and everyday words.
+The names come from TRL, verl, transformers, papers and everyday language.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.load import CONF, all_fields
 from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_type
 
-# Words, each with names of ours that take the same values: the first that a command has counts.
+# Words with names here that accept the same values. The first name that a command has is used.
 MEANT = {
     "policy actor checkpoint llm model_name model_name_or_path base_model "
     "pretrained": "model problem",
@@ -79,7 +79,7 @@ MEANT = {
     "paths source sources inputs": "runs",
 }
 NAMES = {word: names.split() for words, names in MEANT.items() for word in words.split()}
-# Words whose values are others here: the field, or what to type, and a comment behind a comma.
+# Words whose values differ here, with the field or the text to type, and a comment after a comma.
 OTHER_VALUES = {
     "chat_template_kwargs": "prompt.template_options",
     "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
@@ -110,7 +110,7 @@ OTHER_VALUES = {
         ("top_p", "top_k", "min_p"), "not offered, because what is sampled is what is scored"
     ),
 }
-# Choices of a group by other names.
+# Other names for the choices of a group.
 CHOICES = {
     "baseline": {
         **dict.fromkeys(("rloo", "loo", "reinforce_leave_one_out"), "leave_one_out"),
@@ -123,17 +123,17 @@ CHOICES = {
     "rollout": {"hf": "local", "transformers": "local"},
 }
 ROW_FILE = re.compile(r".*\.(jsonl|json|csv|parquet)(\.\w+)?", re.IGNORECASE)
-# Letters of a word from which a misspelling of it is recognised.
+# Smallest number of letters of a word for which misspellings are recognised.
 MIN_LETTERS = 4
 
 
 def meant(key: str, value: str, schema: type, *, fuzzy: bool = False) -> str | None:
-    """Return the fix for a key that a command lacks; None if the key is none of the words.
+    """Return the correction for an unknown key, or None if the key is not one of the words.
 
     Args:
-        key, value: as typed.
-        schema: the command's.
-        fuzzy: True to accept the nearest word for a misspelt one.
+        key, value: typed key and value.
+        schema: schema of the command.
+        fuzzy: True to accept misspelt words.
 
     >>> from grpo_ustat.config.load import SCHEMAS
     >>> meant("policy", "tiny", SCHEMAS["mse"]), meant("steps", "10", SCHEMAS["mse"])
@@ -171,7 +171,7 @@ def has(schema: type, name: str) -> bool:
 
 
 def _word(key: str, fuzzy: bool) -> str | None:
-    """Return the longest end of a key that is one of the words, also in small letters."""
+    """Return the longest suffix of a key that is one of the words, ignoring case if necessary."""
     parts = key.replace("-", "_").split(".")
     ends = [".".join(parts[first:]) for first in range(len(parts))]
     for end in [*ends, *(end.lower() for end in ends)]:
@@ -184,7 +184,7 @@ def _word(key: str, fuzzy: bool) -> str | None:
 
 
 def _write(name: str, value: str, schema: type) -> str:
-    """Return the fix for a value: the override to write, or the choices of its group."""
+    """Return the correction for a value: the override to write or the choices of its group."""
     if name not in groups_of(schema) or override_of(name, value, schema) != f"{name}=NAME":
         return f"write {override_of(name, value, schema)}"
     elsewhere = [x for x in groups_of(schema) if is_choice(x, value, schema)]
@@ -196,7 +196,7 @@ def _write(name: str, value: str, schema: type) -> str:
 
 
 def override_of(name: str, value: str, schema: type) -> str:
-    """Return the override of a field or group with the value, or with a valid one instead."""
+    """Return the override of a field or group with the value, or with a valid value instead."""
     if name in groups_of(schema):
         if name == "dataset" and ROW_FILE.fullmatch(value):
             return f"dataset=jsonl dataset.path={value}"

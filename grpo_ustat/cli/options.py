@@ -1,4 +1,4 @@
-"""Options of an entry's command line: groups with choices, fields with values."""
+"""Options of a command: groups with choices and fields with values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grpo_ustat.config.values import typed_value
 from grpo_ustat.estimators.baselines import BASELINES
 
 LAUNCHER = "hydra/launcher"
-# Meanings of groups that set fields of several nodes, or that have no node of their name.
+# Descriptions of groups that set fields of several nodes or have no node with their name.
 GROUP_MEANINGS = {
     "theorem": "a result of the paper, on the test problem that suits it",
     "experiment": "everything that one figure, table or check needs",
@@ -31,35 +31,35 @@ GROUP_MEANINGS = {
     LAUNCHER: "where a sweep (-m) starts its runs",
 }
 SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
-# Length of a choice's meaning from which only its first sentence is shown.
+# Length of a choice's description above which only the first sentence is shown.
 MAX_COMMENT_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of a group, or a baseline of ours among the baselines."""
+    """Choice of a group: a file, or a built-in baseline or objective."""
 
     name: str
-    # A file's first comment, a baseline's own.
+    # Description: the first comment of a file, or that of the baseline or objective.
     words: str
 
 
 @dataclass(frozen=True)
 class Group:
-    """Fields that are set together, by `name=choice`."""
+    """Group of fields that `name=choice` sets together."""
 
     name: str
     meaning: str
-    # The name of its choice; None if nothing is chosen.
+    # Name of the current choice; None if nothing is chosen.
     chosen: str | None
     choices: tuple[Choice, ...]
-    # True if `name=choice` is how to choose.
+    # True if `name=choice` sets the group.
     settable: bool = True
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field with its value, as one would type it; `???` if it must be set."""
+    """Field with its value as typed on a command line, or `???` if it must be set."""
 
     key: FieldInfo
     value: str
@@ -67,28 +67,28 @@ class Field:
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """All options of a command line."""
+    """All options of a command."""
 
     # The command.
     entry: str
-    # Purpose of the command, in a sentence or two.
+    # Purpose of the command in one or two sentences.
     purpose: str
-    # Commands to copy, each with a few words.
+    # Example commands, each with a short description.
     commands: tuple[tuple[str, str], ...]
     groups: tuple[Group, ...]
-    # The meaning of each top-level node.
+    # Description of each top-level node.
     nodes: dict[str, str]
     fields: tuple[Field, ...]
 
 
 def command_options(entry: str, words: Namespace) -> CommandOptions:
-    """Return the options of a command, with the values that a command line gives them.
+    """Return the options of a command with the values that a command line sets.
 
     Args:
-        entry: a key of `SCHEMAS`.
-        words: the command line as Hydra reads it; its overrides hold no word without `=`.
+        entry: key of `SCHEMAS`.
+        words: command line as Hydra parses it, with no override that lacks a `=`.
     """
-    # This import loads Hydra.
+    # This import loads Hydra and is therefore local.
     from grpo_ustat.cli.compose import whole_node
 
     node, schema = whole_node(entry, words), SCHEMAS[entry]
@@ -104,7 +104,7 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         nodes = {key.path: key for key in fields_of(schema) if "." not in key.path}
         names = [str(name).partition("@")[0] for name in chosen]
         names = [name for name in names if not name.startswith("hydra/")]
-        # Hydra lists them from the last to the first.
+        # Hydra lists the groups in reverse order.
         for group in reversed(dict.fromkeys(names)):
             files = [file for file in _files(group, folders) if fits(file, schema)]
             words_of = {file.stem: first_comment(file) for file in files}

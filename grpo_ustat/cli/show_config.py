@@ -1,4 +1,4 @@
-"""`--cfg`: the configuration of a command line, as YAML."""
+"""`--cfg`: configuration of a command line as YAML."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from grpo_ustat.terminal.streams import tell
 
 
 def show_config(entry: str, words: Namespace) -> None:
-    """Print the part of the configuration that `--cfg` and `--package` name.
+    """Print the part of the configuration that `--cfg` and `--package` select.
 
-    Hydra's own `--cfg` composes twice, and ends in a traceback if a part refers to another.
+    This replaces Hydra's `--cfg`, which composes twice and raises a traceback if one part refers to
+    another.
     """
     node = whole_node(entry, words, sweep=False)
     OmegaConf.set_readonly(node.hydra, None)

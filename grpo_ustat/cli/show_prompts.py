@@ -1,4 +1,4 @@
-"""Preview of a run's prompts: as they are rendered, and how their answers are read."""
+"""Preview of the rendered prompts of a run and of the extraction of answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from grpo_ustat.tasks.prompts import render
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import tell
 
-# After the last character of a prompt.
+# Mark after the last character of a prompt.
 PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"
 
 
 def show_prompts(config: Common, split: str) -> None:
-    """Print the split's first `show_prompts` prompts, and how their answers are read.
+    """Print the first `show_prompts` prompts of a split and the extraction of their answers.
 
-    It also prints the length of the split's longest prompt; it loads the tokenizer, not the model.
+    The length of the longest prompt of the split is also printed. Only the tokenizer is loaded, not
+    the model.
     """
     tokenizer = configured_tokenizer(config.model)
     task = configured_task(config.task_options, config.model, tokenizer)
@@ -32,7 +33,7 @@ def show_prompts(config: Common, split: str) -> None:
     tokens = encode(tokenizer, texts, special_tokens=not in_turns)
     for i in range(min(config.show_prompts, len(prompts))):
         ids = tokens[i] if len(tokens[i]) <= 4 else [*tokens[i][:2], *tokens[i][-2:]]
-        # Token by token, so that a doubled special token is visible.
+        # Tokens are decoded one by one, so that a repeated special token is visible.
         words = [repr(tokenizer.decode([token])) for token in ids]
         ends = " ".join(words if ids is tokens[i] else [*words[:2], "...", *words[2:]])
         tell(f"--- {split} prompt {i + 1}: {len(tokens[i])} tokens, {ends}")
@@ -45,7 +46,7 @@ def show_prompts(config: Common, split: str) -> None:
         tell(f"read from the reference: {answer}, reward {reward:g}\n")
     if config.prompt.stop is not None:
         stops = stop_tokens(tokenizer, config.prompt.stop)
-        tell(f"{len(stops)} tokens hold prompt.stop={config.prompt.stop!r} and end a completion")
+        tell(f"{len(stops)} tokens contain prompt.stop={config.prompt.stop!r} and end a completion")
 
     longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
     count, limit = len(tokens[longest]), context_length(config.model)
@@ -57,8 +58,8 @@ def show_prompts(config: Common, split: str) -> None:
     )
     if limit is not None and total > limit:
         warn(
-            f"prompt and completion can reach {total} tokens, the model has positions for {limit}: "
-            "lower max_completion_length, or shorten the prompt"
+            f"prompt and completion can reach {total} tokens, but the model has {limit} positions: "
+            "lower max_completion_length or shorten the prompt"
         )
 
 

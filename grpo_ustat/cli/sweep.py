@@ -18,7 +18,7 @@ EXAMPLES = {
 
 
 def main() -> None:
-    """Run the command; the exit code is 0 whatever the runs' states are."""
+    """Run the command; the exit code is 0 for any states of the runs."""
     parser = VerbParser("sweep", __doc__ or "", EXAMPLES)
     parser.add_argument(
         "status", choices=["status"], help="a table of all runs of the sweeps in a folder"

@@ -1,6 +1,6 @@
-"""Verbs of `grpo-ustat VERB ...`: purpose and example of each, suggestions for misspelt ones.
+"""Verbs of `grpo-ustat VERB ...` with purposes, examples and suggestions for misspelt verbs.
 
-It imports only Python's own modules.
+Apart from `command_line`, this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from grpo_ustat.config.command_line import command_line, program
 class Verb:
     """A verb of `grpo-ustat VERB`."""
 
-    # A line of text.
+    # Purpose in one line.
     purpose: str
-    # Arguments that do something useful.
+    # Example arguments.
     example: tuple[str, ...]
-    # The module with the `main` of a verb without a room of its own.
+    # Module with the `main` function of a verb that has no package.
     module: str = ""
 
 
@@ -34,24 +34,24 @@ VERBS = {
     ),
     "gap": Verb("test the paper's theorems where the truth can be enumerated", ("theorem=lemma6",)),
     "advise": Verb(
-        "keep, raise or lower the group size of a run or a log of rollouts",
+        "say whether to keep, raise or lower the group size of a run or log",
         ("outputs/train/NAME/seed-0", "num_generations=8"),
     ),
     "convert": Verb(
-        "rollouts of TRL, verl, NeMo-RL, prime-rl ... as one file for mse",
+        "convert rollouts of TRL, verl, NeMo-RL, prime-rl ... for mse",
         ("rollouts/", "rollouts.parquet"),
         "grpo_ustat.cli.convert",
     ),
     "report": Verb(
-        "figures, tables and a page of any runs, finished or not", ("runs=outputs/train",)
+        "make figures, tables and a page for any runs, finished or not", ("runs=outputs/train",)
     ),
     "sweep": Verb(
-        "how far the runs of a sweep are",
+        "show the progress of the runs of a sweep",
         ("status", "outputs/train"),
         "grpo_ustat.cli.sweep",
     ),
     "doctor": Verb(
-        "is this machine ready for runs, and what to do where it is not",
+        "check that this machine is ready for runs, with fixes for problems",
         ("--output", "outputs"),
     ),
 }
@@ -74,7 +74,7 @@ def help_text() -> str:
 
 
 def unknown_verb(word: str) -> str:
-    """Return the line that refuses a word that is no verb."""
+    """Return the refusal of a word that is not a verb."""
     if word.startswith("-") or "=" in word:
         return f"{word} comes after a verb, as in {command_line('train', word)}"
     near = difflib.get_close_matches(word.lower(), VERBS, n=1, cutoff=0.5)

@@ -1,6 +1,6 @@
-"""The schema of a baseline, and the checks of its name, options and group size.
+"""Schema of a baseline and the checks of its name, options and group size.
 
-A check refuses in one line that names values and fix.
+Every error is one line that gives the values and the fix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
 @dataclass(frozen=True)
 class Option:
-    """The meaning and the range of an option, the same for every baseline that takes it."""
+    """Meaning and range of an option, which are the same for every baseline with this option."""
 
     meaning: str
     low: float = -math.inf
@@ -55,22 +55,22 @@ OPTIONS = {
 
 
 def load_baseline(key: str, name: str) -> Baseline:
-    """Return a baseline of ours, or one that an installed package offers.
+    """Return a built-in baseline or a baseline of an installed package.
 
     Args:
-        key: configuration key that names it, for errors.
+        key: configuration key with the name, for errors.
         name: one of the field's choices.
     """
     try:
         return BASELINES[name]
-    # The package raises what it likes.
+    # A package may raise any exception.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
 
 
 def check_group_size(baseline: str, group_size: int, key: str = "group_size") -> None:
-    """Refuse a group that is too small for the baseline; `key` is the setting to raise."""
+    """Refuse a group that is too small for the baseline; `key` is the setting to increase."""
     smallest = BASELINES[baseline].min_group_size
     if group_size < smallest:
         raise ConfigError(
@@ -81,7 +81,7 @@ def check_group_size(baseline: str, group_size: int, key: str = "group_size") ->
 
 
 def check_shape(baseline: str, num_prompts: int, group_size: int, key: str) -> None:
-    """Refuse fewer prompts or completions than the baseline needs; `key` is what to raise."""
+    """Refuse too few prompts or completions for the baseline; `key` is the setting to increase."""
     try:
         check_rewards_shape(baseline, num_prompts, group_size)
     except ValueError as error:
@@ -89,7 +89,7 @@ def check_shape(baseline: str, num_prompts: int, group_size: int, key: str) -> N
 
 
 def check_options(baseline: BaselineConfig, key: str) -> None:
-    """Refuse options that a baseline does not take, or that are out of range."""
+    """Refuse options that the baseline does not have or that are out of range."""
     try:
         check_option_names(baseline.name, baseline.options)
     except ValueError as error:
@@ -112,7 +112,7 @@ def check_options(baseline: BaselineConfig, key: str) -> None:
 
 @dataclass
 class BaselineConfig:
-    """The baseline that turns rewards into advantages, and the values of exactly its options."""
+    """Baseline that turns rewards into advantages, with a value for each of its options."""
 
     name: str = field(
         "name of the baseline; choose by baseline=NAME",
@@ -126,7 +126,7 @@ class BaselineConfig:
 
 
 def baseline_choice(name: str) -> BaselineConfig:
-    """Return the baseline that `baseline=NAME` chooses, with the defaults of its options."""
+    """Return the baseline for `baseline=NAME` with the default values of its options."""
     return BaselineConfig(name, dict(BASELINES[name].options))
 
 
@@ -134,8 +134,8 @@ def complete_plugin_options(baseline: BaselineConfig, key: str) -> None:
     """Fill in the unset options of an installed package's baseline with their defaults, in place.
 
     Args:
-        baseline: its name and options; a baseline of ours is left as it is.
-        key: that names it.
+        baseline: name and options; a built-in baseline is not changed.
+        key: configuration key with the name, for errors.
     """
     if plugin_baselines([baseline.name]):
         baseline.options = load_baseline(key, baseline.name).options | baseline.options

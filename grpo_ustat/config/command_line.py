@@ -1,4 +1,4 @@
-"""Text to copy into a shell: a command of this program, or the installation of an extra."""
+"""Command lines to copy into a shell: commands of this program and installations of extras."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from grpo_ustat.config.secrets import redact_text
 
-# False if the package is installed as a wheel.
+# True in a source checkout, False if the package is installed from a wheel.
 IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()
-# The environment variable in which scripts/run gives the command by which it was called.
+# Environment variable in which scripts/run passes the command with which it was called.
 PROGRAM = "GRPO_USTAT_COMMAND"
-# The environment variable with the typed command line, for the processes that a command starts.
+# Environment variable that passes the typed command line to child processes.
 TYPED_VARIABLE = "GRPO_USTAT_TYPED"
 
 
 def program() -> str:
-    """Return the beginning of a command line of this program, as the user typed it."""
+    """Return the name of this program as the user typed it."""
     return os.environ.get(PROGRAM) or "grpo-ustat"
 
 
@@ -27,8 +27,8 @@ def command_line(verb: str, *overrides: str) -> str:
     """Return a command line to copy into a shell.
 
     Args:
-        verb: a verb, such as `train`.
-        overrides: its arguments; each is quoted if a shell needs it.
+        verb: verb, such as `train`.
+        overrides: arguments of the verb; each is quoted if a shell requires it.
 
     >>> command_line("mse", "model=tiny", "group_sizes=[4, 8]")
     "grpo-ustat mse model=tiny 'group_sizes=[4, 8]'"
@@ -37,12 +37,12 @@ def command_line(verb: str, *overrides: str) -> str:
 
 
 def note_typed(verb: str, arguments: Sequence[str]) -> None:
-    """Keep the command line that was typed, without secrets, for pages and for child processes."""
+    """Store the typed command line, without secrets, for pages and child processes."""
     os.environ[TYPED_VARIABLE] = redact_text(command_line(verb, *arguments))
 
 
 def typed_command() -> str | None:
-    """Return the command line that was typed; None in a program that calls this package."""
+    """Return the typed command line, or None in a program that calls this package."""
     return os.environ.get(TYPED_VARIABLE)
 
 
@@ -50,7 +50,7 @@ def install_line(extra: str) -> str:
     """Return the command that installs an optional dependency of this package.
 
     Args:
-        extra: a name of `[project.optional-dependencies]`; `cli` is added to an extra that only
+        extra: name from `[project.optional-dependencies]`. `cli` is added to extras that only
             commands use.
     """
     names = extra if extra in ("cli", "torch") else f"cli,{extra}"
@@ -60,7 +60,7 @@ def install_line(extra: str) -> str:
 def is_installed(module: str) -> bool:
     """Return True if a module can be imported, without importing it.
 
-    A folder of that name does not count, since trackers make such folders.
+    A plain folder with this name does not count, since trackers create folders with their names.
 
     >>> is_installed("json"), is_installed("no_such.module")
     (True, False)

@@ -1,4 +1,4 @@
-"""The fields that `train` and `mse` share: model, data set, prompt, processes, sampling."""
+"""Fields that `train` and `mse` share: model, data set, prompt, processes and sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
-# Devices of torch; a number may follow, as in cuda:1.
+# Device types of torch. A number may follow, as in cuda:1.
 DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 
 
@@ -31,7 +31,7 @@ class LaunchConfig(ProcessConfig):
 
 @dataclass
 class Common(Shared):
-    """Fields of the entrypoints that have a model and questions."""
+    """Fields of the commands that have a model and questions."""
 
     model: ModelConfig = node(ModelConfig, "the policy")
     dataset: Any = field("the questions; for fields of another kind: --help dataset=NAME")
@@ -62,12 +62,12 @@ class Common(Shared):
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each reward function."""
+        """Weight of each reward function."""
         return summed_weights(self.reward_funcs, self.reward_weights)
 
     @property
     def rewards_plan(self) -> str:
-        """The reward functions with their weights; "" for the task's own only."""
+        """Weighted sum of reward functions as text; "" if only the task's reward is used."""
         return reward_text(self.reward_funcs, self.reward_weights)
 
     @property
@@ -77,7 +77,7 @@ class Common(Shared):
 
     @property
     def task_options(self) -> TaskOptions:
-        """Options for making the task."""
+        """Options for building the task."""
         return TaskOptions(
             dataset=self.dataset,
             prompt=self.prompt,
@@ -91,7 +91,7 @@ class Common(Shared):
     def shared_settings(self) -> dict[str, str | float | None]:
         """Settings that a dry run of `train` or `mse` shows, by their names on the command line.
 
-        "length" is max_completion_length.
+        The key "length" is max_completion_length.
         """
         return {
             "model": self.model.name,
@@ -103,7 +103,7 @@ class Common(Shared):
         }
 
     def sampling_by(self, rollout: RolloutConfig) -> SamplerOptions:
-        """Return the options of sampling, with an engine of `train` or of `mse`."""
+        """Return the sampling options with the given engine."""
         return SamplerOptions(
             rollout=rollout,
             seed=self.seed,
@@ -115,7 +115,7 @@ class Common(Shared):
 
     @property
     def most_questions(self) -> int | None:
-        """Largest number of questions to ask, the first ones of a split; None: all."""
+        """Number of questions to use from the start of a split; None means all."""
         return None
 
     def check(self) -> None:
@@ -127,18 +127,18 @@ class Common(Shared):
         self.prompt.check()
         data, prompt = self.dataset, self.prompt
         boxed = "boxed" in f"{prompt.system} {prompt.template}"
-        # Every reply that follows a prompt without a box would earn nothing.
+        # Replies that follow a prompt without a box would all get reward 0.
         if data.kind == "math" and data.reward is None and not prompt.shots and not boxed:
             raise ConfigError(
-                f"dataset={data.name} reads answers in \\boxed{{}}, for which "
-                f"prompt={prompt.name} does not ask: use prompt=qwen_math_cot, prompt=chat_boxed, "
-                "or a template that asks for it"
+                f"dataset={data.name} reads answers in \\boxed{{}}, but prompt={prompt.name} does "
+                "not ask for it: use prompt=qwen_math_cot, prompt=chat_boxed, or a template that "
+                "asks for it"
             )
-        # Conversations in rollouts made elsewhere are written by the template in any case.
+        # Conversations in imported rollouts always go through the chat template.
         imports = getattr(self, "imports_pool", False)
         if prompt.template_options and prompt.chat is False and not imports:
             raise ConfigError(
-                f"prompt.template_options={prompt.template_options} are of a chat template, and "
-                f"prompt={prompt.name} uses none: use prompt.chat=true, or leave them out"
+                f"prompt.template_options={prompt.template_options} need a chat template, but "
+                f"prompt={prompt.name} uses none: use prompt.chat=true or remove the options"
             )
         self.model.check(cached=not self.dry_run)

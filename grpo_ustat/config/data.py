@@ -1,6 +1,6 @@
-"""Typed schemas of data sets, one per kind, with the checks that need no questions.
+"""Schemas of data sets, one per kind, with the checks that do not read questions.
 
-A data set's node is typed by its `kind`, see `DATASETS`. Values live in `conf/`.
+The `kind` of a data set's node determines its schema; see `DATASETS`. Values are in `conf/`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 STUDY_QUESTIONS = {
     "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
 }  # fmt: skip
-# Default limit on the test questions, and on the study questions, of a user's own file.
+# Default limit on the number of test questions and of study questions from a user's file.
 MAX_HELD_OUT_QUESTIONS = 500
-# Numbers of test questions by hub id and subset, from cards and papers: Cobbe et al. 2021,
-# Hendrycks et al. 2021 and Lightman et al. 2023.
+# Numbers of test questions by hub id and subset, from data set cards and papers (Cobbe et al. 2021,
+# Hendrycks et al. 2021, Lightman et al. 2023).
 PUBLISHED_TESTS: dict[tuple[str, str | None], int] = {
     ("openai/gsm8k", "main"): 1319,
     ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,
     ("HuggingFaceH4/MATH-500", None): 500,
 }
-# Common names of the columns of questions and answers.
+# Common names of the columns with questions and answers.
 OTHER_COLUMNS = {
     "question": ("question", "problem", "prompt", "query", "instruction", "input", "text"),
     "answer": ("answer", "ground_truth", "solution", "expected_answer", "final_answer", "gold",
                "target", "label", "response", "completion", "output"),
 }  # fmt: skip
-# Stands before the answer at the end of a solution.
+# Marker before the answer at the end of a solution.
 MARK = "####"
-# Integral floats below it are exact integers; pandas writes 3 as 3.0.
+# Floats with integral values below this limit are exact integers. pandas writes 3 as 3.0.
 MAX_EXACT_FLOAT = 2**53
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
 
 @dataclass
 class DatasetConfig:
-    """Fields of all kinds."""
+    """Fields of every kind of data set."""
 
     name: str = field(
         "name of the data set, in the run folder's name; with dataset=own, the entry point of "
@@ -72,19 +72,19 @@ class DatasetConfig:
     )
 
     def check(self) -> None:
-        """Refuse a data set that cannot be made."""
+        """Refuse a data set that cannot be built."""
         if self.reward is not None:
             check_reward(self.reward, "dataset.reward")
 
     @property
     def published_test_size(self) -> int | None:
-        """Number of all test questions that a publication gives; None if there is none."""
+        """Published number of test questions, or None if it was not published."""
         return None
 
 
 @dataclass
 class GeneratedConfig(DatasetConfig):
-    """Questions made by the program, so that sizes must be given."""
+    """Generated questions, whose sizes must be given."""
 
     def check(self) -> None:
         """Refuse sizes that are null."""
@@ -96,7 +96,7 @@ class GeneratedConfig(DatasetConfig):
 
 @dataclass
 class ArithmeticConfig(GeneratedConfig):
-    """Questions of several steps; ranges of operands include both ends."""
+    """Arithmetic questions with several steps; ranges of operands include both ends."""
 
     min_term: int = field("smallest term of sums and differences")
     max_term: int = field("largest term of sums and differences")
@@ -120,13 +120,13 @@ class ArithmeticConfig(GeneratedConfig):
         low, high = self.min_factor, self.max_factor
         if all(factor % 10 == 0 for factor in range(low, min(high, low + 1) + 1)):
             raise ConfigError(
-                f"dataset.min_factor={low} max_factor={high} holds only multiples of ten"
+                f"dataset.min_factor={low} max_factor={high} contains only multiples of ten"
             )
 
 
 @dataclass
 class OneStepConfig(GeneratedConfig):
-    """Questions of one step."""
+    """Arithmetic questions with one step."""
 
     tables: list[str] = field("kinds of questions", choices=TABLES)
 
@@ -134,12 +134,12 @@ class OneStepConfig(GeneratedConfig):
         """Refuse a data set without tables."""
         super().check()
         if not self.tables:
-            raise ConfigError(f"dataset.tables=[] holds no question: use any of {TABLES}")
+            raise ConfigError(f"dataset.tables=[] has no questions: use any of {TABLES}")
 
 
 @dataclass
 class Gsm8kConfig(DatasetConfig):
-    """Rows with question and answer, the answer ending in `#### number` (Cobbe et al. 2021)."""
+    """Rows with a question and an answer that ends in `#### number` (Cobbe et al. 2021)."""
 
     path: str = field(
         "a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own, or a hub id"
@@ -152,7 +152,7 @@ class Gsm8kConfig(DatasetConfig):
     test_split: str = field("split with the test rows")
 
     def check(self) -> None:
-        """Refuse paths that do not exist, and equal paths of train and test rows."""
+        """Refuse paths that do not exist and equal paths for train and test rows."""
         super().check()
         if self.test_path == self.path:
             raise ConfigError(
@@ -173,7 +173,7 @@ class Gsm8kConfig(DatasetConfig):
 
     @property
     def published_test_size(self) -> int | None:
-        """Number of all test questions of a hub id in `PUBLISHED_TESTS`, else None."""
+        """Number of test questions from `PUBLISHED_TESTS`, or None if it is not listed."""
         if self.test_split != "test":
             return None
         if self.test_path is not None:
@@ -183,7 +183,7 @@ class Gsm8kConfig(DatasetConfig):
 
 @dataclass
 class MathConfig(Gsm8kConfig):
-    """Rows with problem, solution, answer, level, subject (Hendrycks et al. 2021)."""
+    """Rows with problem, solution, answer, level and subject (Hendrycks et al. 2021)."""
 
     subjects: list[str] | None = field(
         "subjects of the train rows to keep, such as [Algebra,Number Theory]; null: all seven"
@@ -208,7 +208,7 @@ class MathConfig(Gsm8kConfig):
     )
 
     def check(self) -> None:
-        """Refuse filters that keep no row or cannot be read."""
+        """Refuse filters that keep no row or are invalid."""
         super().check()
         for name in ("subjects", "levels"):
             if getattr(self, name) == []:
@@ -221,19 +221,19 @@ class MathConfig(Gsm8kConfig):
 
     @property
     def sources(self) -> list[str]:
-        """Every path from which questions or test ids come."""
+        """Paths of the files with questions or test ids."""
         return [*super().sources, *([self.test_ids] if self.test_ids else [])]
 
     @property
     def published_test_size(self) -> int | None:
-        """Published number of test questions; None if unpublished or if test rows are left out."""
+        """Published number of test questions, or None if unpublished or filtered."""
         keeps_all_rows = not self.filter_test and self.test_ids is None
         return super().published_test_size if keeps_all_rows else None
 
 
 @dataclass
 class JsonlConfig(DatasetConfig):
-    """Rows of the user's own, with any columns."""
+    """Rows of a user's files with any columns."""
 
     path: str = field("a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own")
     test_path: str | None = field(
@@ -249,7 +249,7 @@ class JsonlConfig(DatasetConfig):
     )
 
     def check(self) -> None:
-        """Refuse missing files, broken rows and sizes beyond them; set sizes that are null."""
+        """Refuse missing files, invalid rows and excessive sizes; set sizes that are null."""
         super().check()
         for name in ("path", "test_path"):
             place = getattr(self, name)
@@ -273,10 +273,10 @@ class JsonlConfig(DatasetConfig):
             raise ConfigError(f"{sizes} of {rows} rows in {self.path}: use at most {rows} in all")
 
     def check_training(self, prompts: int) -> None:
-        """Refuse fewer rows than a training step and a test need.
+        """Refuse fewer rows than a training step and an evaluation need.
 
         Args:
-            prompts: prompts of a step.
+            prompts: number of prompts per step.
         """
         rows, test_rows = self.row_counts()
         study = self.study_size or 0
@@ -301,9 +301,10 @@ class JsonlConfig(DatasetConfig):
         )
 
     def question_and_answer(self, row: Row) -> tuple[str, str]:
-        """Return question and answer of a row as texts, with the white space at their ends.
+        """Return the question and answer of a row as text, including outer white space.
 
-        A row without them is refused. The expected answer follows the last `MARK`, if there is one.
+        A row without a question or an answer is refused. If the answer contains `MARK`, the
+        expected answer follows the last occurrence.
         """
         text, answer = row.text(self.question), row.value(self.answer)
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -315,9 +316,9 @@ class JsonlConfig(DatasetConfig):
         return text, str(answer)
 
     def row_counts(self) -> tuple[int, int | None]:
-        """Count the rows to study and train on, and the test rows.
+        """Count the rows for studies and training, and the test rows.
 
-        The number of test rows is None if they are split off from the others.
+        The number of test rows is None if test rows are split off from the other rows.
         """
         rows = sum(self._count("path", file) for file in self.train_files)
         tests = [self._count("test_path", file) for file in self.test_files]
@@ -341,12 +342,12 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def train_files(self) -> list[Path]:
-        """Files of all rows outside `test_files`."""
+        """Files with the rows that are not in `test_files`."""
         return self._files("path", self.path, "train")
 
     @property
     def test_files(self) -> list[Path]:
-        """Files of the test rows; empty if these are split off."""
+        """Files with the test rows; empty if test rows are split off from the others."""
         if self.test_path is not None:
             return self._files("test_path", self.test_path, "test")
         folder = Path(self.path).expanduser().is_dir()
@@ -371,12 +372,12 @@ class JsonlConfig(DatasetConfig):
 
 @dataclass
 class OwnConfig(DatasetConfig):
-    """A task of your own."""
+    """Task of an installed package."""
 
     options: dict[str, Any] = field("options of the task; add each by +dataset.options.NAME=VALUE")
 
     def check(self) -> None:
-        """Refuse a task that no installed package offers."""
+        """Refuse a task that no installed package provides."""
         super().check()
         check_entry_point(TASKS, self.name, "dataset.name")
 

@@ -1,6 +1,6 @@
-"""Typed schemas of the paper's theorems, with the numbers by which each is tested.
+"""Schemas of the paper's theorems with the numbers that define their tests.
 
-A theorem's node is typed by its `kind`, see `THEOREMS`. Values live in `conf/theorem/`.
+The `kind` of a theorem's node determines its schema; see `THEOREMS`. Values are in `conf/theorem/`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-# Commands for the results of the paper that gap does not test.
+# Commands that test the results of the paper that `gap` does not test.
 OTHER_COMMANDS = {
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
@@ -28,9 +28,9 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 
 @dataclass
 class TheoryConfig:
-    """Fields that every theorem has."""
+    """Fields of every theorem."""
 
-    # Title in pages, figures and tables; it is no field.
+    # Title in pages, figures and tables; it is not a field.
     title: ClassVar[str] = ""
     # Kinds of test problems on which the theorem can be tested.
     problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")
@@ -38,12 +38,12 @@ class TheoryConfig:
     kind: str = field("result of the paper; choose by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse numbers with which the theorem cannot be tested."""
+        """Refuse settings with which the theorem cannot be tested."""
 
 
 @dataclass
 class SimulatedConfig(TheoryConfig):
-    """Fields of theorems that are tested by runs of Algorithm 1."""
+    """Fields of theorems that are tested by simulations of Algorithm 1."""
 
     replicates: int = field("of Algorithm 1 behind each number", "runs", at_least=10)
     decaying_rate: float = field("c of the learning rate c / (t + offset)", positive=True)
@@ -58,14 +58,14 @@ def _check_divisors(key: str, group_sizes: list[int], rollouts: int) -> None:
 
 def _check_steps(steps: list[int]) -> None:
     if not steps or steps != sorted(set(steps)):
-        raise ConfigError(f"theorem.steps={steps}: name steps above 0, ascending")
+        raise ConfigError(f"theorem.steps={steps}: use positive steps in ascending order")
 
 
 def _check_minibatches(num_prompts: int, minibatches: int) -> None:
     if num_prompts % minibatches:
         raise ConfigError(
             f"theorem.num_prompts={num_prompts} with theorem.minibatches={minibatches}: "
-            "use prompts that are a multiple of the minibatches"
+            "use a multiple of theorem.minibatches"
         )
 
 
@@ -73,13 +73,13 @@ def _check_doubling(sizes: list[int]) -> None:
     first = min(sizes, default=0)
     if first < 2 or sizes != [first, 2 * first, 4 * first]:
         raise ConfigError(
-            f"theorem.limit_sizes={sizes}: use three, each twice the one before, from 2 on"
+            f"theorem.limit_sizes={sizes}: use three sizes of at least 2, each twice the previous"
         )
 
 
 @dataclass
 class Lemma6Config(SimulatedConfig):
-    """The mean gap against its recursion and bounds."""
+    """Comparison of the mean gap with its recursion and bounds."""
 
     title = "Lemma 6, the gap under constant and falling learning rates"
 
@@ -90,7 +90,7 @@ class Lemma6Config(SimulatedConfig):
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
-        """Refuse a group size that does not divide n, and no baselines."""
+        """Refuse a group size that does not divide n and an empty list of baselines."""
         super().check()
         _check_divisors("theorem.group_size", [self.group_size], self.rollouts)
         if not self.baselines:
@@ -101,7 +101,7 @@ class Lemma6Config(SimulatedConfig):
 
 @dataclass
 class Theorem7Config(SimulatedConfig):
-    """The best group size at a fixed number of rollouts."""
+    """Best group size at a fixed number of rollouts."""
 
     title = "Theorem 7, the best group size"
 
@@ -132,26 +132,26 @@ class Theorem7Config(SimulatedConfig):
         _check_steps(self.steps)
         if not self.rollouts and not self.totals:
             raise ConfigError(
-                "theorem.rollouts=[] theorem.totals=[]: name rollouts of a step or a run"
+                "theorem.rollouts=[] theorem.totals=[]: set rollouts per step or per run"
             )
         for total in self.totals:
             odd = [step for step in self.steps if total % step]
             if odd:
                 raise ConfigError(
-                    f"theorem.totals={self.totals}: {total} is no multiple of T={odd}"
+                    f"theorem.totals={self.totals}: {total} is not a multiple of T={odd}"
                 )
         for n in [*self.rollouts, *(total // t for total in self.totals for t in self.steps)]:
             if sum(n % size == 0 for size in self.group_sizes) < 2:
                 raise ConfigError(
                     f"theorem.group_sizes={self.group_sizes} with theorem.rollouts={self.rollouts} "
-                    f"theorem.totals={self.totals}: at least two sizes must divide n={n} of a step "
-                    "(total / T of a total)"
+                    f"theorem.totals={self.totals}: at least two sizes must divide n={n} rollouts "
+                    "per step (total / T for totals)"
                 )
 
 
 @dataclass
 class Theorem8Config(SimulatedConfig):
-    """The law of T times the gap."""
+    """Law of T times the gap."""
 
     title = "Theorem 8, the law of the gap"
     problems = ("coins", "ridge_coins", "softmax")
@@ -168,7 +168,7 @@ class Theorem8Config(SimulatedConfig):
     )
 
     def check(self) -> None:
-        """Refuse group sizes that do not divide n, and steps that do not ascend."""
+        """Refuse group sizes that do not divide n and steps that are not ascending."""
         super().check()
         _check_divisors("theorem.group_sizes", self.group_sizes, self.rollouts)
         _check_steps(self.steps)
@@ -176,7 +176,7 @@ class Theorem8Config(SimulatedConfig):
 
 @dataclass
 class CorollariesConfig(SimulatedConfig):
-    """The limit of GRPO against the oracle's, and the oracle's against other baselines'."""
+    """Comparison of the limits of GRPO, the oracle and other baselines."""
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
@@ -194,7 +194,7 @@ class CorollariesConfig(SimulatedConfig):
 
 @dataclass
 class Proposition13Config(SimulatedConfig):
-    """The maximisers that normalised advantages lead to."""
+    """Maximisers to which training with normalised advantages converges."""
 
     title = "Proposition 13, what normalised advantages maximise"
     problems = ("coins",)
@@ -226,17 +226,17 @@ class Proposition13Config(SimulatedConfig):
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
-        """Refuse sizes that do not ascend or double, and minibatches that do not divide prompts."""
+        """Refuse invalid group sizes and minibatches that do not divide the prompts."""
         super().check()
         if not self.group_sizes or self.group_sizes != sorted(set(self.group_sizes)):
-            raise ConfigError(f"theorem.group_sizes={self.group_sizes}: name sizes, ascending")
+            raise ConfigError(f"theorem.group_sizes={self.group_sizes}: use ascending sizes")
         _check_doubling(self.limit_sizes)
         _check_minibatches(self.num_prompts, self.minibatches)
 
 
 @dataclass
 class Lemma11Config(TheoryConfig):
-    """The normalised estimator against its U-statistic."""
+    """Comparison of the normalised estimator with its U-statistic."""
 
     title = "Lemma 11, normalised advantages as a U-statistic"
 
@@ -296,7 +296,7 @@ class Theorem12Config(TheoryConfig):
     shift: float = field("difference of a token's logit between the two policies of these ratios")
 
     def check(self) -> None:
-        """Refuse sizes that do not fit each other, and no normalisations."""
+        """Refuse inconsistent sizes and an empty list of normalisations."""
         if not self.normalisations:
             raise ConfigError(
                 f"theorem.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
@@ -308,7 +308,7 @@ class Theorem12Config(TheoryConfig):
         longest = MAX_COMPLETIONS.bit_length() - 1
         if len(set(self.lengths)) < 2 or max(self.lengths) > longest:
             raise ConfigError(
-                f"theorem.lengths={self.lengths}: use at least two, all of 1 to {longest}"
+                f"theorem.lengths={self.lengths}: use at least two, all from 1 to {longest}"
             )
         _check_minibatches(self.num_prompts, self.minibatches)
         if self.group_size not in self.group_sizes:
@@ -346,12 +346,12 @@ class GapLaunch(ProcessConfig):
 class Experiment:
     """Input of a theorem's test."""
 
-    # The result to test, with its numbers; a class of this module.
+    # Settings of the theorem to test, an instance of a class in this module.
     theorem: Any
-    # The test problem, a class of `config.problems`.
+    # Settings of the test problem, an instance of a class in `config.problems`.
     problem: Any
     seed: int
-    # Local processes.
+    # Number of local processes.
     workers: int
 
 
@@ -377,12 +377,12 @@ class GapConfig(Shared):
 
     @property
     def run_name(self) -> str:
-        """Name of the theorem and the test problem."""
+        """Name of the run, from the theorem and the test problem."""
         return re.sub(r"[^\w.=-]+", "_", f"{self.theorem.kind}-{self.problem.name}")
 
     @property
     def plan(self) -> str:
-        """Theorem, test problem and replicates."""
+        """Sentence with theorem, test problem and number of replicates."""
         replicates = getattr(self.theorem, "replicates", None)
         words = f"gap: {self.theorem.kind} on {self.problem.name}"
         return words + (f", {replicates} replicates" if replicates else "")

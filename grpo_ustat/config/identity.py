@@ -1,4 +1,4 @@
-"""Identity of a run: identity keys, fingerprints and the folder's name."""
+"""Identity of a run: identity keys, fingerprints and folder name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from grpo_ustat.config.train import ENDING_SCHEDULES
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, plugin_baselines
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
-# They change no result.
+# Fields that do not change results.
 NEUTRAL_MODEL_FIELDS = ("size", "learning_rate", "lora_learning_rate")
-# File systems end names at 255 bytes.
+# File systems limit names to 255 bytes.
 MAX_NAME_BYTES = 200
 # Keys that may differ between two starts of a run.
 OPERATIONAL_KEYS = (
@@ -45,7 +45,8 @@ OPERATIONAL_KEYS = (
 def operational_keys(keys: dict[str, Any]) -> set[str]:
     """Return the keys that may differ between two starts of a run.
 
-    If the learning rate falls towards max_steps, the number of steps belongs to the run's identity.
+    If the learning rate decays to 0 at max_steps, the number of steps is part of the run's
+    identity.
 
     >>> "max_steps" in operational_keys({"schedule": {"lr_scheduler_type": "linear"}})
     False
@@ -57,16 +58,17 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """Return the identity of a run: the configuration keys that decide results, and hashes.
+    """Return the identity of a run: the configuration keys that determine results, and hashes.
 
-    The hashes are of weights, of data and of the user's modules: baselines, rewards, measurements.
+    The hashes are those of the weights, the data, and the user's modules with baselines, rewards or
+    measurements.
     """
     keys = drop_unused_baselines(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
     if getattr(config, "imports_pool", False):
-        # A file is data, while a folder of ours is only a cache.
+        # A file is input data, but a pool folder is only a cache.
         keys["pool"] = file_digest(config.pool)
-    # Without a model the configuration decides all results.
+    # Without a model, the configuration alone determines the results.
     if config.model is None:
         return keys | {"weights": None}
     keys |= {"weights": weights_fingerprint(config.model.model_name_or_path)}
@@ -80,14 +82,14 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """Remove the keys of a configuration that change no result, and add `tf32` to a study.
+    """Remove the keys that do not change results, and add `tf32` to a study.
 
     These keys are removed: the model's size, from which costs are estimated; values that a model or
-    a data set suggests for unset fields, since the fields themselves count; empty options of a chat
-    template; paths of local data, whose content counts instead; the part of a pool to fill; the
-    number of minibatches if their size is set; settings of AdamW's metric, of a sampler's
-    corrections, of verdicts and of further measurements if these are not used; and weights of
-    reward functions that are all 1. The entry `tf32` is True if the study's products are TF32.
+    a data set suggests for unset fields, since the fields themselves are kept; empty options of a
+    chat template; paths of local data, since the content is hashed instead; the part of a pool to
+    fill; the number of minibatches if their size is set; settings of AdamW's metric, of a sampler's
+    corrections, of verdicts and of further measurements if these are not used; and reward weights
+    that are all 1. The entry `tf32` is True if matrix products of the study use TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -124,7 +126,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
             study.pop("merge_adapters", None)
         if not study.get("corrections"):
             study = {k: v for k, v in study.items() if k != "correction_cap"}
-        # Verdicts change no other result.
+        # Verdicts do not change any other result.
         if not study.get("verdicts"):
             study.pop("verdicts", None)
         if not study.get("measurements"):
@@ -133,7 +135,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "study" in keys:
-        # Keys read from a file may lack both.
+        # Keys that were read from a file may lack both entries.
         device = str(keys.get("launch", {}).get("device"))
         dtype = str(keys.get("model", {}).get("dtype"))
         keys["tf32"] = tf32_in_use(device, dtype)
@@ -141,7 +143,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
-    """Remove the paths of the user's own files from reward functions: their content counts."""
+    """Remove the paths of local files from reward functions, since the files are hashed instead."""
     names: list[str] = []
     for name in reward_funcs:
         place = reward_file(name)
@@ -150,7 +152,7 @@ def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
 
 
 def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the options of `baselines`, so that a new baseline changes no run's folder.
+    """Keep only the options of baselines in use, so that new baselines change no run folder.
 
     >>> keys = {"baselines": ["none"], "baseline_options": {"none": {}, "opo": {}}}
     >>> drop_unused_baselines(keys)["baseline_options"]
@@ -163,11 +165,11 @@ def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights_fingerprint(model_name_or_path: str) -> str | None:
-    """Hash a model's files in a folder, embedded or cached; None for a hub id.
+    """Hash the files of a local model; return None for a hub id.
 
     The files are weights, configuration, tokenizer, chat format and code. The hash of adapters
-    includes their configuration and the model to which they are added. Files count by their
-    content, see `_hash_of`.
+    includes the adapter configuration and the base model. The hash depends only on the content of
+    the files; see `_hash_of`.
     """
     folder = model_folder(model_name_or_path)
     files = sorted(file for kind in MODEL_FILES for file in folder.glob(kind))
@@ -181,17 +183,17 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
 
 
 def data_fingerprint(dataset: Any) -> str | None:
-    """Hash the local files from which questions come, and the modules of own tasks or rewards.
+    """Hash the local files with questions and the modules of the user's tasks or rewards.
 
-    None if there are no such files: a hub id counts by its name and revision. Files count by their
-    content, see `_hash_of`.
+    Return None if there are no local files; a hub id is identified by its name and revision. The
+    hash depends only on the content of the files; see `_hash_of`.
     """
     files: list[Path] = []
     for place in (Path(path).expanduser() for path in getattr(dataset, "sources", ())):
         if place.is_file():
             files.append(place)
         else:
-            # The card may define the splits.
+            # The data set card may define the splits.
             data = (file for file in place.rglob("*") if file.name.endswith(FILE_SUFFIXES))
             files += sorted([*data, *place.glob("README.md")])
     if dataset.kind == "own":
@@ -202,28 +204,28 @@ def data_fingerprint(dataset: Any) -> str | None:
 
 
 def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
-    """Hash the modules of the user's own reward functions; None if there are none."""
+    """Hash the modules of the user's reward functions; return None if there are none."""
     names = [name for name in reward_funcs if name not in (TASK, *DATASET_FREE_REWARDS)]
     files = [_reward_module(name) for name in names]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def baselines_fingerprint(config: Any) -> str | None:
-    """Hash the modules of baselines that installed packages offer; None if none is used."""
+    """Hash the modules of baselines from installed packages; return None if none is used."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
     files = [_module(PLUGIN_GROUP, name) for name in sorted(plugin_baselines(used))]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def measurements_fingerprint(config: Any) -> str | None:
-    """Hash the modules of measurements that installed packages offer; None if none is used."""
+    """Hash the modules of measurements from installed packages; return None if none is used."""
     names: list[str] = config.study.measurements if hasattr(config, "baselines") else []
     files = [_module(MEASUREMENTS, name) for name in sorted(names)]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def _reward_module(reward: str) -> Path:
-    """Return the file of a reward FILE:FUNCTION or of an entry point."""
+    """Return the file of a reward given as FILE:FUNCTION or as an entry point."""
     place = reward_file(reward)
     return place[0] if place else _module(REWARDS, reward)
 
@@ -232,15 +234,15 @@ def _module(group: str, name: str) -> Path:
     """Return the file of an entry point's module."""
     file = module_file(group, name)
     if file is None:
-        raise ConfigError(f"{name}: there is no file of the module that {group} names")
+        raise ConfigError(f"{name}: the module of this entry point of {group} has no file")
     return file
 
 
 def _hash_of(files: list[Path]) -> hashlib._Hash:  # pyright: ignore[reportPrivateUsage]
-    """Compute SHA-256 of the files, in their order.
+    """Compute the SHA-256 hash of files, in order.
 
-    Weights may have hundreds of GB: of safetensors above 64 MiB it reads the size and 256 blocks of
-    64 KiB, evenly spaced from the first to the last.
+    Since weights may take hundreds of GB, only the size and 256 evenly spaced blocks of 64 KiB,
+    including the first and the last, are hashed for safetensors files above 64 MiB.
     """
     total = hashlib.sha256()
     for path in files:
@@ -264,7 +266,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def fingerprint(identity_keys: dict[str, Any]) -> str:
-    """Return a short hash of `identity`, 12 hexadecimal digits.
+    """Return a short hash of the identity keys, 12 hexadecimal digits.
 
     >>> fingerprint({"seed": 0, "group_size": 4}) == fingerprint({"group_size": 4, "seed": 0})
     True
@@ -274,11 +276,11 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 
 
 def folder_name(config: Any) -> str:
-    """Return the run folder's name without its seed: words, then a hash of the identity keys.
+    """Return the name of the run folder without the seed: words and a hash of the identity keys.
 
-    The words may contain the path of a model's folder: its end, if it is long. No name begins with
-    a dot. A `=` in the words becomes a `-`, so that a path can be typed in an override without
-    quotes.
+    The words may contain the path of a model's folder, of which only the end is kept if it is long.
+    Names never begin with a dot. A `=` in the words becomes a `-`, so that a path can be typed in
+    an override without quotes.
     """
     keys = identity(config)
     del keys["seed"]

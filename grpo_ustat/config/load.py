@@ -1,7 +1,7 @@
-"""The schema of each command, and the construction of a configuration from composed values.
+"""Schemas of the commands and construction of a configuration from composed values.
 
-Values live in `conf/`, and in the schemas if its files leave them out. Nothing in this file imports
-torch, so a wrong configuration is refused before anything slow happens.
+Values come from `conf/`, or from the schemas if the files there do not set them. This module does
+not import torch, so that invalid configurations are refused before any slow import.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from grpo_ustat.estimators.baselines import plugin_baselines
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# The first place is in a wheel, the second in a checkout.
+# The first folder exists in a wheel, the second in a checkout.
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
 # Nodes whose schema depends on their kind.
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
@@ -56,11 +56,11 @@ SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": R
 
 
 def build_config(config: Any, schema: type) -> Any:
-    """Return the composed configuration as a checked instance of its schema.
+    """Build a checked instance of a schema from a composed configuration.
 
     Args:
-        config: an OmegaConf node, or a plain dictionary, whose texts are taken literally. It has no
-            `hydra` node.
+        config: OmegaConf node, or dictionary whose strings are taken literally, without a `hydra`
+            node.
         schema: one of `SCHEMAS`.
     """
     if not OmegaConf.is_config(config):
@@ -84,7 +84,7 @@ def build_config(config: Any, schema: type) -> Any:
     for path, value in flatten(asdict(result)).items():
         for text in cast(list[Any], value) if isinstance(value, list) else [value]:
             if isinstance(text, str) and SURROGATE.search(text):
-                raise ConfigError(f"{path}={text!r:.60}: a text of whole characters is needed")
+                raise ConfigError(f"{path}={text!r:.60}: use valid Unicode text")
     if isinstance(result, (MseConfig, TrainConfig)):
         complete_plugin_options(result.baseline, "baseline.name")
     if isinstance(result, MseConfig):
@@ -97,9 +97,9 @@ def build_config(config: Any, schema: type) -> Any:
 
 
 def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, Any]:
-    """Return the fields of a node of a command as `group=name` sets them.
+    """Return the values that `group=name` gives to a node of a command.
 
-    Values come from the file, from the files on which it is based, and from the schema.
+    The values come from the file, from the files on which it is based, and from the schema.
 
     >>> values_of("dataset", "math500")["path"], values_of("prompt", "bare")["shots"]
     ('DigitalLearningGmbH/MATH-lighteval', 0)
@@ -113,12 +113,12 @@ def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, A
 
 
 def default_values(entry: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """Return the values of a command without overrides, by path, and each group's choice.
+    """Return the default values of a command, by path, and the default choice of each group.
 
-    Hydra is not loaded, since that takes longer than the rest of a help.
+    Hydra is not imported, since the import takes longer than printing the help.
 
     Args:
-        entry: a key of `SCHEMAS`.
+        entry: key of `SCHEMAS`.
     """
     schema, main = SCHEMAS[entry], _content(CONF / f"{entry}.yaml")
     values = {key.path: key.default for key in fields_of(schema) if key.schema is None}
@@ -149,7 +149,7 @@ def _defaults(content: dict[str, Any]) -> list[str | dict[str, str | None]]:
 
 
 def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
-    """Return the nested values that `group=choice` sets, in all nodes."""
+    """Return the nested values that `group=choice` sets in all nodes."""
     if choice is None:
         return {}
     if group == "baseline":
@@ -167,7 +167,7 @@ def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
 
 
 def _literal(value: Any) -> Any:
-    r"""Escape a nested value so that OmegaConf resolves nothing: `\` before every `${`."""
+    r"""Escape every `${` of a nested value with `\`, so that OmegaConf resolves nothing."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     if isinstance(value, dict):
@@ -176,13 +176,13 @@ def _literal(value: Any) -> Any:
 
 
 def type_error(error: ValidationError, schema: type, config: Any, typed: str | None = None) -> str:
-    """Return the line that refuses a value of a wrong type.
+    """Return the error message for a value of the wrong type.
 
     Args:
-        error: OmegaConf's error.
+        error: error of OmegaConf.
         schema: one of `SCHEMAS`.
-        config: an OmegaConf node or a plain dictionary that holds the value.
-        typed: the value as it was typed; None if unknown.
+        config: OmegaConf node or dictionary that contains the value.
+        typed: value as the user typed it, or None if unknown.
     """
     field = field_at(error.full_key or "", all_fields(schema))
     if field is None:
@@ -194,14 +194,14 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
 
 @cache
 def all_fields(schema: type) -> tuple[FieldInfo, ...]:
-    """Return all fields of a schema, including those of all kinds of its nodes."""
+    """Return all fields of a schema, including the fields of every kind of its nodes."""
     of_kinds = [(name, kind) for name, kinds in kinds_of(schema).items() for kind in kinds.values()]
     further = (key for name, kind in of_kinds for key in fields_of(kind, f"{name}."))
     return (*fields_of(schema), *further)
 
 
 def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
-    """Return the nodes of a schema that are typed by their kind, with the schema of each.
+    """Return the nodes of a schema whose fields depend on a kind, with the schema of each kind.
 
     >>> list(kinds_of(TrainConfig)), list(kinds_of(GapConfig))
     (['dataset'], ['problem', 'theorem'])
@@ -211,7 +211,7 @@ def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
 
 
 def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
-    """Return the schema that a node's kind names, which must have all of the node's fields."""
+    """Return the schema for a node's kind, and refuse fields that this schema does not have."""
     values = config.get(name)
     if values is None:
         raise ConfigError(f"{name} has no value: choose by {name}=NAME")

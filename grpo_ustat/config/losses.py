@@ -1,4 +1,4 @@
-"""The losses that a study measures: at a batch's first update, and off policy."""
+"""Losses that a study measures, at the first update of a batch and off policy."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from grpo_ustat.config.study import StudyConfig
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 
-# Losses that differ only by the level of their ratio; study.verdicts compares them.
+# Losses that differ only in the level of the ratio and that study.verdicts compares.
 LAGGED = {
     level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
     for level in ("none", "token", "sequence", "whole_sequence")
 }
-# Corrections that published claims compare.
+# Corrections that published claims compare, by level.
 TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}
 
 
 @dataclass(frozen=True)
 class MeasuredLosses:
-    """The part of a study's configuration that decides its losses."""
+    """Part of a study's configuration that determines the losses."""
 
-    # A loss and the baseline of its advantages.
+    # Loss and the baseline of its advantages.
     objective: ObjectiveConfig
     baseline: BaselineConfig
-    # Further presets.
+    # Names of further presets.
     objectives: list[str]
-    # Settings of the study: among them its policy, reference and corrections.
+    # Settings of the study, including the later policy, the reference and the corrections.
     study: StudyConfig
-    # Source of the rollouts; `imports_pool` is True if it is a file.
+    # Source of the rollouts. `imports_pool` is True if the source is a file.
     pool: str | None
     imports_pool: bool
-    # Tokens after which a completion is cut.
+    # Number of tokens after which a completion is truncated.
     max_completion_length: int
 
     @property
     def chosen(self) -> list[tuple[ObjectiveConfig, Loss]]:
-        """Every objective with its loss at a batch's first update."""
+        """Pairs of each objective and its loss at the first update of a batch."""
         pairs = [(self.objective, self.baseline)]
         for name in self.objectives:
             preset = PRESETS[name]
@@ -50,22 +50,23 @@ class MeasuredLosses:
 
     @property
     def first_update(self) -> list[Loss]:
-        """The losses at a batch's first update, except the unbiased estimate itself."""
+        """Losses at the first update of a batch, without the unbiased estimate itself."""
         losses = [loss for _, loss in self.chosen]
         unbiased = (self.objective.name, self.baseline.name) == ("algorithm1", "leave_one_out")
         return losses[1:] if unbiased else losses
 
     @property
     def is_off_policy(self) -> bool:
-        """True if losses are also measured with unequal weights of tokens."""
+        """True if losses are also measured with unequal token weights."""
         return bool(self.study.scored_by or self.study.reference or self.study.corrections)
 
     @property
     def off_policy(self) -> list[Loss]:
-        """The losses off policy.
+        """Losses off policy.
 
-        Tokens have their weights at `study.scored_by` and a penalty from `study.reference`; each
-        loss is there without and with each of `study.corrections`.
+        Token weights are computed at `study.scored_by`, and the penalty is relative to
+        `study.reference`. Each loss is included without a correction and with each of
+        `study.corrections`.
         """
         losses: list[Loss] = []
         for objective, loss in self.chosen:
@@ -88,10 +89,10 @@ class MeasuredLosses:
 
     @property
     def judged(self) -> dict[str, Loss]:
-        """The losses that `study.verdicts` compares, by the level of their ratio.
+        """Losses that `study.verdicts` compares, by the level of the ratio.
 
-        They differ only by this level. The ratio is to a later policy, or it corrects a sampler's
-        gap.
+        The losses differ only in this level. The ratio is either to a later policy or a correction
+        for the difference between sampler and model.
         """
         study = self.study
         if study.verdicts and study.scored_by is not None:
@@ -105,28 +106,28 @@ class MeasuredLosses:
         return {level: replace(LAGGED["none"], tokens=tokens) for level, tokens in weights.items()}
 
     def check(self) -> None:
-        """Refuse invalid losses, and those that a study of this pool cannot measure."""
+        """Refuse invalid losses and losses that a study of this pool cannot measure."""
         self.objective.check()
         if self.objective.name in self.objectives:
             raise ConfigError(
-                f"objectives={self.objectives} names objective={self.objective.name} again: leave "
-                "it out of one"
+                f"objectives={self.objectives} repeats objective={self.objective.name}: remove it "
+                "from one of them"
             )
         if self.objective.top_entropy_quantile < 1:
             raise ConfigError(
                 f"objective.top_entropy_quantile={self.objective.top_entropy_quantile}: a pool "
-                "keeps no entropies of tokens, use objective.top_entropy_quantile=1"
+                "does not store token entropies, use objective.top_entropy_quantile=1"
             )
         if self.objective.entropy_coef:
             raise ConfigError(
-                f"objective.entropy_coef={self.objective.entropy_coef}: a pool of scores says "
-                "nothing of the entropy's gradient, use objective.entropy_coef=0"
+                f"objective.entropy_coef={self.objective.entropy_coef}: the gradient of the "
+                "entropy cannot be computed from a pool of scores, use objective.entropy_coef=0"
             )
         if self.is_off_policy:
             self._check_off_policy()
 
     def _check_off_policy(self) -> None:
-        """Refuse another policy, a reference or corrections that a study cannot use."""
+        """Refuse a later policy, a reference or corrections that the study cannot use."""
         study, losses = self.study, self.off_policy
         if study.metric == "adam":
             raise ConfigError(
@@ -136,22 +137,21 @@ class MeasuredLosses:
             )
         if study.scored_by is not None and self.imports_pool:
             raise ConfigError(
-                f"study.scored_by={study.scored_by} with pool={self.pool}: the later policy has to "
-                "write completions of its own to be compared with, and a file has no judge for "
-                "them; name the data set, dataset=NAME, and leave pool out"
+                f"study.scored_by={study.scored_by} with pool={self.pool}: the later policy must "
+                "also write completions, and a file cannot judge them; set dataset=NAME and "
+                "remove pool"
             )
         if study.corrections and not self.imports_pool:
             raise ConfigError(
-                f"study.corrections={study.corrections} with pool={self.pool}: they need the "
-                "log-probabilities that a sampler logged, give pool=FILE.parquet with a column "
-                "logprobs"
+                f"study.corrections={study.corrections} with pool={self.pool}: corrections need "
+                "log-probabilities from the sampler, use pool=FILE.parquet with a column logprobs"
             )
         missing = [name for name in TRUNCATED.values() if name not in study.corrections]
         if study.verdicts and study.corrections and missing:
             needed = ",".join(study.corrections + missing)
             raise ConfigError(
                 f"study.verdicts=true with study.corrections={study.corrections}: claims compare "
-                f"tokens' truncated ratios with the completion's, use study.corrections=[{needed}]"
+                f"truncated token and sequence ratios, use study.corrections=[{needed}]"
             )
         if study.reference is not None and not any(x.tokens and x.tokens.beta for x in losses):
             raise ConfigError(
@@ -160,6 +160,6 @@ class MeasuredLosses:
             )
         if study.corrections and any(loss.loss_type == "vespo" for loss in losses):
             raise ConfigError(
-                f"study.corrections={study.corrections} with loss_type=vespo, which takes the "
-                "sampler's ratio into its own weight: leave it out of objectives"
+                f"study.corrections={study.corrections} with loss_type=vespo, whose weight already "
+                "contains the sampler's ratio: remove it from objectives"
             )

@@ -1,4 +1,4 @@
-"""Typed schemas of models and prompts, with their checks."""
+"""Schemas of models and prompts with their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 
 @dataclass
 class ModelSize:
-    """Sizes behind costs; read from config.json if the model is a folder."""
+    """Sizes for cost estimates, which are read from config.json if the model is a folder."""
 
     parameters: int | None = field(
         "number of parameters; null: unknown", positive=True, default=None
@@ -133,20 +133,20 @@ class PromptConfig:
 
     @property
     def verbatim(self) -> bool:
-        """True if prompts are the bare questions, with white space at their ends."""
+        """True if prompts are the unchanged questions, including outer white space."""
         return self.template == "{question}"
 
     def check(self) -> None:
-        """Refuse a prompt that shows no question or no answer."""
+        """Refuse a prompt without a question, without answers or with invalid options."""
         if "{question}" not in self.template:
             raise ConfigError(
-                f"prompt.template={self.template!r} never shows the question: "
-                "put {question} into it"
+                f"prompt.template={self.template!r} does not contain the question: "
+                "add {question} to it"
             )
         if self.shots and not any(f in (self.reply or "") for f in ("{answer}", "{solution}")):
             raise ConfigError(
                 f"prompt.shots={self.shots} with prompt.reply={self.reply!r}: examples need a "
-                "reply that shows {answer} or {solution}"
+                "reply that contains {answer} or {solution}"
             )
         if self.system is not None and not self.chat:
             raise ConfigError(
@@ -161,14 +161,16 @@ class PromptConfig:
         for name in map(str, self.template_options or ()):
             if not name.isidentifier() or name in TEMPLATE_ARGUMENTS:
                 raise ConfigError(
-                    f"prompt.template_options names {name}, which is no option of a chat template "
-                    "that can be set: use names that the template reads, such as enable_thinking"
+                    f"prompt.template_options contains {name}, which cannot be set as an option of "
+                    "a chat template: use names that the template reads, such as enable_thinking"
                 )
         if self.stop == "":
-            raise ConfigError("prompt.stop='' is in every token: use null to stop at end tokens")
+            raise ConfigError(
+                "prompt.stop='' occurs in every token: use null to stop at end tokens"
+            )
 
 
-# Arguments of `apply_chat_template` and of templates that only this program sets.
+# Arguments of `apply_chat_template` and of chat templates that only this program may set.
 TEMPLATE_ARGUMENTS = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "tokenize", "padding"),
     *("continue_final_message", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -177,9 +179,10 @@ TEMPLATE_ARGUMENTS = (
 
 
 def tf32_in_use(device: str, dtype: str) -> bool:
-    """Return True if a study's products are TF32: on a GPU with float32 weights.
+    """Return True if a study uses TF32, which is the case on a GPU with float32 weights.
 
-    The GPU then rounds the factors of float32 products to 10 bits, which is several times as fast.
+    With TF32 the GPU rounds the factors of float32 products to 10 bits, which is several times
+    faster.
 
     >>> tf32_in_use("cuda:1", "float32"), tf32_in_use("cpu", "float32")
     (True, False)
@@ -187,41 +190,41 @@ def tf32_in_use(device: str, dtype: str) -> bool:
     return device.startswith("cuda") and dtype == "float32"
 
 
-# Limits of a model; the largest models have some hundred layers.
+# Limits on the size of a model. The largest models have a few hundred layers.
 MAX_LAYERS, MAX_DIMENSION = 10_000, 10**9
-# Limits of a config.json.
+# Limits on the content of a config.json.
 MAX_CONFIG_BYTES, MAX_DEPTH, MAX_ENTRIES = 10_000_000, 20, 1_000_000
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
-# Names of the folders of TRL and of verl.
+# Names of checkpoint folders of TRL and verl.
 CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")
-# All weights in a file, or the index of their shards.
+# File with all weights, and index of sharded weights.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = "adapter_model.safetensors"
-# Beginnings of files that a download left in the place of weights, with the kind of file.
+# First bytes of files that a failed download saves instead of weights, with a description.
 NO_WEIGHTS = {
-    b"version https://git-lfs": "a pointer of git-lfs, not the file: git lfs pull fetches it",
-    b"<!": "a page of HTML",
-    b"<html": "a page of HTML",
-    b"<?xml": "a page of XML",
+    b"version https://git-lfs": "a git-lfs pointer, not the file: git lfs pull fetches it",
+    b"<!": "an HTML page",
+    b"<html": "an HTML page",
+    b"<?xml": "an XML page",
 }
-# A checkpoint that can be loaded has one of these files.
+# Files of which a loadable checkpoint contains at least one.
 WEIGHTS = ("config.json", "adapter_config.json")
-# Cached models with the commands that make them.
+# Cached models with the commands that create them.
 FETCH_COMMANDS = {"smollm2-135m": "python scripts/tools/fetch_smollm2.py"}
 
 
 def cache_folder() -> Path:
-    """Return the folder for models made by scripts.
+    """Return the folder for models that scripts create.
 
-    It is GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache.
+    The folder is GRPO_USTAT_CACHE if set, and otherwise grpo_ustat in XDG_CACHE_HOME or ~/.cache.
     """
     cache, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(cache or Path(common or "~/.cache") / "grpo_ustat").expanduser()
 
 
 def model_folder(model_name_or_path: str) -> Path:
-    """Return the folder of a configured name; for a hub id the folder does not exist."""
+    """Return the folder of a configured model; for a hub id the folder does not exist."""
     for prefix, home in ((EMBEDDED, ASSETS), (CACHED, cache_folder())):
         if model_name_or_path.startswith(prefix):
             return home / model_name_or_path.removeprefix(prefix)
@@ -229,7 +232,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Return name and revision of the base model of LoRA adapters; None without adapters."""
+    """Return name and revision of the base model of LoRA adapters, or None without adapters."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -240,31 +243,31 @@ def adapter_base(folder: Path) -> tuple[str, str | None] | None:
     if stored.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type={stored.get('peft_type')} cannot be loaded: use LORA")
     if not (folder / ADAPTERS).is_file():
-        raise ConfigError(f"{folder} holds LoRA adapters without {ADAPTERS}")
+        raise ConfigError(f"{folder} has an adapter_config.json but no {ADAPTERS}")
     base = stored.get("base_model_name_or_path")
     if not base:
-        raise ConfigError(f"{file}: base_model_name_or_path is missing: name the adapters' model")
+        raise ConfigError(f"{file}: base_model_name_or_path is missing: set it to the base model")
     if not isinstance(base, str) or not isinstance(stored.get("revision"), str | None):
-        raise ConfigError(f"{file}: base_model_name_or_path and revision must be texts")
+        raise ConfigError(f"{file}: base_model_name_or_path and revision must be strings")
     if Path(base).expanduser().resolve() == folder.resolve():
         raise ConfigError(f"{file}: base_model_name_or_path={base} is the folder of the adapters")
     return stored["base_model_name_or_path"], stored.get("revision")
 
 
 def check_stored_config(stored: object, place: str, *, trusted: bool = False) -> None:
-    """Refuse a model's own config.json that names native code, or shapes of no model.
+    """Refuse a model's config.json with native code or with impossible shapes.
 
-    transformers loads a kernel of the hub that `attn_implementation` or `experts_implementation`
-    names, if the package `kernels` is installed.
+    If the package `kernels` is installed, transformers loads a kernel from the hub that
+    `attn_implementation` or `experts_implementation` names.
 
     Args:
-        stored: its content.
-        place: place of the model, for messages.
+        stored: content of config.json.
+        place: location of the model, for messages.
         trusted: True if model.trust_remote_code=true is on the command line.
     """
     level: list[tuple[str, object]] = [("config.json", stored)]
     if not isinstance(stored, dict):
-        raise ConfigError(f"{place}: its config.json is damaged: it holds no mapping")
+        raise ConfigError(f"{place}: its config.json is damaged: it is not a mapping")
     for _ in range(MAX_DEPTH):
         below: list[tuple[str, object]] = []
         for key, value in level:
@@ -278,9 +281,9 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
             is_kernel = re.search(r"(attn|attention|experts)_implementation", key) and not trusted
             if is_kernel and isinstance(value, str) and re.search(r"[/:@|]", value):
                 raise ConfigError(
-                    f"{place}: {key}={value!r} names native code of the hub: read that, and if "
-                    "you trust it add model.trust_remote_code=true to the command line; else take "
-                    "the key out"
+                    f"{place}: {key}={value!r} names native code on the hub: read the code and, if "
+                    "you trust it, add model.trust_remote_code=true to the command line; otherwise "
+                    "remove the key"
                 )
             if re.search(r"\.((num|n)_\w+|\w+_(size|dim|layers|heads))$", key):
                 _refuse_shape(cast(object, value), key, place)
@@ -289,7 +292,7 @@ def check_stored_config(stored: object, place: str, *, trusted: bool = False) ->
             return
         if len(level) > MAX_ENTRIES:
             break
-    raise ConfigError(f"{place}: its config.json is damaged: it is larger than any model's")
+    raise ConfigError(f"{place}: its config.json is damaged: it is nested too deeply or too large")
 
 
 def _refuse_shape(value: object, key: str, place: str) -> None:
@@ -298,7 +301,7 @@ def _refuse_shape(value: object, key: str, place: str) -> None:
     of_layers = re.search(r"\.(num_hidden_layers|n_layers?|num_layers)$", key)
     most = MAX_LAYERS if of_layers else MAX_DIMENSION
     if not -1 <= value <= most:
-        raise ConfigError(f"{place}: {key}={value} is of no model: at most {most:,} is loaded")
+        raise ConfigError(f"{place}: {key}={value} is out of range: the largest value is {most:,}")
 
 
 def read_config_json(folder: Path) -> object:
@@ -314,14 +317,14 @@ def read_config_json(folder: Path) -> object:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files from which a model in save_pretrained layout is loaded."""
+    """Return the safetensors files of a model in the layout of save_pretrained."""
     single, index = folder / SINGLE, folder / INDEX
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
     if os.path.lexists(single):
         if shards:
             raise ConfigError(
-                f"{folder} holds {SINGLE}, which would be read, beside {shards[0].name} and its "
-                "kind, which would not: move the older ones elsewhere"
+                f"{folder} contains both {SINGLE}, which would be read, and shards such as "
+                f"{shards[0].name}, which would not: move the older files elsewhere"
             )
         return [single]
     if not index.is_file():
@@ -336,7 +339,7 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(names)]
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         reason = single_line(f"{type(error).__name__}: {error}", 200)
-        raise ConfigError(f"{INDEX} is cut or damaged ({reason}): download it again") from error
+        raise ConfigError(f"{INDEX} is incomplete ({reason}): download it again") from error
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(
             f"{missing[0]}, which {INDEX} names, is not in {folder}: download it again"
@@ -345,13 +348,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> None:
-    """Refuse a folder, embedded or cached, whose files of weights cannot be read.
+    """Refuse a local model whose weight files cannot be read.
 
-    Adapters of such a model are refused, too. Only the beginnings of files are read.
+    Adapters with such a base model are also refused. Only the first bytes of the files are read.
 
     Args:
-        model_name_or_path: as configured; a name that is no folder here passes.
-        key: configuration key for which it was typed.
+        model_name_or_path: configured value; a name without a local folder is accepted.
+        key: configuration key with this value, for messages.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -374,7 +377,7 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
             kinds = (what for begin, what in NO_WEIGHTS.items() if start.startswith(begin))
             reason = next(kinds, f"{type(error).__name__}: {single_line(error, 200)}")
             raise ConfigError(
-                f"{place}{model_name_or_path}: a file of its weights is cut or damaged "
+                f"{place}{model_name_or_path}: a weight file is incomplete or damaged "
                 f"({file.name}: {reason}): download it again"
             ) from error
     if adapters:
@@ -382,9 +385,9 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """Return the checkpoints in a run's folder that can be loaded, by their numbers of updates.
+    """Return the loadable checkpoints in a run folder by number of updates.
 
-    Paths below the working folder are relative to it, to be typed there.
+    Paths below the working directory are relative to it, so that they can be typed there.
     """
     here = Path.cwd()
     run = run.relative_to(here) if run.is_relative_to(here) else run
@@ -404,14 +407,14 @@ def check_model(
     bases: Sequence[str] = (),
     key: str = "model.model_name_or_path",
 ) -> None:
-    """Refuse a name that is no embedded or cached model, no folder with a model, and no hub id.
+    """Refuse a name that is not an embedded or cached model, a folder with a model or a hub id.
 
     Args:
-        model_name_or_path: as configured.
-        cached: True if a cached model must be in the cache already.
+        model_name_or_path: configured value.
+        cached: True if a cached model must already be in the cache.
         trusted: True if code that comes with the model may run.
-        bases: folders of adapters that have this model as their base.
-        key: configuration key for which it was typed.
+        bases: folders of adapters whose base is this model.
+        key: configuration key with this value, for messages.
     """
     name = model_name_or_path
     if name.startswith(CACHED):
@@ -425,23 +428,23 @@ def check_model(
             )
     elif name.startswith(("/", "./", "../", "~")) or os.path.exists(name):
         folder = Path(name).expanduser()
-        # Unlike Path.is_dir, isdir is also False for a name that no file system accepts.
+        # Unlike Path.is_dir, isdir returns False for names that the file system does not accept.
         if not os.path.isdir(folder):
             raise ConfigError(f"{key}={name}: there is no folder {folder.resolve()}")
         adapters = adapter_base(folder)
         if adapters is not None:
             here = str(folder.resolve())
             if here in bases:
-                raise ConfigError(f"{folder} holds LoRA adapters that are their own base model")
+                raise ConfigError(f"{folder} contains LoRA adapters that are their own base model")
             try:
                 check_model(adapters[0], trusted=trusted, bases=(*bases, here))
             except ConfigError as error:
                 raise ConfigError(
-                    f"the LoRA adapters in {name} are of a model that is not there ({error}): "
+                    f"the base model of the LoRA adapters in {name} is missing ({error}): "
                     "set base_model_name_or_path in their adapter_config.json"
                 ) from error
         elif not (folder / "config.json").is_file():
-            line = f"{key}={name} holds no model: no config.json in {folder.resolve()}"
+            line = f"{key}={name} contains no model: no config.json in {folder.resolve()}"
             if inside := checkpoints_of(folder):
                 newest = inside[max(inside)]
                 typed = f"{key.removesuffix('.model_name_or_path')}={newest}"

@@ -1,6 +1,6 @@
-"""The typed schema of `mse`, and the checks of what it can measure.
+"""Schema of `mse` and the checks of what it can measure.
 
-A check refuses in one line that names values and fix.
+Every error is one line that gives the values and the fix.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class MseConfig(Common):
 
     @property
     def run_name(self) -> str:
-        """Name of the measured policy, data and methods."""
+        """Name of the run, from the policy, the data and the methods."""
         data = "imported" if self.imports_pool else self.dataset.name
         return f"{self.model.name}-{data}-{'-'.join(self.study.methods)}"
 
     @property
     def plan(self) -> str:
-        """Policy, questions, completions, methods, baselines and group sizes."""
+        """Sentence with policy, questions, completions, methods, baselines and group sizes."""
         questions = self.study.questions or getattr(self.dataset, "study_size", None)
         completions = self.budget.pool_completions
         source = (
@@ -118,17 +118,17 @@ class MseConfig(Common):
 
     @property
     def sampling_workers(self) -> int:
-        """Local processes that sample and score: 1 with vLLM, since memory holds one engine."""
+        """Number of local processes that sample and score; 1 with vLLM, to save memory."""
         return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
     def computes_tf32(self) -> bool:
-        """True if float32 products are TF32, see `tf32_in_use`."""
+        """True if float32 products use TF32; see `tf32_in_use`."""
         return tf32_in_use(self.launch.device, self.model.dtype)
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """Options for loading the policy, with those of a study; see `Common.policy_options`."""
+        """Options for loading the policy in a study; see `Common.policy_options`."""
         return replace(
             super().policy_options, tf32=self.computes_tf32, parameters=self.study.parameters,
             merge_adapters=self.study.merge_adapters,
@@ -141,7 +141,7 @@ class MseConfig(Common):
 
     @property
     def measured(self) -> MeasuredLosses:
-        """The losses that the study measures."""
+        """Losses that the study measures."""
         return MeasuredLosses(
             self.objective, self.baseline, self.objectives, self.study, self.pool,
             self.imports_pool, self.max_completion_length,
@@ -149,24 +149,24 @@ class MseConfig(Common):
 
     @property
     def later_model(self) -> ModelConfig:
-        """The current policy: `study.scored_by`, or `model`."""
+        """Current policy, which is `study.scored_by` or, if unset, `model`."""
         return self._model_at(self.study.scored_by)
 
     @property
     def reference_model(self) -> ModelConfig:
-        """The model from which a penalty is measured."""
+        """Reference model of the penalty."""
         return self._model_at(self.study.reference)
 
     def _model_at(self, place: str | None) -> ModelConfig:
         if place is None:
             return self.model
-        # The name that model=NAME or model=FOLDER would set.
+        # The name is the one that model=NAME or model=FOLDER would set.
         name = place.partition(":")[2] or place
         return replace(self.model, name=name, model_name_or_path=place, revision=None)
 
     @property
     def scores_adapters(self) -> bool:
-        """True if the study measures the gradient of LoRA adapters, with the weights fixed."""
+        """True if the study measures the gradient of LoRA adapters with fixed base weights."""
         is_adapted = adapter_base(model_folder(self.model.model_name_or_path)) is not None
         return is_adapted and not self.study.merge_adapters
 
@@ -177,12 +177,12 @@ class MseConfig(Common):
 
     @property
     def compares_by_groups(self) -> bool:
-        """True if all groups of the pool give the error of a baseline without a closed form."""
+        """True if errors of baselines without a closed form are computed from all groups."""
         return "closed_form" in self.study.methods and bool(self.baselines_by_groups)
 
     @property
     def dividing_sizes(self) -> list[int]:
-        """Group sizes that divide `study.rollouts`; baselines without a closed form need them."""
+        """Group sizes that divide `study.rollouts`, as baselines without a closed form require."""
         return [size for size in self.group_sizes if self.study.rollouts % size == 0]
 
     @property
@@ -200,17 +200,17 @@ class MseConfig(Common):
 
     @property
     def most_questions(self) -> int | None:
-        """Largest number of questions to ask, the first ones; None: all."""
+        """Number of questions to use from the start; None means all."""
         return self.study.questions
 
     @property
     def fills_part(self) -> bool:
-        """True if only a part of the pool is to be filled; several jobs may fill parts at once."""
+        """True if only a part of the pool is filled; several jobs may fill parts in parallel."""
         return self.study.part is not None
 
     @property
     def imports_pool(self) -> bool:
-        """True if `pool` is a file of rollouts made elsewhere instead of a folder of our own."""
+        """True if `pool` is a file of imported rollouts instead of a pool folder."""
         return self.pool is not None and self.pool.endswith(".parquet")
 
     def check(self) -> None:
@@ -229,24 +229,24 @@ class MseConfig(Common):
         self._check_losses()
         self._check_pool()
         self._check_part()
-        # An imported file has its own numbers of questions and completions.
+        # An imported file determines the numbers of questions and completions.
         if not self.imports_pool:
             self._check_counts()
 
     def _check_metric(self) -> None:
-        """Refuse an invalid pattern of parameters, and a metric that cannot be computed."""
+        """Refuse an invalid pattern of parameters and a metric that cannot be computed."""
         metric, pattern = self.study.metric, self.study.parameters
         try:
             re.compile(pattern or "")
         except re.error as error:
             raise ConfigError(
-                f"study.parameters={pattern} is no regular expression ({error}): try attn, mlp or "
-                "embed"
+                f"study.parameters={pattern} is not a regular expression ({error}): try attn, mlp "
+                "or embed"
             ) from error
         if metric == "adam" and self.study.methods != ["closed_form"]:
             raise ConfigError(
-                f"study.metric=adam with study.methods={self.study.methods}: the halves of the "
-                "questions have a metric each, which only pools know; use "
+                f"study.metric=adam with study.methods={self.study.methods}: each half of the "
+                "questions has its own metric, which only closed_form supports; use "
                 "study.methods=[closed_form]"
             )
         if metric == "adam" and self.imports_pool:
@@ -258,12 +258,13 @@ class MseConfig(Common):
             self._check_second_moments()
 
     def _check_second_moments(self) -> None:
-        """Refuse a step for which AdamW's second moments do not exist, or are not in the pool."""
+        """Refuse a step for which AdamW's second moments cannot be computed from the pool."""
         rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
         if rollouts % size:
             raise ConfigError(
-                f"study.adam_rollouts={rollouts} is no multiple of study.adam_group_size={size}: "
-                f"use study.adam_rollouts={max(1, rollouts // size) * size}"
+                f"study.adam_rollouts={rollouts} is not a multiple of "
+                f"study.adam_group_size={size}: use "
+                f"study.adam_rollouts={max(1, rollouts // size) * size}"
             )
         completions = self.budget.pool_completions
         if completions < 2 * size:
@@ -273,13 +274,13 @@ class MseConfig(Common):
             )
 
     def _check_rollout(self) -> None:
-        """Refuse vLLM on several ranks, or if nothing is sampled."""
+        """Refuse vLLM on several ranks or with an imported pool."""
         self.rollout.check()
         if self.rollout.name != "vllm":
             return
         if self.imports_pool:
             raise ConfigError(
-                f"rollout=vllm with pool={self.pool}: the file's completions are there already, "
+                f"rollout=vllm with pool={self.pool}: the file already contains the completions, "
                 "use rollout=local"
             )
         if self.launch.num_processes > 1:
@@ -290,7 +291,7 @@ class MseConfig(Common):
             )
 
     def _check_baselines(self) -> None:
-        """Refuse a baseline without options, and one that no method or group size suits."""
+        """Refuse a baseline without options or with unsuitable methods or group sizes."""
         for name in self.baselines:
             if load_baseline("baselines", name).only_trains:
                 raise _only_trains(name)
@@ -305,7 +306,7 @@ class MseConfig(Common):
                 check_group_size(name, size, "group_sizes")
 
     def _check_losses(self) -> None:
-        """Refuse invalid losses, losses that a study cannot measure, and missing models."""
+        """Refuse invalid losses, losses that a study cannot measure and missing models."""
         load_baseline("baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         self.measured.check()
@@ -316,11 +317,11 @@ class MseConfig(Common):
                 check_weights(place, f"study.{key}")
 
     def _check_pool(self) -> None:
-        """Refuse a folder that is no pool, and methods that imported rollouts do not allow."""
+        """Refuse a folder that is not a pool and methods that imported rollouts do not allow."""
         if self.study.cut_at is not None and not self.imports_pool:
             raise ConfigError(
-                f"study.cut_at={self.study.cut_at} is of rollouts made elsewhere, but pool="
-                f"{self.pool} is no Parquet file: use study.cut_at=null"
+                f"study.cut_at={self.study.cut_at} applies to imported rollouts, but pool="
+                f"{self.pool} is not a Parquet file: use study.cut_at=null"
             )
         if self.pool is None:
             return
@@ -328,13 +329,13 @@ class MseConfig(Common):
             check_pool_folder(self.pool)
             return
         if not Path(self.pool).is_file():
-            raise ConfigError(f"pool={self.pool} is no file: give a Parquet file, or a folder")
+            raise ConfigError(f"pool={self.pool} is not a file: use a Parquet file or a folder")
         if self.reward_funcs != [TASK] or self.weights != [1.0]:
             raise ConfigError(
                 f"reward_funcs={self.reward_funcs} reward_weights={self.reward_weights} with pool="
-                f"{self.pool}: rollouts made elsewhere are judged already, by the file's column "
-                f"reward; use reward_funcs=[{TASK}] reward_weights=null, and write the sum that "
-                "you want into that column"
+                f"{self.pool}: imported rollouts already have rewards, in the column reward of the "
+                f"file; use reward_funcs=[{TASK}] reward_weights=null and write the sum that you "
+                "want into that column"
             )
         needs = {need for name in self.baselines for need in BASELINES[name].needs}
         for key, samples in (
@@ -345,7 +346,7 @@ class MseConfig(Common):
                 raise ConfigError(f"{key} samples completions, which an imported pool cannot")
 
     def _check_part(self) -> None:
-        """Refuse an invalid part of a pool, and parts without a common folder."""
+        """Refuse an invalid part of a pool and parts without a common folder."""
         if self.study.part is None:
             return
         part = f"study.part={self.study.part}"
@@ -354,8 +355,8 @@ class MseConfig(Common):
             raise ConfigError(f"{part}: use k/n with k from 1 to n, such as 3/8")
         if self.pool is None:
             raise ConfigError(
-                f"{part} with pool=null: the parts meet in one folder, give all of them the same "
-                "pool=DIR"
+                f"{part} with pool=null: all parts must be in one folder, use the same pool=DIR "
+                "for all of them"
             )
         if self.imports_pool:
             raise ConfigError(
@@ -368,8 +369,8 @@ class MseConfig(Common):
         questions, size = self.study.questions, self.dataset.study_size
         if questions is not None and questions > size:
             raise ConfigError(
-                f"study.questions={questions} of dataset.study_size={size}: choose 1 to {size}, or "
-                f"dataset.study_size={questions} where there are as many"
+                f"study.questions={questions} exceeds dataset.study_size={size}: use 1 to {size}, "
+                f"or dataset.study_size={questions} if the data set is large enough"
             )
         self.check_questions(size if questions is None else questions)
         pool = self.budget.pool_completions
@@ -391,7 +392,7 @@ class MseConfig(Common):
 
         Args:
             count: number of questions.
-            completions: number of completions of each; None before the file is read.
+            completions: number of completions per question; None before the file is read.
         """
         key = "study.questions"
         if self.imports_pool:
@@ -409,7 +410,7 @@ class MseConfig(Common):
         """Refuse a baseline without a closed form that the pool cannot measure at any group size.
 
         Args:
-            name: the baseline's.
+            name: name of the baseline.
             count, completions: see `check_questions`.
             key: field that sets the number of questions.
         """
@@ -417,78 +418,79 @@ class MseConfig(Common):
         missing = ", ".join(sorted(baseline.needs - OF_THE_BATCH))
         if missing:
             raise ConfigError(
-                f"baselines names {name}, which has no closed form and reads {missing}, which no "
-                "pool has: use study.methods=[monte_carlo]"
+                f"baselines contains {name}, which has no closed form and reads {missing}, which "
+                "pools do not contain: use study.methods=[monte_carlo]"
             )
         if baseline.couples_prompts and self.study.metric == "adam":
             raise ConfigError(
-                f"baselines names {name}, which couples the questions of an update, with "
-                "study.metric=adam, in which each half of the questions has a metric of its own: "
-                "leave one of them out"
+                f"baselines contains {name}, which couples the questions of an update, but with "
+                "study.metric=adam each half of the questions has its own metric: remove one of "
+                "them"
             )
         if count < MIN_QUESTIONS:
             raise ConfigError(
-                f"baselines names {name}, which has no closed form: its error is measured from "
-                f"{MIN_QUESTIONS} questions on, got {count}: raise {key}"
+                f"baselines contains {name}, which has no closed form: its error needs at least "
+                f"{MIN_QUESTIONS} questions, got {count}: raise {key}"
             )
         sizes = [size for size in self.dividing_sizes if rollouts // size >= baseline.min_prompts]
         if not sizes:
             raise ConfigError(
-                f"baselines names {name}, which has no closed form: study.rollouts={rollouts} must "
-                f"be {baseline.min_prompts} or more whole groups of one of group_sizes="
-                f"{self.group_sizes}, use a multiple"
+                f"baselines contains {name}, which has no closed form: study.rollouts={rollouts} "
+                f"must be a multiple of one of group_sizes={self.group_sizes} with at least "
+                f"{baseline.min_prompts} groups"
             )
         if completions is None:
             completions = max(sizes) if self.imports_pool else self.budget.pool_completions
         if min(sizes) > completions:
             raise ConfigError(
-                f"baselines names {name}, which has no closed form: groups of {min(sizes)} need as "
-                f"many completions, budget.pool_completions={completions}: use {min(sizes)}"
+                f"baselines contains {name}, which has no closed form: groups of {min(sizes)} need "
+                f"{min(sizes)} completions, but budget.pool_completions={completions}: raise it"
             )
         size = max(size for size in sizes if size <= completions)
         if not baseline.couples_prompts:
             return
-        # A help or a refused line does not wait for this import.
+        # The help and refused command lines do not need this import.
         from grpo_ustat.estimators.coupled_losses import prompts_needed
 
         needed = prompts_needed(rollouts // size)
         if needed > count:
             raise ConfigError(
-                f"baselines names {name}, which couples the questions of an update: the "
-                f"{rollouts // size} of study.rollouts={rollouts} in groups of {size} need a study "
-                f"of {needed} questions, got {count}: lower study.rollouts, or raise {key}"
+                f"baselines contains {name}, which couples the questions of an update: "
+                f"{rollouts // size} questions (study.rollouts={rollouts} in groups of {size}) "
+                f"need a study of {needed} questions, got {count}: lower study.rollouts or raise "
+                f"{key}"
             )
 
 
 def _only_trains(name: str) -> ConfigError:
     return ConfigError(
-        f"baselines names {name}, which remembers past batches of a training run: a study has "
-        f"none; leave it out, or use train baseline={name}"
+        f"baselines contains {name}, which depends on past batches of a training run, but a study "
+        f"has none: remove it, or use train baseline={name}"
     )
 
 
 def check_pool_folder(pool: str) -> None:
-    """Refuse to fill a folder that holds somebody's own files.
+    """Refuse a pool folder that contains other files.
 
     Args:
-        pool: the folder. It may be missing, empty, or a pool. A pool holds `pool.json`, or has lost
-            it: the names of its parts contain their settings.
+        pool: folder that is missing, empty or a pool. A pool contains `pool.json` or only files
+            with the names of parts.
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"pool={pool} is no folder: give a new folder, or a file named *.parquet, such as "
-            "grpo-ustat convert makes of the rollouts of another framework"
+            f"pool={pool} is not a folder: use a new folder, or a file named *.parquet, which "
+            "grpo-ustat convert makes from the rollouts of another framework"
         )
     if not folder.is_dir() or (folder / "pool.json").is_file():
         return
-    # A pool may be unfinished, or may have lost pool.json.
+    # A pool may be unfinished or may lack pool.json.
     names = sorted(x.name for x in folder.iterdir() if not POOL_FILE.fullmatch(x.name))
     if (folder / "pool" / "pool.json").is_file():
-        raise ConfigError(f"pool={pool} is no pool, it holds one: use pool={folder / 'pool'}")
+        raise ConfigError(f"pool={pool} contains a pool but is not one: use pool={folder / 'pool'}")
     if names:
         files = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         raise ConfigError(
-            f"pool={pool} is neither empty nor a pool, it holds {files} and no pool.json: give a "
+            f"pool={pool} is neither empty nor a pool: it contains {files} and no pool.json; use a "
             f"new folder, such as pool={folder / 'pool'}"
         )

@@ -1,4 +1,4 @@
-"""The schema of an objective: the gradient from advantages and log-probabilities."""
+"""Schema of an objective, which defines the gradient from advantages and log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ OBJECTIVES = (
     "verl_seq_mean_token_mean", "verl_seq_mean_token_sum_norm",
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
-# Loss types for a level with a single ratio for all tokens, and the only level of a loss type: any
-# other pair would also weigh a sequence by its length.
+# Loss types that are allowed for a level with one ratio per completion, and the only level that is
+# allowed for a loss type. Other pairs would also weight a sequence by its length.
 LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
-# Loss types with a smooth weight in place of clipping.
+# Loss types with a smooth weight instead of clipping.
 UNCLIPPED = ("sapo", "vespo")
 KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
 
 
 @dataclass
 class ObjectiveConfig:
-    """The gradient from advantages and log-probabilities; formulas in train/objective.py.
+    """Gradient from advantages and log-probabilities; the formulas are in train/objective.py.
 
     The defaults are those of the paper's Algorithm 1.
     """
@@ -129,13 +129,13 @@ class ObjectiveConfig:
 
     @property
     def rows(self) -> RowFilter:
-        """Filter of the rows of an update that count."""
+        """Filter that selects the rows of an update that count."""
         return RowFilter(
             self.zero_variance_groups, self.reward_variance_share, self.advantage_threshold
         )
 
     def loss(self, baseline: BaselineConfig, max_completion_length: int) -> Loss:
-        """Return the loss at a batch's first update, with the advantages of a baseline."""
+        """Return the loss at the first update of a batch with the advantages of a baseline."""
         return Loss(
             name=self.name,
             baseline=baseline.name,
@@ -148,7 +148,7 @@ class ObjectiveConfig:
         )
 
     def token_weights(self) -> TokenWeights:
-        """Return the weights of tokens if the current policy is not the one that wrote them."""
+        """Return the token weights for a policy that did not write the completions."""
         form = self.loss_type if self.loss_type in ("cispo", "sapo", "vespo") else "clip"
         return TokenWeights(
             level=self.importance_sampling_level,
@@ -161,7 +161,7 @@ class ObjectiveConfig:
         )
 
     def update_size(self, rollouts: int) -> int:
-        """Return the completions of one update, of a batch of `rollouts`."""
+        """Return the number of completions per update of a batch with `rollouts` completions."""
         return self.minibatch_size or rollouts // self.num_minibatches
 
     def check(self) -> None:
@@ -189,8 +189,8 @@ class ObjectiveConfig:
         low, high = self.epsilon, self.epsilon_high
         if (low is None) != (high is None) and self.loss_type != "cispo":
             raise ConfigError(
-                f"objective.epsilon={low} epsilon_high={high}: give both (equal ones are PPO's) or "
-                "none"
+                f"objective.epsilon={low} epsilon_high={high}: set both (PPO uses equal values) or "
+                "neither"
             )
         if low is not None and level == "none":
             raise ConfigError(
@@ -200,7 +200,7 @@ class ObjectiveConfig:
         kind, place = self.kl_estimator, self.kl_in
         if (kind is None) != (place is None):
             raise ConfigError(
-                f"objective.kl_estimator={kind} kl_in={place}: give both or none, such as "
+                f"objective.kl_estimator={kind} kl_in={place}: set both or neither, such as "
                 "kl_estimator=k3 kl_in=loss"
             )
         if self.beta and kind is None:
@@ -214,18 +214,18 @@ class ObjectiveConfig:
             )
         if place == "reward" and kind != "k1":
             raise ConfigError(
-                f"objective.kl_estimator={kind} in the reward: only the mean of k1, times the "
-                "score, has the gradient of the divergence: use k1, or kl_in=loss"
+                f"objective.kl_estimator={kind} in the reward: only for k1 is the expectation of "
+                "estimator times score the gradient of the divergence: use k1 or kl_in=loss"
             )
 
     def _check_loss_type(self) -> None:
-        """Refuse a loss type with a ratio, clipping or micro-batches that it does not have."""
+        """Refuse a loss type with a ratio, clipping or micro-batches that it does not support."""
         level, loss_type = self.importance_sampling_level, self.loss_type
         own_level = LEVEL_OF.get(loss_type, level)
         if level != own_level:
             raise ConfigError(
-                f"objective.loss_type={loss_type} with importance_sampling_level={level}: its "
-                f"ratio is that of level {own_level}: use "
+                f"objective.loss_type={loss_type} with importance_sampling_level={level}: this "
+                f"loss needs the ratio of level {own_level}: use "
                 f"objective.importance_sampling_level={own_level}"
             )
         fitting = LOSS_TYPES_OF.get(level, (loss_type,))
@@ -244,38 +244,38 @@ class ObjectiveConfig:
         if loss_type == "cispo" and (low is not None or (high is not None and high < 1)):
             raise ConfigError(
                 f"objective.epsilon={low} epsilon_high={high} with loss_type=cispo, whose ratios "
-                "are cut from above alone, at epsilon_high itself, 1 or more: use epsilon=null "
-                "epsilon_high=5"
+                "are clipped only from above, at epsilon_high itself, which must be at least 1: "
+                "use epsilon=null epsilon_high=5"
             )
         if (loss_type == "bnpo") != (self.micro_batch_size is not None):
             fix = "objective.micro_batch_size=8" if loss_type == "bnpo" else "micro_batch_size=null"
             raise ConfigError(
                 f"objective.loss_type={loss_type} with micro_batch_size={self.micro_batch_size}: "
-                f"bnpo alone divides by the tokens of a micro-batch: use {fix}"
+                f"only bnpo divides by the tokens of a micro-batch: use {fix}"
             )
 
     def _check_tokens(self) -> None:
-        """Refuse a share of the tokens that has no meaning."""
+        """Refuse an invalid share of tokens."""
         share, level = self.top_entropy_quantile, self.importance_sampling_level
         if share > 1:
             raise ConfigError(
-                f"objective.top_entropy_quantile={share} is a share: use one between 0 and 1"
+                f"objective.top_entropy_quantile={share} is not between 0 and 1: use such a share"
             )
         if share < 1 and level in LOSS_TYPES_OF and self.loss_type != "vespo":
             raise ConfigError(
                 f"objective.top_entropy_quantile={share} with importance_sampling_level={level}, "
-                "whose ratio is of all tokens together: use importance_sampling_level=token, or "
+                "which has one ratio for all tokens: use importance_sampling_level=token or "
                 "top_entropy_quantile=1"
             )
         if share < 1 and self.entropy_coef:
             raise ConfigError(
                 f"objective.top_entropy_quantile={share} with entropy_coef={self.entropy_coef}: "
-                "a bonus for some tokens alone is not there: use entropy_coef=0, or "
+                "a bonus for only some tokens is not supported: use entropy_coef=0 or "
                 "top_entropy_quantile=1"
             )
 
     def _check_rows(self) -> None:
-        """Refuse a filter of rows that has no meaning."""
+        """Refuse an invalid filter of rows."""
         share, threshold = self.reward_variance_share, self.advantage_threshold
         if share > 1:
             raise ConfigError(
@@ -286,21 +286,21 @@ class ObjectiveConfig:
             raise ConfigError(
                 f"objective.loss_type=bnpo with zero_variance_groups={self.zero_variance_groups} "
                 f"reward_variance_share={share} advantage_threshold={threshold}: micro-batches of "
-                "the rows that count are not there, use loss_type=dapo, or keep, 1 and 0"
+                "filtered rows are not supported, use loss_type=dapo or keep, 1 and 0"
             )
 
     def check_updates(self, group_size: int, rollouts: int) -> None:
-        """Refuse updates that break groups, or that need a ratio and have none.
+        """Refuse updates that split groups or that need a ratio but have none.
 
         Args:
-            group_size: completions of a prompt.
-            rollouts: completions of a step.
+            group_size: number of completions per prompt.
+            rollouts: number of completions per step.
         """
         kind, share = self.zero_variance_groups, self.reward_variance_share
         if kind == REPLACE:
             raise ConfigError(
-                f"objective.zero_variance_groups={kind}: train samples a batch once and draws no "
-                f"group again, use objective.zero_variance_groups={DROP}"
+                f"objective.zero_variance_groups={kind}: train samples a batch once and does not "
+                f"redraw groups, use objective.zero_variance_groups={DROP}"
             )
         if group_size == 1 and (kind == DROP or share < 1):
             raise ConfigError(
@@ -331,7 +331,7 @@ class ObjectiveConfig:
         if several and self.importance_sampling_level == "none":
             raise ConfigError(
                 f"objective.num_iterations={self.num_iterations} with updates of {update_size} of "
-                f"budget.rollouts={rollouts} completions: all but the first are on completions of "
-                "an older policy, which needs a ratio: use "
+                f"budget.rollouts={rollouts} completions: all updates after the first use "
+                "completions of an older policy and need a ratio: use "
                 "objective.importance_sampling_level=token, or one update"
             )

@@ -1,4 +1,4 @@
-"""The user's own functions and tasks, by FILE:FUNCTION or entry point, checked before they run."""
+"""Checks of the user's functions and tasks, given as FILE:FUNCTION or entry points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEASUREMENTS = "grpo_ustat.measurements"
 
 
 def reward_file(reward: str) -> tuple[Path, str] | None:
-    """Return file and function of a reward FILE:FUNCTION; None for an entry point's name.
+    """Return the file and function of a reward FILE:FUNCTION, or None for an entry point.
 
     >>> reward_file("rewards/my.py:score"), reward_file("lenient")
     ((PosixPath('rewards/my.py'), 'score'), None)
@@ -26,12 +26,12 @@ def reward_file(reward: str) -> tuple[Path, str] | None:
 
 
 def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> None:
-    """Refuse a reward that is neither FILE:FUNCTION nor an entry point's name.
+    """Refuse a reward that is neither FILE:FUNCTION nor the name of an entry point.
 
     Args:
-        reward: as configured.
-        field_name: configuration field that names it.
-        ours: further names that are allowed there.
+        reward: configured value.
+        field_name: configuration field with this value.
+        ours: further allowed names.
     """
     if reward_file(reward):
         check_reward_file(reward, field_name)
@@ -39,21 +39,21 @@ def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> No
         key, file = f"{field_name}={reward}", Path(reward).expanduser()
         offered = ", ".join(_functions(_module(key, file))) or "none"
         raise ConfigError(
-            f"{key} names no function: write {field_name}={reward}:FUNCTION, {file} has {offered}"
+            f"{key} has no function: write {field_name}={reward}:FUNCTION, {file} has {offered}"
         )
     else:
         check_entry_point(REWARDS, reward, field_name, ours)
 
 
 def check_reward_file(reward: str, field_name: str) -> None:
-    """Refuse a reward FILE:FUNCTION that is not usable; the file is not run.
+    """Refuse an unusable reward FILE:FUNCTION without running the file.
 
-    The file must exist and be Python with that name, and the function must take a prompt and a
+    The file must exist, be valid Python and contain the function, which must take a prompt and a
     completion.
 
     Args:
-        reward: FILE:FUNCTION.
-        field_name: configuration field that names it.
+        reward: reward in the form FILE:FUNCTION.
+        field_name: configuration field with this value.
     """
     place, key = reward_file(reward), f"{field_name}={reward}"
     assert place is not None
@@ -68,19 +68,19 @@ def check_reward_file(reward: str, field_name: str) -> None:
         hint = did_you_mean(function, functions)
         offered = ", ".join(functions) or "none"
         raise ConfigError(f"{key}: {file} has no function {function!r}: {hint}it has {offered}")
-    # A decorator may change the signature.
+    # The signature is not checked if there is a decorator, which may change it.
     if function in functions and not functions[function].decorator_list:
         check_reward_call(key, _signature(functions[function].args))
 
 
 def check_reward_call(name: str, signature: Signature) -> None:
-    """Refuse a reward that is not called with a prompt and a completion.
+    """Refuse a reward function that does not take a prompt and a completion.
 
-    TRL's functions take lists and are refused, too.
+    Reward functions of TRL take lists and are also refused.
 
     Args:
         name: name of the reward, for the message.
-        signature: signature of its function.
+        signature: signature of the function.
     """
     names = list(signature.parameters)
     try:
@@ -93,7 +93,7 @@ def check_reward_call(name: str, signature: Signature) -> None:
         written = name.rpartition(":")[2] if ".py:" in name else "it as "
         raise ConfigError(
             f"{name} takes {str(takes):.120}: write {written}(prompt, completion), which returns a "
-            "number, for one completion at a time (functions of TRL take lists)"
+            "number for one completion (functions of TRL take lists)"
         )
 
 
@@ -105,7 +105,7 @@ def _module(key: str, file: Path) -> ast.Module:
         return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
-        raise ConfigError(f"{key}: {file} line {line} is no Python: {error}") from error
+        raise ConfigError(f"{key}: {file} line {line} is not valid Python: {error}") from error
 
 
 def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -118,7 +118,7 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctio
 
 
 def _signature(arguments: ast.arguments) -> Signature:
-    """Return a function's signature from its text; defaults are None, annotations are left out."""
+    """Return a function's signature from its syntax tree, with defaults None and no annotations."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     parameters = [
@@ -137,13 +137,13 @@ def _signature(arguments: ast.arguments) -> Signature:
 
 
 def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = ()) -> None:
-    """Refuse a name that no installed package offers.
+    """Refuse an entry point that no installed package provides.
 
     Args:
         group: group of entry points.
         name: name of the entry point.
         key: configuration key with that name.
-        ours: further names that are allowed there.
+        ours: further allowed names, for the message.
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:
@@ -155,16 +155,16 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
         )
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:
-        raise ConfigError(f"{key}={name}: there is no module {module!r}, which {group} names")
+        raise ConfigError(f"{key}={name}: the module {module!r} of this {group} does not exist")
 
 
 def installed_measurements() -> set[str]:
-    """Return the names of the measurements that installed packages offer."""
+    """Return the names of the measurements that installed packages provide."""
     return set(importlib.metadata.entry_points(group=MEASUREMENTS).names)
 
 
 def module_file(group: str, name: str) -> Path | None:
-    """Return the file of the module of an entry point, without importing that module."""
+    """Return the file of an entry point's module without importing the module."""
     try:
         spec = importlib.util.find_spec(importlib.metadata.entry_points(group=group)[name].module)
     except ImportError:

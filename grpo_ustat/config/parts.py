@@ -1,7 +1,8 @@
-"""Parts of a configuration that other rooms need: options of a policy, a task and a sampler.
+"""Parts of a configuration for other packages: options of a policy, a task and a sampler.
 
-A command's configuration makes them (`Common.policy_options` and its neighbours), so that policy,
-rollout, tasks and costs never see a whole configuration, nor ask which command it belongs to.
+Properties of a command's configuration, such as `Common.policy_options`, build these parts. The
+packages policy, rollout, tasks and costs therefore depend neither on the whole configuration nor on
+the command.
 """
 
 from __future__ import annotations
@@ -15,59 +16,59 @@ from grpo_ustat.config.rollout import RolloutConfig
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Options of the policy: its weights and its computation."""
+    """Options for the weights of the policy and for its computation."""
 
     model: ModelConfig
     prompt: PromptConfig
-    # Torch device, as configured.
+    # Configured torch device.
     device: str
-    # Threads of OpenMP, in this process.
+    # Number of OpenMP threads in this process.
     num_threads: int
-    # True if float32 products are TF32.
+    # True if float32 products use TF32.
     tf32: bool = False
-    # Regular expression of the names of parameters that have a gradient; None: all.
+    # Regular expression for the names of parameters with a gradient; None means all parameters.
     parameters: str | None = None
-    # True if LoRA adapters are added to the weights, which then have the gradient.
+    # True if LoRA adapters are merged into the weights, whose gradient is then computed.
     merge_adapters: bool = True
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Options of the task: its questions, their format, and the judges of answers."""
+    """Options for the questions of a task, their format and the judges of answers."""
 
-    # The questions, a class of `config.data`.
+    # Data set, an instance of a class in `config.data`.
     dataset: Any
     prompt: PromptConfig
-    # Functions that judge a completion, the data set's own first.
+    # Functions that judge a completion; the first is the data set's reward.
     reward_funcs: list[str]
     reward_weights: list[float]
-    # Tokens after which a completion is cut.
+    # Number of tokens after which a completion is truncated.
     max_completion_length: int
     judge_workers: int
 
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """Options of sampling completions: the engine and its draws."""
+    """Options for sampling completions: the engine and its random draws."""
 
     rollout: RolloutConfig
-    # Keys the draws.
+    # Seed of the draws.
     seed: int
-    # Divides the logits.
+    # Divisor of the logits.
     temperature: float
-    # In tokens; None: a prompt of any length.
+    # Largest length of a prompt in tokens; None means no limit.
     max_prompt_length: int | None
     max_completion_length: int
-    # Completions written side by side.
+    # Number of completions generated at once.
     rows: int
 
 
 @dataclass(frozen=True)
 class StudySampling:
-    """Options with which every process of a study samples, scores and judges."""
+    """Options for the processes of a study that sample, score and judge."""
 
     policy: PolicyOptions
     sampler: SamplerOptions
     task: TaskOptions
-    # Local processes that share the work.
+    # Number of local processes that share the work.
     workers: int

@@ -1,4 +1,4 @@
-"""Published losses with their sources: presets of `objective=NAME`, and recipes of a loss and G."""
+"""Published losses with their sources: presets for `objective=NAME` and recipes of a loss and G."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from grpo_ustat.estimators.row_weights import KEEP, REPLACE, Loss
 
 @dataclass(frozen=True)
 class Preset:
-    """A choice of `objective=NAME`."""
+    """Choice of `objective=NAME`."""
 
-    # Meaning, for `--help`.
+    # Description for `--help`.
     words: str
     objective: ObjectiveConfig
-    # The baseline that it sets, unless `baseline=` is typed; None: the command's.
+    # Baseline of the preset unless `baseline=` is typed; None means the default of the command.
     baseline: BaselineConfig | None = None
 
 
@@ -33,11 +33,11 @@ def _add(
     """Add a preset to `PRESETS`.
 
     Args:
-        name: its name.
-        words: its meaning.
-        base: the preset from which it differs; its baseline, too. None: the fields' defaults.
-        baseline: the baseline that it sets; None: the baseline of `base`.
-        changes: the fields that differ.
+        name: name of the preset.
+        words: description of the preset.
+        base: preset from which fields and baseline are taken; None means the field defaults.
+        baseline: baseline of the preset; None means the baseline of `base`.
+        changes: fields that differ from `base`.
     """
     if base is None:
         objective = ObjectiveConfig(name=name)
@@ -46,42 +46,43 @@ def _add(
     PRESETS[name] = Preset(words, replace(objective, name=name, **changes), baseline)
 
 
-# Papers. They set no baseline; each paper's advantage is named here.
+# Presets from papers. They set no baseline; the text or a comment gives the advantage of each
+# paper.
 _add(
     "algorithm1",
     "The paper's Algorithm 1: sum over tokens, constant divisor, one update, no ratio, no penalty.",
     None,
 )
-# Its advantage is baseline=group_std; experiment=algorithm2 has both.
+# The advantage of Algorithm 2 is baseline=group_std; experiment=algorithm2 sets both.
 _add(
     "grpo",
     "The paper's Algorithm 2: ratios of tokens to the policy that sampled the batch, one pass over "
     "its minibatches, K3 penalty.",
     None,
-    # rho_it of each token, their sum divided by n, K3 in the loss; clipping is an option
+    # Ratio rho_it of each token, sum over tokens divided by n, K3 in the loss; optional clipping.
     importance_sampling_level="token",
     kl_estimator="k3",
     kl_in="loss",
-    # ours, as GSPO's: the paper splits a batch, without a number
+    # Our choice, as in GSPO. The paper splits a batch but gives no number.
     num_minibatches=4,
-    # ours, as in Shao et al. 2024: the paper leaves it open
+    # Our choice, as in Shao et al. 2024. The paper gives no value.
     beta=0.04,
 )
-# DeepSeekMath, arXiv 2402.03300; its advantage is baseline=group_std.
+# DeepSeekMath, arXiv 2402.03300. Its advantage is baseline=group_std.
 _add(
     "grpo_original",
     "Shao et al. 2024 (GRPO as published): clipped ratios of tokens, each completion's tokens "
     "averaged, K3 penalty.",
     "grpo",
-    # its equation 3: 1/|o_i|
+    # Equation 3 of the paper: 1/|o_i|.
     loss_type="grpo",
-    # its section 4.2: a single update after each exploration stage, so that ratios are 1 and
-    # clipping does nothing
+    # Section 4.2 of the paper: one update after each exploration stage, so that ratios are 1 and
+    # clipping has no effect.
     num_minibatches=1,
-    # ours, PPO's (Schulman et al. 2017): it gives none
+    # Our choice, the value of PPO (Schulman et al. 2017). The paper gives none.
     epsilon=0.2,
     epsilon_high=0.2,
-    # its section 4.2
+    # Section 4.2 of the paper.
     beta=0.04,
 )
 _add(
@@ -90,30 +91,29 @@ _add(
     '"Understanding R1-Zero-like training", arXiv 2503.20783; its advantage is '
     "baseline=group_mean.",
     "grpo",
-    # its section 3.2; the constant is max_completion_length in its code
+    # Section 3.2 of the paper. The constant is max_completion_length in the authors' code.
     loss_type="dr_grpo",
-    # its code's 7B recipe: 128 prompts x 8 completions in updates of 128, no penalty
+    # 7B recipe in the authors' code: 128 prompts x 8 completions in updates of 128, no penalty.
     num_minibatches=8,
     beta=0.0,
-    # PPO's (Schulman et al. 2017), its code's default
+    # Value of PPO (Schulman et al. 2017) and default of the authors' code.
     epsilon=0.2,
     epsilon_high=0.2,
 )
-# Its dynamic sampling is
-# zero_variance_groups=replace, which mse measures and train, which samples once, refuses; its
-# penalty for overlong answers is not part of an objective and not here.
+# DAPO's dynamic sampling is zero_variance_groups=replace. mse measures it; train refuses it, since
+# it samples a batch only once. DAPO's penalty for overlong answers is not part of an objective.
 _add(
     "dapo",
     "Yu et al. 2025: clipping wider above than below, all tokens of the update weigh the same, no "
     "penalty. arXiv 2503.14476; its advantage is baseline=group_std.",
     "grpo",
-    # its section 3.3
+    # Section 3.3 of the paper.
     loss_type="dapo",
-    # its section 4.1: 512 prompts x 16 completions in 16 updates of 512
+    # Section 4.1 of the paper: 512 prompts x 16 completions in 16 updates of 512.
     num_minibatches=16,
     epsilon=0.2,
     epsilon_high=0.28,
-    # its section 2.3
+    # Section 2.3 of the paper.
     beta=0.0,
 )
 # The ratio's gradient divides a completion's score by its length.
@@ -122,18 +122,18 @@ _add(
     "Zheng et al. 2025: one clipped ratio a completion, the geometric mean of its tokens' ratios. "
     "arXiv 2507.18071; its advantage is baseline=group_std.",
     "grpo",
-    # its equations 7 and 10, 1/|y_i|
+    # Equations 7 and 10 of the paper: 1/|y_i|.
     importance_sampling_level="sequence",
     loss_type="grpo",
-    # its section 5.1
+    # Section 5.1 of the paper.
     num_minibatches=4,
     epsilon=3e-4,
     epsilon_high=4e-4,
-    # its equation 5 has no penalty
+    # Equation 5 of the paper has no penalty.
     beta=0.0,
 )
-# Unbiased in one pass over minibatches of prompts drawn independently, with an unbiased baseline; a
-# second pass over a batch is biased with any ratio.
+# This loss is unbiased in one pass over minibatches of independently drawn prompts, with an
+# unbiased baseline. A second pass over a batch is biased with any ratio.
 _add(
     "whole_sequence",
     "The unbiased off-policy reference: the product of a completion's ratios, no clipping, no "
@@ -143,19 +143,19 @@ _add(
     beta=0.0,
 )
 
-# TRL: the defaults of GRPOConfig in trl 1.16.0, unless a comment says otherwise. A typed baseline=X
-# replaces the baseline of a preset. With a penalty TRL multiplies K3 by the ratio
-# (use_bias_correction_kl); we do not. Where TRL cuts a generation batch into several updates, it
-# divides by the tokens of that batch's average update.
+# TRL presets use the defaults of GRPOConfig in trl 1.16.0 unless a comment says otherwise. A typed
+# baseline=X replaces the baseline of a preset. With a penalty, TRL multiplies K3 by the ratio
+# (use_bias_correction_kl); we do not. If TRL splits a generation batch into several updates, it
+# divides by the average number of tokens per update.
 _add(
     "trl_dapo",
     "TRL's loss as it comes: all tokens of the update weigh the same, clipped ratios of tokens, no "
     "penalty.",
     "grpo",
-    # scale_rewards=group; epsilon 1e-4, as TRL's
+    # TRL's scale_rewards=group, with epsilon 1e-4 as in TRL.
     baseline_choice("group_std"),
     loss_type="dapo",
-    # steps_per_generation = gradient_accumulation_steps
+    # TRL's steps_per_generation equals gradient_accumulation_steps.
     num_minibatches=1,
     epsilon=0.2,
     epsilon_high=0.2,
@@ -171,31 +171,32 @@ _add(
     "trl_dr_grpo",
     "TRL's loss_type=dr_grpo: tokens divided by a constant, otherwise as trl_dapo.",
     "trl_dapo",
-    # scale_rewards=none: TRL's documentation of scale_rewards recommends it with this loss, as Dr.
-    # GRPO (arXiv 2503.20783) does. With scale_rewards=group, its default for every loss, type
+    # scale_rewards=none, which TRL's documentation recommends for this loss, as Dr. GRPO (arXiv
+    # 2503.20783) does. TRL's default for every loss is scale_rewards=group: type
     # baseline=group_std.
     baseline_choice("group_mean"),
     loss_type="dr_grpo",
 )
-# The rows are shuffled before they are cut into micro-batches, as in TRL.
+# The rows are shuffled before they are split into micro-batches, as in TRL.
 _add(
     "trl_bnpo",
     "TRL's loss_type=bnpo: tokens divided by those of their micro-batch, otherwise as trl_dapo.",
     "trl_dapo",
     loss_type="bnpo",
-    # per_device_train_batch_size, of transformers' TrainingArguments
+    # Default of per_device_train_batch_size in transformers' TrainingArguments.
     micro_batch_size=8,
 )
-# The bounds are TRL's defaults, which a sequence's ratio hardly ever reaches; objective=gspo has
-# those of the paper, which TRL's page of papers repeats.
+# The bounds are TRL's defaults, which the ratio of a sequence rarely reaches. objective=gspo has
+# the bounds of the paper, which TRL's paper index repeats.
 _add(
     "trl_gspo",
     "TRL's loss_type=grpo with importance_sampling_level=sequence: one clipped ratio a completion.",
     "trl_grpo",
     importance_sampling_level="sequence",
 )
-# MiniMax-M1, arXiv 2506.13585; the cut of ScaleRL, arXiv 2510.13786. Where nothing is set, TRL 1.16
-# cuts at its epsilon, 0.2, so that nearly every token weighs 0.2, a fifth of what is documented.
+# MiniMax-M1, arXiv 2506.13585, with the bound of ScaleRL, arXiv 2510.13786. Without a setting, TRL
+# 1.16 clips at its epsilon, 0.2, so that nearly every token has weight 0.2, a fifth of the
+# documented weight.
 _add(
     "trl_cispo",
     "TRL's loss_type=cispo: a token's ratio, cut from above, is its weight and is not "
@@ -203,7 +204,7 @@ _add(
     "trl_dapo",
     loss_type="cispo",
     epsilon=None,
-    # TRL's documentation of epsilon_high: the largest ratio itself, not what is added to 1
+    # In TRL's documentation epsilon_high is the largest ratio itself; it is not added to 1.
     epsilon_high=5.0,
 )
 # arXiv 2602.05261. The bounds are TRL's defaults.
@@ -212,11 +213,11 @@ _add(
     "TRL's loss_type=luspo: one clipped ratio a completion, times its length.",
     "trl_dapo",
     loss_type="luspo",
-    # which TRL's documentation of loss_type requires
+    # TRL's documentation of loss_type requires this level.
     importance_sampling_level="sequence",
 )
-# arXiv 2511.20347. Temperatures are TRL's defaults, the paper's: 1 for positive advantages, 1.05
-# for the others.
+# arXiv 2511.20347. The temperatures are those of the paper and TRL's defaults: 1 for positive
+# advantages and 1.05 for the others.
 _add(
     "trl_sapo",
     "TRL's loss_type=sapo: a smooth gate on a token's ratio in place of clipping.",
@@ -225,31 +226,31 @@ _add(
     epsilon=None,
     epsilon_high=None,
 )
-# arXiv 2602.10693. The weight's constants are TRL's defaults.
+# arXiv 2602.10693. The constants of the weight are TRL's defaults.
 _add(
     "trl_vespo",
     "TRL's loss_type=vespo: a weight of the whole sequence's ratio, which is not differentiated.",
     "trl_dapo",
     loss_type="vespo",
-    # TRL ignores other levels for this loss
+    # TRL ignores other levels for this loss.
     importance_sampling_level="whole_sequence",
     epsilon=None,
     epsilon_high=None,
 )
 
-# verl also bounds ratios above 3 where the advantage is
-# negative (clip_ratio_c), which one update of a batch never meets; that is not here.
+# verl also bounds ratios above 3 for negative advantages (clip_ratio_c). This is not implemented,
+# since it has no effect with one update per batch.
 _add(
     "verl_token_mean",
     "verl's loss as it comes, loss_agg_mode=token-mean, with adv_estimator=grpo: clipped ratios of "
     "tokens, no penalty. verl 0.9.1, the defaults of its actor.yaml.",
     "grpo",
-    # norm_adv_by_std_in_grpo=true, with the epsilon of compute_grpo_outcome_advantage
+    # norm_adv_by_std_in_grpo=true, with the epsilon of compute_grpo_outcome_advantage.
     BaselineConfig("group_std", {"epsilon": 1e-6}),
     loss_type="dapo",
-    # verl's default is 4: train_batch_size=1024 over ppo_mini_batch_size=256
+    # verl's default is 4: train_batch_size=1024 divided by ppo_mini_batch_size=256.
     num_minibatches=1,
-    # clip_ratio
+    # verl's clip_ratio.
     epsilon=0.2,
     epsilon_high=0.2,
     # use_kl_loss=false, use_kl_in_reward=false
@@ -274,34 +275,34 @@ _add(
     "verl's loss_agg_mode=seq-mean-token-sum-norm: tokens divided by a constant, otherwise as "
     "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
-    # norm_adv_by_std_in_grpo=false, as verl's page on GRPO writes Dr. GRPO
+    # norm_adv_by_std_in_grpo=false, as for Dr. GRPO on verl's page on GRPO.
     baseline_choice("group_mean"),
-    # the constant, verl's loss_scale_factor=null, is its response_length, our max_completion_length
+    # With verl's loss_scale_factor=null the constant is response_length, our max_completion_length.
     loss_type="dr_grpo",
 )
 
-# Chance that any relative efficiency misses its interval; as large for a group size by itself.
+# Probability that any relative efficiency is outside its interval, and likewise for a group size.
 CHANCE = 0.025
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A loss that can be typed, and G."""
+    """Published combination of a loss and a group size."""
 
     # Author or framework, and place of publication.
     name: str
-    # G.
+    # Group size, G.
     group_size: int
-    # One of `PRESETS`.
+    # Name of a preset in `PRESETS`.
     objective: str
-    # As `baseline=NAME` chooses it; None: the one that the objective sets.
+    # Name of the baseline; None means the baseline of the objective.
     baseline: str | None = None
     # See `RowFilter`.
     zero_variance_groups: str = KEEP
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides that choose the loss on a command line.
+        """Command-line overrides that choose the loss.
 
         >>> RECIPES["DAPO (arXiv 2503.14476)"].overrides[1:]
         ['baseline=group_std', 'objective.zero_variance_groups=replace']
@@ -314,10 +315,10 @@ class Recipe:
         return words
 
     def loss(self, max_completion_length: int) -> Loss:
-        """Return the loss at a batch's first update.
+        """Return the loss at the first update of a batch.
 
         Args:
-            max_completion_length: tokens after which a completion is cut.
+            max_completion_length: number of tokens after which a completion is truncated.
         """
         preset = PRESETS[self.objective]
         baseline = preset.baseline if self.baseline is None else baseline_choice(self.baseline)
@@ -329,20 +330,20 @@ class Recipe:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        # with the objective of DeepSeekMath
+        # This recipe uses the objective of DeepSeekMath.
         Recipe("2-GRPO (arXiv 2510.00977)", 2, "grpo_original", "group_std"),
-        # rollout.n=5 of run_qwen2-7b.sh and most of examples/grpo_trainer; rollout.yaml has 1,
-        # which is no group
+        # rollout.n=5 in run_qwen2-7b.sh and most of examples/grpo_trainer. rollout.yaml has 1,
+        # which is not a group.
         Recipe("verl's GRPO examples", 5, "verl_token_mean"),
-        # GRPOConfig.num_generations
+        # Default of GRPOConfig.num_generations.
         Recipe("TRL's default", 8, "trl_dapo"),
-        # num_samples of its examples/qwen2.5-math-7b.sh
+        # num_samples in examples/qwen2.5-math-7b.sh of the authors' code.
         Recipe("Dr. GRPO (arXiv 2503.20783)", 8, "dr_grpo", "group_mean"),
-        # its section 4.1; its penalty for overlong answers belongs to the reward
+        # Section 4.1 of the paper. The penalty for overlong answers is part of the reward.
         Recipe("DAPO (arXiv 2503.14476)", 16, "dapo", "group_std", REPLACE),
-        # its section 4.2
+        # Section 4.2 of the paper.
         Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),
-        # its loss is taken to be the one of ProRL v2, in the form of NeMo RL's prorlv2 example
+        # We assume the loss of ProRL v2, in the form of NeMo RL's prorlv2 example.
         Recipe("BroRL (arXiv 2510.01180)", 512, "dapo", "reinforce_pp_baseline", REPLACE),
     )
 }

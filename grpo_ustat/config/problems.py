@@ -1,6 +1,6 @@
-"""Typed schemas of the test problems (`problem=`): policies that theorems are tested on.
+"""Schemas of the test problems (`problem=`), policies on which theorems are tested.
 
-A test problem's node is typed by its `kind`, see `PROBLEMS`. Values live in `conf/problem/`.
+The `kind` of a problem's node determines its schema; see `PROBLEMS`. Values are in `conf/problem/`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError, field
 
-# Completions of `sequences`, which are enumerated.
+# Largest number of completions of `sequences`, which are enumerated.
 MAX_COMPLETIONS = 2**14
 
 
 @dataclass
 class ProblemConfig:
-    """Fields that every kind of test problem has."""
+    """Fields of every kind of test problem."""
 
     name: str = field("name of the test problem, in the run folder's name")
     kind: str = field(
@@ -25,12 +25,12 @@ class ProblemConfig:
     )
 
     def check(self) -> None:
-        """Refuse values that define no policy."""
+        """Refuse values that do not define a policy."""
 
 
 @dataclass
 class PlaneConfig(ProblemConfig):
-    """A policy that depends on its parameters theta only through u = Q theta."""
+    """Policy that depends on its parameters theta only through u = Q theta."""
 
     parameters: int = field(
         "dimension D of theta; if u has fewer coordinates, the maximisers form a flat set"
@@ -41,9 +41,11 @@ class PlaneConfig(ProblemConfig):
     )
 
     def check(self) -> None:
-        """Refuse a start that the parameters cannot have."""
+        """Refuse a start without coordinates or with more coordinates than parameters."""
         if not self.start:
-            raise ConfigError("problem.start=[] has no coordinate: give one number for each of u")
+            raise ConfigError(
+                "problem.start=[] has no coordinates: use one number per coordinate of u"
+            )
         if self.parameters < len(self.start):
             raise ConfigError(
                 f"problem.parameters={self.parameters} with {len(self.start)} coordinates in "
@@ -53,7 +55,7 @@ class PlaneConfig(ProblemConfig):
 
 @dataclass
 class CoinPlaneConfig(PlaneConfig):
-    """A policy whose answers are coins: each is right, reward 1, or wrong, reward 0."""
+    """Policy whose answers are coins: right answers have reward 1 and wrong answers reward 0."""
 
     values: list[float] = field("probability of a right answer at the maximisers, for each prompt")
 
@@ -66,7 +68,7 @@ class CoinPlaneConfig(PlaneConfig):
 
 @dataclass
 class CoinsConfig(CoinPlaneConfig):
-    """Answers that are coins, see `gap.problems.CoinProblem`."""
+    """Coin problem; see `gap.problems.CoinProblem`."""
 
     slopes: list[Any] = field(
         "slopes in u of the probability of a right answer, for each prompt; their mean is 0"
@@ -84,14 +86,14 @@ class CoinsConfig(CoinPlaneConfig):
             setattr(self, name, _floats(name, getattr(self, name), shape))
         if len(self.curvature) != len(self.start) or min(self.curvature) <= 0:
             raise ConfigError(
-                f"problem.curvature={self.curvature}: give a number above 0 for each of the "
+                f"problem.curvature={self.curvature}: use a positive number for each of the "
                 f"{len(self.start)} coordinates of problem.start"
             )
 
 
 @dataclass
 class RidgeCoinsConfig(CoinPlaneConfig):
-    """Coins whose maximisers are a ridge, see `gap.problems.RidgeCoinProblem`; u = (v, w)."""
+    """Coin problem with a ridge of maximisers, u = (v, w); see `gap.problems.RidgeCoinProblem`."""
 
     slopes: list[float] = field(
         "slopes in v of the probability of a right answer, for each prompt; their mean is 0"
@@ -106,26 +108,26 @@ class RidgeCoinsConfig(CoinPlaneConfig):
     width: float = field("width of the ridge: the largest |w|", positive=True)
 
     def check(self) -> None:
-        """Refuse numbers of wrong shapes, and a start outside the ridge."""
+        """Refuse values of wrong shapes and a start outside the ridge."""
         super().check()
         if len(self.start) != 2:
-            raise ConfigError(f"problem.start={self.start}: give v and w, two numbers")
+            raise ConfigError(f"problem.start={self.start}: use two numbers, v and w")
         for name in ("slopes", "styles", "along"):
             if len(getattr(self, name)) != len(self.values):
                 raise ConfigError(
-                    f"problem.{name} has {len(getattr(self, name))} numbers, problem.values has "
-                    f"{len(self.values)}: give one for each prompt"
+                    f"problem.{name} has {len(getattr(self, name))} numbers, but problem.values "
+                    f"has {len(self.values)}: use one number per prompt"
                 )
         if abs(self.start[1]) > self.width:
             raise ConfigError(
                 f"problem.start={self.start} has a w larger than problem.width={self.width}: "
-                "start within"
+                "use a smaller w"
             )
 
 
 @dataclass
 class SoftmaxConfig(PlaneConfig):
-    """A tabular softmax policy, see `gap.problems.SoftmaxProblem`."""
+    """Tabular softmax policy; see `gap.problems.SoftmaxProblem`."""
 
     features: list[Any] = field("features of each outcome, as many as u has coordinates")
     centres: list[Any] = field("u at which a prompt's outcomes have equal probability")
@@ -142,7 +144,7 @@ class SoftmaxConfig(PlaneConfig):
 
 @dataclass
 class SequencesConfig(ProblemConfig):
-    """A policy that writes token by token, see `gap.sequences`."""
+    """Autoregressive policy; see `gap.sequences`."""
 
     prompts: int = field("that share the parameters", "prompts", positive=True)
     vocabulary: int = field("that can come next", "tokens", positive=True)
@@ -162,23 +164,23 @@ class SequencesConfig(ProblemConfig):
         """Refuse sizes that are too small or too large to enumerate."""
         if self.vocabulary < 2 or self.vocabulary**self.length > MAX_COMPLETIONS:
             raise ConfigError(
-                f"problem.vocabulary={self.vocabulary} problem.length={self.length}: use 2 tokens "
-                f"or more, and at most {MAX_COMPLETIONS} completions in all"
+                f"problem.vocabulary={self.vocabulary} problem.length={self.length}: use at least "
+                f"2 tokens and at most {MAX_COMPLETIONS} completions in total"
             )
         if not 2 <= self.reward_levels <= self.vocabulary**self.length:
             raise ConfigError(
-                f"problem.reward_levels={self.reward_levels}: use 2 to as many as there are "
-                f"completions, {self.vocabulary**self.length}"
+                f"problem.reward_levels={self.reward_levels}: use 2 to "
+                f"{self.vocabulary**self.length}, the number of completions"
             )
         if len(self.difficulties) != self.prompts or min(self.difficulties) <= 0:
             raise ConfigError(
                 f"problem.difficulties={self.difficulties} with problem.prompts={self.prompts}: "
-                "give a number above 0 for each prompt"
+                "use a positive number per prompt"
             )
 
 
 def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[float]]:
-    """Return rows of numbers as floats; OmegaConf's typed lists of lists refuse whole numbers."""
+    """Return rows of numbers as floats, since OmegaConf's typed nested lists refuse integers."""
     try:
         floats = [[float(number) for number in row] for row in rows]
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Reward functions of a completion, their weights, and the checks of both."""
+"""Reward functions of a completion, their weights and the checks of both."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from grpo_ustat.config.own_functions import check_reward, reward_file
 from grpo_ustat.config.schema import ConfigError, check_distinct
 from grpo_ustat.estimators.baselines import BASELINES
 
-# The data set's own reward, or `dataset.reward` in its place.
+# Name of the data set's reward or, if set, of `dataset.reward`.
 TASK = "task"
-# They need no expected answer.
+# Reward functions that need no expected answer.
 DATASET_FREE_REWARDS = ("format", "termination", "brevity")
 
 
 def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | None) -> None:
-    """Refuse functions that do not exist, and weights that do not fit them."""
+    """Refuse functions that do not exist and weights that do not match the functions."""
     functions = as_typed(reward_funcs)
     if not reward_funcs:
         raise ConfigError(f"reward_funcs=[] names no function: use reward_funcs=[{TASK}]")
@@ -25,10 +25,10 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
         weights = "put reward_weights in the same order"
         if TASK not in reward_funcs:
             zeros = as_typed([0, *(1 for _ in others)])
-            weights = f"reward_weights={zeros} if {TASK} is not to count"
+            weights = f"reward_weights={zeros} if {TASK} should not count"
         raise ConfigError(
-            f"reward_funcs={functions} must begin with {TASK}, the data set's own reward, which "
-            f"is evaluated: use reward_funcs={as_typed([TASK, *others])}, and {weights}"
+            f"reward_funcs={functions} must begin with {TASK}, the data set's reward, which "
+            f"evaluations use: use reward_funcs={as_typed([TASK, *others])} and {weights}"
         )
     for name in reward_funcs[1:]:
         if name not in (TASK, *DATASET_FREE_REWARDS):
@@ -37,38 +37,38 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
     if reward_weights is None:
         return
     if len(reward_weights) != len(reward_funcs):
-        fix = "give one for each, in their order, or null for 1 each"
+        fix = "use one weight per function, in order, or null for equal weights of 1"
         if len(reward_funcs) == 1:
-            fix = "name the other functions in reward_funcs, or leave reward_weights out"
+            fix = "add the other functions to reward_funcs or remove reward_weights"
         raise ConfigError(
             f"reward_weights={as_typed(reward_weights)} has {counted(reward_weights, 'weight')} "
             f"for {counted(reward_funcs, 'function')}, reward_funcs={functions}: {fix}"
         )
     if not all(map(math.isfinite, reward_weights)) or not any(reward_weights):
         raise ConfigError(
-            f"reward_weights={as_typed(reward_weights)} of reward_funcs={functions}: weights must "
-            "be finite, and one at least other than 0"
+            f"reward_weights={as_typed(reward_weights)} for reward_funcs={functions}: weights must "
+            "be finite, and at least one must not be 0"
         )
 
 
 def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
-    """Refuse a baseline that weighs several reward functions if there is only one.
+    """Refuse a baseline for several reward functions if there is only one.
 
     Args:
         baseline: name of the baseline.
-        key: configuration key that names it.
-        reward_funcs: the functions.
+        key: configuration key with this name.
+        reward_funcs: reward functions.
     """
     if "rewards_PGF" in BASELINES[baseline].needs and len(reward_funcs) < 2:
         raise ConfigError(
-            f"{key}={baseline} normalises each of several reward functions by itself, but "
+            f"{key}={baseline} normalises each of several reward functions separately, but "
             f"reward_funcs={as_typed(reward_funcs)}: use reward_funcs="
             f"{as_typed([TASK, DATASET_FREE_REWARDS[-1]])} or others, or group_std"
         )
 
 
 def as_typed(values: Sequence[str | float]) -> str:
-    """Format a list as one types it.
+    """Format a list as it is typed on a command line.
 
     >>> as_typed(["task", "brevity"]), as_typed([1.0, 0.25])
     ('[task,brevity]', '[1,0.25]')
@@ -77,7 +77,7 @@ def as_typed(values: Sequence[str | float]) -> str:
 
 
 def counted(values: Sequence[str | float], noun: str) -> str:
-    """Return the number of values with their noun, in words.
+    """Return the number of values with a singular or plural noun.
 
     >>> counted([1.0], "weight"), counted(["task", "format"], "function")
     ('1 weight', '2 functions')
@@ -86,7 +86,7 @@ def counted(values: Sequence[str | float], noun: str) -> str:
 
 
 def reward_names(reward_funcs: list[str]) -> list[str]:
-    """Return the names in metrics and tables: FUNCTION for FILE.py:FUNCTION, else the typed name.
+    """Return the names for metrics and tables: FUNCTION for FILE.py:FUNCTION, or the typed name.
 
     >>> reward_names(["task", "brevity", "rewards/my.py:polite"])
     ['task', 'brevity', 'polite']
@@ -95,7 +95,7 @@ def reward_names(reward_funcs: list[str]) -> list[str]:
 
 
 def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> str:
-    """Return the sum that is the reward; "" if it is the data set's own.
+    """Return the weighted sum as text, or "" if the reward is the data set's reward.
 
     >>> reward_text(["task", "brevity"], [1.0, 0.5]), reward_text(["task"], None)
     ('1 task + 0.5 brevity', '')
@@ -107,5 +107,5 @@ def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> 
 
 
 def summed_weights(reward_funcs: list[str], reward_weights: list[float] | None) -> list[float]:
-    """Return the weights of the functions in the sum; 1 each if none are given."""
+    """Return the weights of the functions; 1 each if no weights are given."""
     return reward_weights or [1.0] * len(reward_funcs)

@@ -1,4 +1,4 @@
-"""Engines that write completions, of `train` and of the studies of `mse`."""
+"""Engines that generate completions for `train` and `mse`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VLLM_FIELDS = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
 
 @dataclass
 class RolloutConfig:
-    """Engine that writes completions."""
+    """Engine that generates completions."""
 
     name: str = field(
         "engine that writes completions, in this process: local, the model itself, or vllm",
@@ -34,7 +34,7 @@ class RolloutConfig:
     )
 
     def check(self) -> None:
-        """Refuse vLLM's options without vLLM."""
+        """Refuse options of vLLM without vLLM."""
         for name in VLLM_FIELDS:
             if self.name != "vllm" and getattr(self, name) is not None:
-                raise ConfigError(f"rollout.{name} is vLLM's: use rollout=vllm with it")
+                raise ConfigError(f"rollout.{name} is an option of vLLM: use rollout=vllm with it")

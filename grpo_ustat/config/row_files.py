@@ -1,6 +1,6 @@
-"""Rows of files: json lines, json, CSV or Parquet, plain or compressed in a format of fsspec.
+"""Rows of JSON lines, JSON, CSV or Parquet files, plain or in a compression of fsspec.
 
-An unusable value is refused with its file, row (from 1; blank lines count) and field.
+The error for an invalid value gives the file, the row (from 1, counting blank lines) and the field.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from grpo_ustat.config.command_line import is_installed
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
-# Key of the cells of a CSV row that have no column.
+# Key of the extra cells of a CSV row without a column.
 TOO_MANY = "more fields than the header"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data set."""
+    """Row of a data set."""
 
     fields: dict[str, Any]
-    # File, or hub id and split, and the number of the row.
+    # Source of the row: file, or hub id and split, and row number.
     where: str
 
     def has(self, name: str) -> bool:
-        """Return True if the row has a value in the field of this name."""
+        """Return True if the field exists and is not null."""
         return self.fields.get(name) is not None
 
     def value(self, *names: str) -> Any:
-        """Return the field of the first of these names that the row has."""
+        """Return the value of the first of these fields that the row has."""
         for name in names:
             if self.has(name):
                 value = self.fields[name]
@@ -52,14 +52,14 @@ class Row:
         )
 
     def text(self, *names: str) -> str:
-        """Return the field as a text that is not blank; white space at its ends stays."""
+        """Return the field as non-blank text, including outer white space."""
         value = self.value(*names)
         if not isinstance(value, str) or not value.strip():
             raise self.refused(" or ".join(names), value, "a text that is not empty")
         return value
 
     def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
-        """Return the error for a field whose value does not meet a requirement."""
+        """Return the error for a field that does not meet a requirement."""
         return ConfigError(
             f"{self.where}: field {name} is {_short(value)}, it must be {requirement}"
         )
@@ -68,12 +68,13 @@ class Row:
 def read_rows(file: Path, key: str = "") -> list[Row]:
     """Return the rows of a file, which is read once.
 
-    Numbers are as Python's json reader returns them. Single precision in a Parquet file becomes the
-    shortest decimal that rounds to it. All values of CSV are texts.
+    Numbers are those that Python's json module returns. A single-precision number in a Parquet file
+    becomes the shortest decimal that rounds to it. All values of CSV files are strings.
 
     Args:
-        file: json lines, or one json array; CSV with a header, or Parquet, by its name.
-        key: configuration key that names the file, for errors.
+        file: file with JSON lines or a JSON array, or a CSV file with a header or a Parquet file,
+            which are recognised by their suffixes.
+        key: configuration key with the file, for errors.
     """
     place = f"{key}={file}" if key else str(file)
     try:
@@ -103,7 +104,7 @@ def _rows(file: Path, modified_ns: int) -> list[Row]:
 
 
 def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the entries of one array, or the lines that are not blank."""
+    """Yield the entries of a JSON array or the non-blank lines, with row numbers."""
     if text.lstrip().startswith("["):
         try:
             yield from enumerate(json.loads(text), start=1)
@@ -120,7 +121,7 @@ def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(content: bytes) -> list[dict[str, Any]]:
-    """Read the rows of a table; single precision becomes the shortest decimal that rounds to it."""
+    """Read the rows of a Parquet table; see `read_rows` for single precision."""
     parquet: Any = import_module("pyarrow.parquet")
     table = parquet.read_table(io.BytesIO(content))
     rows = table.to_pylist()
@@ -133,7 +134,7 @@ def _parquet(content: bytes) -> list[dict[str, Any]]:
 
 
 def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> list[Row]:
-    """Check that each row is an object of finite numbers and whole characters; return the rows."""
+    """Check that rows are objects with finite numbers and valid Unicode, and return the rows."""
     checked: list[Row] = []
     for number, fields in rows:
         row = Row(fields, f"{file} row {number}")
@@ -154,7 +155,7 @@ def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> list[Row]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value, or all that it holds."""
+    """Yield a value or, for a container, all keys and values that it contains."""
     if isinstance(value, dict):
         for name, inner in cast(dict[Any, Any], value).items():
             yield name
@@ -167,12 +168,12 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, by their names or by the folder's card.
+    """Return the files of each split of a folder, determined by file names or the folder's card.
 
     Args:
-        key: configuration key that names the folder.
+        key: configuration key with the folder, for errors.
         folder: folder with files of rows.
-        subset: subset of a folder that has several, as its card names them.
+        subset: subset of the folder that its card defines, if there are several.
     """
     datasets: Any = import_module("datasets")
     place = str(Path(folder).expanduser())
@@ -183,12 +184,12 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
             builder = datasets.load_dataset_builder(place, chosen, cache_dir=cache)
     except Exception as error:
         raise ConfigError(
-            f"{key}={folder} holds no rows that can be read ({reason_of(error)}): use "
+            f"{key}={folder} contains no readable rows ({reason_of(error)}): use "
             "jsonl, json, CSV or Parquet files with train and test in their names"
         ) from error
     if builder.name not in ("json", "csv", "parquet"):
         raise ConfigError(
-            f"{key}={folder} holds no jsonl, json, CSV or Parquet file: put train.jsonl and "
+            f"{key}={folder} contains no jsonl, json, CSV or Parquet file: put train.jsonl and "
             "test.jsonl there, or use another folder"
         )
     data_files = cast(dict[Any, list[Any]], builder.config.data_files)
@@ -197,14 +198,14 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
 
 @contextmanager
 def quiet_datasets() -> Generator[str]:
-    """Suppress the library's bars and logs; yield a temporary folder for its cache."""
+    """Suppress progress bars and logs of `datasets`; yield a temporary folder for its cache."""
     datasets: Any = import_module("datasets")
     huggingface_hub: Any = import_module("huggingface_hub")
     datasets.disable_progress_bars()
     huggingface_hub.utils.disable_progress_bars()
     for library in (datasets, huggingface_hub):
         library.utils.logging.set_verbosity(logging.CRITICAL)
-    # A slow import, used only here.
+    # This import is slow and only used here.
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +213,7 @@ def quiet_datasets() -> Generator[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of an error of reading, in one line."""
+    """Return the message of a reading error in one line."""
     return single_line(error.__cause__ or error, 200) or "no row was found"
 
 

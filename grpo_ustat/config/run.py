@@ -1,4 +1,4 @@
-"""Typed schemas of the fields of all runs: a seed, a folder, processes, a tracker."""
+"""Schemas of the fields of all runs: seed, folder, processes and tracker."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
-# Each is the name of a package and of an extra.
+# Names of trackers, which are also the names of their packages and extras.
 TRACKERS = ("wandb", "tensorboard", "trackio")
-# Upper limit of a seed, and of the steps and sizes in a run folder.
+# Upper limit of seeds and of the steps and sizes in a run folder.
 MAX_COUNT = 10**12
 ON_EXISTING = ("resume", "error", "overwrite")
 
@@ -36,9 +36,9 @@ class ProcessConfig:
 
 @dataclass
 class LoggerConfig:
-    """A tracker that shows what the run folder holds.
+    """Tracker that shows the contents of the run folder.
 
-    Keys and addresses come from the tracker's own environment variables.
+    Keys and addresses come from the environment variables of the tracker.
     """
 
     name: str = field("name of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
@@ -52,7 +52,7 @@ class LoggerConfig:
     )
 
     def check(self, *, needed: bool = True) -> None:
-        """Refuse a tracker that has no project or, if it is needed, is not installed.
+        """Refuse a tracker without a project or, if it is needed, one that is not installed.
 
         The tracker's package is not imported.
         """
@@ -82,7 +82,7 @@ class ReportConfig:
 
 @dataclass
 class Shared:
-    """Fields of all commands that make runs."""
+    """Fields of all commands that start runs."""
 
     launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
     seed: int = field("seed of every random choice of the run", at_least=0, below=MAX_COUNT)
@@ -96,12 +96,12 @@ class Shared:
     report: ReportConfig = node(ReportConfig, "the report of a sweep, beside its runs")
     logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what is in the run folder")
 
-    # No fields: entries that have prompts and a model declare them.
+    # These are not fields; commands with prompts and a model declare them.
     show_prompts, model = 0, None
 
     @property
     def only_shows(self) -> bool:
-        """True if nothing is to be run."""
+        """True if no run is started."""
         return self.dry_run or bool(self.show_prompts)
 
     def check(self) -> None:
@@ -114,20 +114,20 @@ class Shared:
 
 
 def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a configuration that holds a secret; the message does not show it.
+    """Refuse a configuration that contains a secret, without showing the secret in the message.
 
-    A configuration is written into run folders and sent to trackers.
+    Configurations are written to run folders and sent to trackers.
     """
     key = find_secret(config, environ)
     if key is not None:
         raise ConfigError(
             f"{key} looks like a key or password, and a configuration is written to disk: "
-            "leave it out and set it in the environment, such as HF_TOKEN or WANDB_API_KEY"
+            "remove it and set it in the environment, such as HF_TOKEN or WANDB_API_KEY"
         )
 
 
 def check_report_name(key: str, name: str) -> None:
-    """Refuse a report's name that cannot name a folder."""
+    """Refuse a report name that is not a valid folder name."""
     if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
         raise ConfigError(f"{key}={name!r}: use letters, digits, . _ -")
 
@@ -150,7 +150,7 @@ class ReportEntry:
         return cast(list[Any], runs) if isinstance(runs, list) else [runs]
 
     def check(self) -> None:
-        """Refuse a value that is no folder and no list of folders."""
+        """Refuse a value that is neither a folder nor a list of folders."""
         if not self.patterns or not all(x and isinstance(x, str) for x in self.patterns):
             raise ConfigError(f"runs={self.runs}: name folders, such as runs=outputs/train")
         check_report_name("name", self.name)

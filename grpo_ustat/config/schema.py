@@ -1,7 +1,7 @@
-"""Declaration of a schema's fields, and the checks of one field.
+"""Declarations of the fields of a schema and the checks of single fields.
 
-A field is declared as `name: type = field("meaning", unit="tokens", choices=("a", "b"))`, a node as
-`name: Schema = node(Schema, "meaning")`; `--help` and the tests read them here.
+A field is declared as `name: type = field("meaning", unit="tokens", choices=("a", "b"))`, and a
+node as `name: Schema = node(Schema, "meaning")`. `--help` and the tests read these declarations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNSET: Any = "???"
 
 
 def flatten(content: Mapping[str, Any], between: str = ".", prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries by path; an empty dictionary has none.
+    """Return the values of nested dictionaries by path, without empty dictionaries.
 
     >>> flatten({"seed": 0, "model": {"name": "tiny", "size": {}}, "sizes": [2, 4]})
     {'seed': 0, 'model.name': 'tiny', 'sizes': [2, 4]}
@@ -50,16 +50,17 @@ def field(
     """Declare a field of a schema; `check_fields` enforces its limits.
 
     Args:
-        meaning: a phrase, with `null: ...` if it may be null. `--help` prints the unit before it.
-        unit: unit of a number, such as `tokens`; the meaning then continues it.
-        choices: all allowed values, of the field or of a list's elements; empty: anything.
-        plugins: returns further choices, those that installed packages offer.
-        positive: a number, or each of a list, must be above 0 and finite.
-        at_least: the smallest allowed number; a number must then be finite.
-        below: a number must be smaller than this.
-        distinct: a list must not name a value twice.
-        entries: meaning of each entry of a dictionary of options.
-        default: value of a field that is not in `conf/`; without one it must be there.
+        meaning: description, with `null: ...` if the value may be null. `--help` prints the unit
+            before it.
+        unit: unit of a number, such as `tokens`, which the description continues.
+        choices: allowed values of the field or of the elements of a list; if empty, any value.
+        plugins: function that returns further choices from installed packages.
+        positive: True if numbers must be positive and finite.
+        at_least: smallest allowed number; numbers must then be finite.
+        below: exclusive upper limit of numbers.
+        distinct: True if the values of a list must be distinct.
+        entries: descriptions of the entries of a dictionary of options.
+        default: value if `conf/` does not set the field; without a default `conf/` must set it.
     """
     limits = Limits(choices, plugins, positive, at_least, below, distinct)
     metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
@@ -68,7 +69,7 @@ def field(
 
 @dataclass(frozen=True)
 class Limits:
-    """Values that a field allows; see `field`."""
+    """Allowed values of a field; see `field`."""
 
     choices: tuple[str, ...] = ()
     plugins: Callable[[], Collection[str]] = tuple
@@ -78,7 +79,7 @@ class Limits:
     distinct: bool = False
 
     def check(self, path: str, value: Any) -> None:
-        """Refuse a value, or a list with an entry, that is not allowed; null is allowed."""
+        """Refuse a value or a list entry that is not allowed; null is always allowed."""
         entries = cast(list[Any], value) if isinstance(value, list) else [value]
         for entry in entries:
             if entry is None:
@@ -91,7 +92,7 @@ class Limits:
             if not (smallest and entry < self.below):
                 named = f"{path}={value}"
                 if isinstance(value, list):
-                    named += f" holds {entry}, which"
+                    named += f" contains {entry}, which"
                 allowed = "above 0" if self.positive else f"{self.at_least:g} or more"
                 if self.below < math.inf:
                     lowest = "(0" if self.positive else f"[{self.at_least:g}"
@@ -104,11 +105,11 @@ class Limits:
 
 
 def check_fields(node: Any, prefix: str = "") -> None:
-    """Refuse a value that its field does not allow, in a node and in all nodes within it.
+    """Refuse values that their fields do not allow, in a node and in all nested nodes.
 
     Args:
-        node: an instance of a schema.
-        prefix: prefix of every field's name.
+        node: instance of a schema.
+        prefix: prefix of the field names, for messages.
     """
     for declared in dataclasses.fields(node):
         value, path = getattr(node, declared.name), f"{prefix}{declared.name}"
@@ -122,7 +123,7 @@ def check_fields(node: Any, prefix: str = "") -> None:
 
 
 def node(schema: type, meaning: str) -> Any:
-    """Declare a node of a schema, with its own fields."""
+    """Declare a node of a schema that has fields itself."""
     return dataclasses.field(default_factory=schema, metadata={"meaning": meaning})
 
 
@@ -130,35 +131,35 @@ def node(schema: type, meaning: str) -> Any:
 class FieldInfo:
     """Description of one field by its schema."""
 
-    # Its name on the command line, such as `eval.decoding`.
+    # Name on the command line, such as `eval.decoding`.
     path: str
-    # Its type in words, `list of str`; empty for a node.
+    # Type in words, such as `list of str`; empty for a node.
     kind: str
-    # These four are arguments of `field`; empty if the schema gives none.
+    # The next four are arguments of `field` and are empty if the schema does not give them.
     meaning: str
     unit: str
     limits: Limits
     entries: Mapping[str, str]
-    # Value without a file; `UNSET`: a file must give it.
+    # Value if no file sets the field; `UNSET` if a file must set it.
     default: object
-    # Schema of a node; None for fields.
+    # Schema of a node; None for other fields.
     schema: type | None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All allowed values, those of installed packages included; empty: anything."""
+        """Allowed values, including those of installed packages; if empty, any value is allowed."""
         return (*self.limits.choices, *sorted(self.limits.plugins()))
 
 
 def fields_of(
     schema: type, prefix: str = "", schemas: Mapping[str, type] | None = None
 ) -> Iterator[FieldInfo]:
-    """Yield every field of a schema, nodes before their fields.
+    """Yield every field of a schema; nodes come before their fields.
 
     Args:
-        schema: a dataclass.
+        schema: dataclass of the schema.
         prefix: prefix of every path.
-        schemas: schemas of nodes whose type does not give them, by path.
+        schemas: schemas, by path, of nodes whose type annotation does not give them.
     """
     schemas, hints = schemas or {}, get_type_hints(schema)
     for declared in dataclasses.fields(schema):
@@ -180,7 +181,7 @@ def fields_of(
 
 
 def kind_of(hint: Any) -> str:
-    """Name a type in words.
+    """Return a type in words.
 
     >>> kind_of(list[int] | None), kind_of(bool), kind_of(dict[str, float])
     ('list of int or null', 'bool', 'dict of float')
@@ -193,33 +194,33 @@ def kind_of(hint: Any) -> str:
 
 
 class ConfigError(ValueError):
-    """A mistake of the user; its message is one line with the values and the fix."""
+    """Invalid user input; the message is one line with the values and the fix."""
 
 
 def check_positive(node: Any, *names: str, prefix: str = "") -> None:
-    """Refuse fields of a node that are not above 0 and finite."""
+    """Refuse fields of a node that are not positive and finite."""
     for name in names:
         Limits(positive=True).check(f"{prefix}{name}", getattr(node, name))
 
 
 def check_distinct(path: str, values: list[Any]) -> None:
-    """Refuse a list that names a value twice."""
+    """Refuse a list with a repeated value."""
     repeated = [value for i, value in enumerate(values) if value in values[:i]]
     if repeated:
-        raise ConfigError(f"{path}={values} names {repeated[0]} twice: once is enough")
+        raise ConfigError(f"{path}={values} contains {repeated[0]} twice: use it once")
 
 
 def check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices; it may have any type."""
+    """Refuse a value, of any type, that is not one of the choices."""
     if value not in choices:
         hint = did_you_mean(str(value), choices)
         raise ConfigError(f"unknown {path} {value!r}: {hint}choose from {', '.join(choices)}")
 
 
 def did_you_mean(word: str, names: Collection[str]) -> str:
-    """Return the question after a misspelt or cut word, with a blank at its end.
+    """Return a "did you mean" question for a misspelt or truncated word, with a trailing blank.
 
-    It is "" if no name is near.
+    The result is "" if no name is similar.
 
     >>> did_you_mean("qwen2_5_1_5", ("hub", "qwen2_5_1_5b_instruct")), did_you_mean("x", ("hub",))
     ('did you mean qwen2_5_1_5b_instruct? ', '')

@@ -1,7 +1,8 @@
-"""Secrets: refused in a configuration, hidden in what is shown or sent elsewhere.
+"""Detection of secrets, which configurations refuse and shown or sent text hides.
 
-A value counts as secret if its option's name says so, if it is the content of a variable such as
-HF_TOKEN, or if it has one of six common forms, such as an address with a password.
+A value counts as a secret if the name of its option indicates a secret, if it contains the value of
+an environment variable such as HF_TOKEN, or if it has one of six common forms, such as an address
+with a password.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 REDACTED = "(redacted)"
-# Forms by which keys of a service are recognised.
+# Patterns of the keys of each service.
 KEY_FORMS = {
     "Hugging Face": r"\bhf_[A-Za-z0-9]{20,}",
     "Weights & Biases": r"\bwandb_v1_\w{20,}|(?i:(?<=key=))[0-9a-f]{40}\b",
@@ -32,14 +33,14 @@ ASSIGNED_SECRET = re.compile(rf"((?:key|{SECRET_WORDS})=)[^\s,;&]+", re.I)
 QUOTED_SECRET = re.compile(
     rf"((?:{SECRET_WORDS})[\"']?\s*[:=]\s*[\"'])[^\"'\s$<{{(]{{8,}}(?=[\"'])", re.I
 )
-# An old key of wandb, or a commit.
+# Either an old key of wandb or a commit.
 HEXADECIMAL = re.compile(r"\b[0-9a-f]{40,}\b")
-# Characters of a variable's value; shorter values may be in any text.
+# Smallest length of a variable's value in characters; shorter values may occur in any text.
 MIN_SECRET_CHARACTERS = 12
 
 
 def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str = "") -> str | None:
-    """Return the dotted key of the first secret in a nested value; None if there is none.
+    """Return the dotted key of the first secret in a nested value, or None.
 
     >>> find_secret({"seed": 0, "options": [{"password": "x"}]})
     'options.password'
@@ -59,7 +60,7 @@ def find_secret(content: Any, environ: Mapping[str, str] = os.environ, key: str 
 
 
 def redact(content: Any, key: str = "", environ: Mapping[str, str] = os.environ) -> Any:
-    """Return a nested value with every secret in it replaced.
+    """Replace every secret in a nested value.
 
     >>> redact({"seed": 0, "options": {"password": "x", "url": "https://me:me@host/"}})
     {'seed': 0, 'options': {'password': '(redacted)', 'url': '(redacted)'}}
@@ -75,9 +76,9 @@ def redact(content: Any, key: str = "", environ: Mapping[str, str] = os.environ)
 
 
 def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return a text with every secret in it replaced.
+    """Replace every secret in a text.
 
-    Nothing identifies a long hexadecimal number in a text, so it counts as a key.
+    A long hexadecimal number counts as a key, since a text does not show what it is.
 
     >>> redact_text("token=abc at https://me:pass@host", {})
     'token=*** at https://***@host'
@@ -86,10 +87,10 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_code(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return a program's text, its changes or an error of it, with every secret in it replaced.
+    """Replace every secret in source code, a diff or an error message.
 
-    Fingerprints stay, and so does the value of an assignment that is secret only by its name:
-    `token=tokenizer.eos` is no key.
+    Fingerprints are kept. The value of an assignment whose name alone indicates a secret is also
+    kept, since `token=tokenizer.eos` is not a key.
 
     >>> redact_code("commit 8f1d: api_key = 'abcdefgh1', token=next(tokens)", {})
     "commit 8f1d: api_key = '***', token=next(tokens)"
@@ -112,6 +113,6 @@ def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _secrets_in(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables that are named like keys and long enough to be one."""
+    """Return the values of variables with names of keys that are long enough to be keys."""
     named = (text for name, text in environ.items() if SECRET_VARIABLE.search(name))
     return [text for text in named if len(text) >= MIN_SECRET_CHARACTERS]

@@ -1,4 +1,4 @@
-"""The parts of the schema of `mse`: a study's budget, its measurements, its processes."""
+"""Parts of the schema of `mse`: budget, measurements and processes of a study."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METRICS = ("euclidean", "adam")
 
 @dataclass
 class StudyBudget:
-    """Numbers of completions behind each result."""
+    """Numbers of completions from which results are computed."""
 
     pool_completions: int = field(
         "of each question that are sampled and scored, N; closed_form uses them", "completions"
@@ -50,7 +50,7 @@ class StudyBudget:
     )
 
     def check_monte_carlo(self) -> None:
-        """Refuse counts from which monte_carlo makes no interval or no reference gradient."""
+        """Refuse counts that are too small for intervals or reference gradients of monte_carlo."""
         check_positive(self, "value_completions", prefix="budget.")
         if self.replicates < 2:
             raise ConfigError(f"budget.replicates={self.replicates}: an interval needs at least 2")
@@ -139,28 +139,29 @@ class StudyConfig:
 
     @property
     def interval(self) -> str:
-        """The units of the intervals of closed forms: `completions` or `questions`.
+        """Sampling unit of the intervals of closed forms, `completions` or `questions`.
 
-        Intervals over completions are conditional on the questions. AdamW's metric needs those over
-        questions, since each half of the questions is measured in the metric of the other.
+        Intervals over completions are conditional on the questions. AdamW's metric needs intervals
+        over questions, since each half of the questions is measured in the metric of the other
+        half.
         """
         return "questions" if self.metric == "adam" else "completions"
 
     @property
     def adam_prompts(self) -> int:
-        """B of the step of `adam_rollouts`."""
+        """Number of prompts B in a step of `adam_rollouts`."""
         return self.adam_rollouts // self.adam_group_size
 
     @property
     def share(self) -> tuple[int, int]:
-        """(k, n) of `part`, (1, 1) without; (0, 0) if it is not of the form k/n."""
+        """Pair (k, n) of `part`; (1, 1) if unset and (0, 0) if not of the form k/n."""
         match = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclass
 class StudyLaunch(LaunchConfig):
-    """`LaunchConfig` of studies."""
+    """Processes and devices of studies."""
 
     workers: int = field(
         "that share the questions, without a change of results; under torchrun its ranks share "

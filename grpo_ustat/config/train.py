@@ -1,6 +1,6 @@
-"""The typed schema of `train`, and the checks that join its fields.
+"""Schema of `train` and the checks that involve several fields.
 
-A check refuses in one line that names values and fix.
+Every error is one line that gives the values and the fix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
-# The files of launch/accelerate/.
+# Names of the files in launch/accelerate/.
 SHARINGS = ("ddp", "fsdp2")
 
 
@@ -49,7 +49,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Schedule of the learning rate; schedules that fall towards an end take it from max_steps."""
+    """Schedule of the learning rate; decaying schedules end at max_steps."""
 
     lr_scheduler_type: str = field(
         "schedule of the learning rate, by transformers' name; linear and cosine fall to 0 at "
@@ -59,7 +59,7 @@ class ScheduleConfig:
     warmup_steps: int = field("of linear warm-up", "steps", at_least=0)
 
     def check(self) -> None:
-        """Refuse steps of warm-up in a schedule without warm-up."""
+        """Refuse warm-up steps in a schedule without warm-up."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ConfigError(
                 f"schedule.warmup_steps={self.warmup_steps} with lr_scheduler_type=constant has no "
@@ -69,7 +69,7 @@ class ScheduleConfig:
 
 @dataclass
 class LoraConfig:
-    """Adapters by PEFT."""
+    """LoRA adapters of PEFT."""
 
     r: int = field("rank of the adapters; 0: none, all parameters are trained", at_least=0)
     lora_alpha: float | None = field(
@@ -79,7 +79,7 @@ class LoraConfig:
     target_modules: str | None = field("layers with adapters, by PEFT's name; null: no adapters")
 
     def check(self) -> None:
-        """Refuse half a description of adapters."""
+        """Refuse an incomplete description of adapters."""
         options = [
             name for name in ("lora_alpha", "target_modules") if getattr(self, name) is not None
         ]
@@ -93,7 +93,7 @@ class LoraConfig:
 
 @dataclass
 class EvalConfig:
-    """Answering of held-out questions."""
+    """Evaluation on held-out questions."""
 
     decoding: list[str] = field(
         "ways of decoding; each gives a row of eval.csv", choices=DECODINGS, distinct=True
@@ -105,7 +105,7 @@ class EvalConfig:
     )
 
     def check(self) -> None:
-        """Refuse an evaluation that decodes nothing, or samples that no decoding draws."""
+        """Refuse an evaluation without decoding, or with samples but without sampled decoding."""
         if not self.decoding:
             raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
         if self.num_generations > 1 and "sampled" not in self.decoding:
@@ -117,7 +117,7 @@ class EvalConfig:
 
 @dataclass
 class MonitorConfig:
-    """Quality of the gradients, from a step's own rollouts."""
+    """Estimates of gradient error from the rollouts of a training step."""
 
     gradient_mse_every: int = field(
         "between estimates of C1, C2, C3 and G*; 0: never", "steps", at_least=0
@@ -125,11 +125,11 @@ class MonitorConfig:
     gradient_sketch: int = field("kept of each prompt's gradient for these estimates", "numbers")
 
     def check(self, group_size: int, prompts: int) -> None:
-        """Refuse estimates from fewer completions or prompts than they need.
+        """Refuse too few completions or prompts for the estimates.
 
         Args:
-            group_size: completions of a prompt.
-            prompts: prompts of a step.
+            group_size: number of completions per prompt.
+            prompts: number of prompts per step.
         """
         interval = self.gradient_mse_every
         if not interval:
@@ -149,7 +149,7 @@ class MonitorConfig:
 
 @dataclass
 class TrainBudget:
-    """Completions that a step may sample."""
+    """Numbers of completions that a step samples."""
 
     rollouts: int = field("of a step: n = prompts x group_size", "completions", positive=True)
     value_completions: int = field(
@@ -161,7 +161,7 @@ class TrainBudget:
 
 @dataclass
 class TrainLaunch(LaunchConfig):
-    """`LaunchConfig` of training."""
+    """Processes and devices of training."""
 
     device: str = field("processor; each rank on cuda takes a GPU", choices=DEVICES)
     accelerate: str | None = field(
@@ -223,13 +223,13 @@ class TrainConfig(Common):
 
     @property
     def run_name(self) -> str:
-        """Name of the trained model, data and algorithm."""
+        """Name of the run, from the model, the data and the algorithm."""
         words = (self.model.name, self.dataset.name, self.objective.name, self.baseline.name)
         return f"{'-'.join(words)}-G={self.group_size}-n={self.budget.rollouts}"
 
     @property
     def plan(self) -> str:
-        """Policy, algorithm, a step's rollouts, steps and learning rate."""
+        """Sentence with policy, algorithm, rollouts per step, steps and learning rate."""
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
@@ -245,15 +245,15 @@ class TrainConfig(Common):
 
     @property
     def prompts_per_step(self) -> int:
-        """P = n / G."""
+        """Number of prompts per step, P = n / G."""
         return self.budget.rollouts // self.group_size
 
     def check(self) -> None:
         """Refuse a training run that cannot work."""
         if self.launch.device.startswith("cuda:"):
             raise ConfigError(
-                f"launch.device={self.launch.device}: training takes its GPU from the launcher; "
-                "use launch.device=cuda and choose with CUDA_VISIBLE_DEVICES"
+                f"launch.device={self.launch.device}: the launcher chooses the GPU for training; "
+                "use launch.device=cuda and CUDA_VISIBLE_DEVICES"
             )
         super().check()
         if self.model.dtype == "float16":
@@ -279,18 +279,17 @@ class TrainConfig(Common):
         for step in self.report.steps or ():
             if step > self.max_steps:
                 raise ConfigError(
-                    f"report.steps names {step}, already past max_steps={self.max_steps}: use "
-                    "steps up "
-                    f"to {self.max_steps}, or report.steps=null for every evaluation"
+                    f"report.steps contains {step}, which exceeds max_steps={self.max_steps}: use "
+                    f"steps up to {self.max_steps}, or report.steps=null for every evaluation"
                 )
             if step < self.max_steps and step % self.eval_steps:
                 raise ConfigError(
-                    f"report.steps names {step}, but eval_steps={self.eval_steps} never evaluates "
-                    "there: use multiples of eval_steps"
+                    f"report.steps contains {step}, at which eval_steps={self.eval_steps} does not "
+                    "evaluate: use multiples of eval_steps"
                 )
 
     def _check_batch(self) -> None:
-        """Refuse wrong options of a baseline, and a batch that lacks what the baseline needs."""
+        """Refuse invalid options of a baseline and a batch that does not suit the baseline."""
         baseline = load_baseline("baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         check_several(baseline.name, "baseline", self.reward_funcs)
@@ -301,7 +300,7 @@ class TrainConfig(Common):
         ):
             raise ConfigError(
                 f"objective.kl_in=reward with baseline={baseline.name}, which normalises each "
-                "reward function apart, so that the penalty is in none of them: use "
+                "reward function separately and therefore ignores the penalty: use "
                 "objective.kl_estimator=k3 objective.kl_in=loss"
             )
         check_group_size(baseline.name, self.group_size)

@@ -1,4 +1,4 @@
-"""Values in the form of a command line, and the fix for a wrong one."""
+"""Formatting of values for a command line and messages for invalid values."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def typed_value(value: Any) -> str:
 
 
 def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
-    """Return the line that refuses a value of a wrong type.
+    """Return the error message for a value of the wrong type.
 
     Args:
         field: field of a schema.
-        value: as it was typed.
-        conf: folder of configuration files, from which the example is taken.
+        value: value as the user typed it.
+        conf: folder of configuration files, from which an example is taken.
     """
     path, kind = field.path, field.kind.removesuffix(" or null")
     typed = f"{path}={value}" if value else f"{path}= has no value"
@@ -68,7 +68,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(field: FieldInfo, conf: Path) -> str | None:
-    """Return a valid value as typed: from the first file with one of the kind, or the default."""
+    """Return a valid value as typed, from the first suitable file or the default."""
     values = _values_in_files(field.path, conf)
     kind = field.kind.removesuffix(" or null")
     of = kind.removeprefix("list of ")
@@ -82,7 +82,7 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
 
 
 def _values_in_files(path: str, conf: Path) -> Iterator[object]:
-    """Yield a field's value in each configuration file, first in the main files of the commands."""
+    """Yield a field's value in each configuration file; the main files of commands come first."""
     node, _, name = path.rpartition(".")
     of_node, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
     for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *of_node, *rest]):
@@ -95,14 +95,14 @@ def _values_in_files(path: str, conf: Path) -> Iterator[object]:
 
 
 def quote_for_shell(key: str, value: str) -> str:
-    r"""Return `key=value` with quotes for Hydra, and around them those for a shell.
+    r"""Return `key=value` quoted for Hydra and then for a shell.
 
     >>> print(quote_for_shell("name", "a(b"), quote_for_shell("name", "${x"))
     "name='a(b'" 'name='"'"'\${x'"'"''
     """
     value = value.replace("'", "\\'").replace("${", "\\${")
     slashes = value[len(value.rstrip("\\")) :]
-    # Backslashes at the end are doubled: a single one would escape the quote.
+    # Trailing backslashes are doubled, since a single one would escape the quote.
     text = f"{key}='{value}{slashes}'"
     return shlex.quote(text) if re.search(r'["$`\\!]', value) else f'"{text}"'
 
@@ -112,8 +112,8 @@ def to_type(key: str, value: str, kind: str | None) -> str:
 
     Args:
         key: key of a field or a group.
-        value: the intended value.
-        kind: kind of the field; None if unknown.
+        value: intended value.
+        kind: kind of the field, or None if unknown.
 
     >>> print(to_type("seed", "3", "int"), to_type("pool", "a b,c", "str or null"))
     seed=3 "pool='a b,c'"
@@ -139,6 +139,6 @@ def is_of_kind(value: str, kind: str) -> bool:
 
 
 def field_at(path: str, fields: Iterable[FieldInfo]) -> FieldInfo | None:
-    """Return the field of this path, or of the list in which the path is an entry, or None."""
+    """Return the field at this path or the list field that contains it; None if there is none."""
     path = re.sub(r"\[\d+\].*", "", path)
     return next((field for field in fields if field.path == path), None)

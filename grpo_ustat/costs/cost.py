@@ -1,7 +1,7 @@
 """Costs of runs in completions, tokens, memory and disk, computed from the planned work.
 
-Nothing is loaded. Prompt tokens are not counted, because that needs a tokenizer. An unknown figure
-is None.
+No model is loaded. Prompt tokens are not counted, because counting needs a tokenizer. Unknown
+numbers are None.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from grpo_ustat.config.model import (
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
-# Bytes of a number.
+# Bytes per number, by type.
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Keys of config.json, by their names here.
+# Keys of config.json by the names used here.
 SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "vocabulary": "vocab_size",
@@ -32,15 +32,15 @@ SIZE_KEYS = {
     "key_heads": "num_key_value_heads",
     "width": "head_dim",
 }
-# About the bytes of a safetensors file beside its arrays.
+# Approximate bytes of a safetensors file in addition to its arrays.
 HEADER_BYTES = 1000
-# Python with PyTorch, transformers and tasks; not counted on a GPU.
+# Memory of Python with PyTorch, transformers and tasks; not counted on a GPU.
 PROCESS_BYTES = 580_000_000
-# Memory of the process that reads a pool, over the size of its files.
+# Memory of the process that reads a pool, relative to the size of the pool's files.
 POOL_MEMORY_FACTOR = 2.5
-# Memory of log-probabilities and derivatives, over the size of their logits.
+# Memory of log-probabilities and derivatives, relative to the size of the logits.
 LOGIT_MEMORY_FACTOR = 4.5
-# Half of a GPU; a larger graph is scored layer by layer.
+# Half the memory of a GPU. A larger graph is scored layer by layer.
 MAX_GRAPH_BYTES = 32 * 2**30
 
 
@@ -49,89 +49,90 @@ class KeptPool:
     """Scored completions that a study keeps."""
 
     questions: int
-    # N of each question.
+    # Number of completions per question, N.
     completions: int
-    # Numbers of the two sketches, at most.
+    # Largest numbers of entries of the two sketches.
     feature_sketch: int
     gradient_sketch: int
-    # True if completions are scored once more, in the metric of AdamW's step.
+    # True if completions are scored again in the metric of AdamW's step.
     in_adams_metric: bool
 
 
 @dataclass(frozen=True)
 class Work:
-    """The sampling, scoring, updating and storing of a run, as its command describes it."""
+    """Sampling, scoring, updates and storage of a planned run."""
 
     model: ModelConfig
     sampler: SamplerOptions
-    # Torch device, as configured.
+    # Configured torch device.
     device: str
-    # Completions from which gradients or errors are computed.
+    # Number of completions from which gradients or errors are computed.
     rollouts: int
-    # Fresh completions from which baselines are estimated, at most.
+    # Largest number of fresh completions from which baselines are estimated.
     values: int
-    # Completions of test questions; None if their number is unknown.
+    # Number of completions of test questions; None if unknown.
     evaluation: int | None
-    # Completions to sample at a time, `sampler.rows` of them side by side.
+    # Number of completions per call of the sampler, of which `sampler.rows` are sampled at once.
     sampled_together: int
+    # Number of tokens in a backward pass.
     pass_tokens: int
-    # True if a backward pass holds one layer's graph at a time; None: if the whole graph is more
-    # than `MAX_GRAPH_BYTES`.
+    # True if a backward pass holds the graph of one layer at a time. None means only if the whole
+    # graph exceeds `MAX_GRAPH_BYTES`.
     by_layer: bool | None
-    # True if the run computes in bfloat16 over weights of a wider type.
+    # True if the run computes in bfloat16 with weights of a wider type.
     bf16: bool = False
-    # Numbers of gradient and optimizer for each weight.
+    # Numbers of values that gradient and optimizer store per weight.
     kept_per_weight: int = 0
     # True if a frozen copy of the weights is kept.
     has_reference: bool = False
-    # Checkpoints on disk at a time, and after the run has finished.
+    # Largest number of checkpoints on disk during the run, and number after the run.
     most_checkpoints: int = 0
     last_checkpoints: int = 0
-    # None for training.
+    # Pool of a study; None for training.
     pool: KeptPool | None = None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one run; bytes are those of one process."""
+    """Cost of one run; bytes are for one process."""
 
-    # Completions from which gradients or errors are computed.
+    # Number of completions from which gradients or errors are computed.
     rollouts: int
-    # Fresh completions behind V, b* or a tracker, and greedy completions of remax; at most.
+    # Largest number of completions for V, b*, a tracker or the greedy baseline of remax.
     values: int
-    # Completions of test questions; None if their number is unknown.
+    # Number of completions of test questions; None if unknown.
     evaluation: int | None
-    # Tokens of all these completions, at most.
+    # Largest number of tokens in all these completions.
     tokens: int
     # Bytes of the model.
     weights: int | None
-    # Bytes of the model's frozen copy, 0 without one.
+    # Bytes of the frozen copy of the model; 0 without a copy.
     reference: int | None
-    # Bytes of gradients and optimizer.
+    # Bytes of gradients and optimizer state.
     training: int | None
-    # Bytes of the program itself on a CPU, 0 on a GPU.
+    # Bytes of the program itself on a CPU; 0 on a GPU.
     process: int
-    # Bytes of the random signs behind a study's sketches.
+    # Bytes of the random signs for the sketches of a study.
     signs: int | None
-    # Bytes of keys and values of the completions sampled side by side, 0 with vLLM.
+    # Bytes of the KV cache of the completions sampled at once; 0 with vLLM.
     cache: int | None
-    # Bytes of the most logits held at a time, and of what is computed from them.
+    # Largest number of bytes of logits and of the values computed from them.
     logits: int | None
-    # Bytes of activations that one backward pass holds: of an update, or of a question's scores.
+    # Bytes of activations in one backward pass of an update or of scoring a question.
     graph: int | None
-    # Bytes of a study's pool in the process that reads it, 0 on a GPU.
+    # Bytes of a study's pool in the process that reads it; 0 on a GPU.
     pool: int | None
-    # Bytes at most during the run: checkpoints, or the study's pool.
+    # Largest number of bytes on disk during the run, for checkpoints or a study's pool.
     disk: int | None
-    # Bytes on disk that stay when the run has finished.
+    # Bytes on disk after the run has finished.
     disk_after: int | None
 
     @property
     def memory(self) -> int | None:
-        """Bytes of all parts together at the peak.
+        """Peak number of bytes of all parts together.
 
-        The peak is reached while completions are sampled or in a backward pass, or in the process
-        that reads a study's pool.
+        The peak occurs during sampling, in a backward pass, or in the process that reads a study's
+        pool.
         """
         if self.cache is None or self.graph is None:
             return None
@@ -144,13 +145,14 @@ class Cost:
 def cost(work: Work) -> Cost:
     """Compute the cost of a run from its work.
 
-    Bytes, for P parameters of E bytes: weights E P; a reference E P; with AdamW a gradient and two
-    moments, so training E P (1 + 2), 16 P in all with the weights in float32. A checkpoint has E P
-    (1 + 2). A question's file of a pool has 8 N^2 for inner products, 4 N R and 8 R' for sketches
-    of R = feature_sketch and R' = gradient_sketch numbers (at most P), 4 N tokens, 17 N for
-    rewards, lengths and ends. If a sketch is smaller than P, each parameter has a sign of one bit.
-    AdamW's metric holds a gradient and the factors of every entry beside the weights, or on a CPU
-    the six sums of group gradients of both halves; these and a second pool stay on disk.
+    For P parameters of E bytes, weights take E P bytes and a reference E P. With AdamW, a gradient
+    and two moments take E P (1 + 2), which gives 16 P in total with float32 weights. A checkpoint
+    takes E P (1 + 2). The pool file of a question takes 8 N^2 for inner products, 4 N R and 8 R'
+    for sketches of R = feature_sketch and R' = gradient_sketch numbers (at most P), 4 N for each
+    token, and 17 N for rewards, lengths and ends. If a sketch has fewer than P entries, each
+    parameter has a sign of one bit. In addition to the weights, AdamW's metric holds a gradient and
+    a factor for every entry or, on a CPU, six sums of group gradients of both halves. These sums
+    and a second pool stay on disk.
     """
     size, entry, on_cpu = (
         model_size(work.model),
@@ -162,7 +164,7 @@ def cost(work: Work) -> Cost:
     if work.by_layer is None and graph is not None and graph > MAX_GRAPH_BYTES:
         graph = _graph(size, work.pass_tokens, computed, by_layer=True)
     if work.bf16:
-        # Autocast holds a copy of the weights.
+        # Autocast keeps a copy of the weights.
         graph = _sum([graph, _product(size.parameters, 2)])
 
     weights = _product(size.parameters, entry)
@@ -209,8 +211,9 @@ def score_memory(
 ) -> tuple[int, int, int] | None:
     """Compute the bytes needed to score N completions of a question.
 
-    Weights and prompts are not counted. The three numbers are for the whole graph, layer by layer,
-    and for one completion layer by layer. None if the sizes are unknown.
+    Weights and prompts are not counted. The three numbers are for the whole graph, for scoring
+    layer by layer, and for one completion layer by layer. The result is None if the sizes are
+    unknown.
     """
     size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
@@ -225,10 +228,10 @@ def score_memory(
 
 
 def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
-    """Return bytes of each FSDP2 process: its shards, and the whole weights while it samples.
+    """Return the bytes of the shards and of the full weights in each FSDP2 process.
 
-    Weights, gradients and optimizer are sharded; weights are gathered to sample; a reference is
-    never sharded. None of the three may be unknown.
+    Weights, gradients and optimizer state are sharded. The full weights are gathered for sampling.
+    A reference is never sharded. Weights, training and reference must be known.
     """
     weights, training, reference = largest.weights, largest.training, largest.reference
     assert weights is not None and training is not None and reference is not None
@@ -238,8 +241,8 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
 def total(costs: list[Cost]) -> Cost:
     """Add up the costs of runs that are executed one after another.
 
-    Tokens add up. Memory is the maximum. Disk is the sum of what the runs keep and the largest
-    temporary need.
+    Completions and tokens are sums, and memory is the maximum. Disk is the sum of what the runs
+    keep plus the largest temporary need.
     """
     names = ("rollouts", "values", "evaluation", "tokens", "disk_after")
     sums = {name: _sum([getattr(cost, name) for cost in costs]) for name in names}
@@ -253,12 +256,12 @@ def total(costs: list[Cost]) -> Cost:
 
 
 def model_size(model: ModelConfig) -> ModelSize:
-    """Return `model.size`, completed from the model's folder if there is one.
+    """Return `model.size`, with unset values taken from the model's folder if there is one.
 
-    Open sizes come from config.json, in the names of Llama and its relatives, and the number of
-    parameters from the headers of the weight files, which store tied weights once. If each layer
-    has its own size, the largest counts. A value that is neither a number nor such a list is
-    unknown.
+    Unset sizes come from config.json, with the key names of Llama-like models. The number of
+    parameters comes from the headers of the weight files, which store tied weights once. If each
+    layer has its own size, the largest is used. A value that is neither a number nor a list of
+    numbers is unknown.
     """
     folder = model_folder(model.model_name_or_path)
     if not (folder / "config.json").is_file():
@@ -283,7 +286,7 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 
 def _largest(value: object) -> int | None:
-    """Return a size of config.json, or the largest of a list with one size a layer, or None.
+    """Return a size of config.json or the largest in a list with one size per layer, else None.
 
     >>> _largest(48), _largest([32, 48]), _largest([32, None]), _largest("48"), _largest(0)
     (48, 48, None, None, None)
@@ -295,12 +298,11 @@ def _largest(value: object) -> int | None:
 
 
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
-    """Return the bytes of keys and values of the completions sampled side by side.
+    """Return the bytes of the KV cache of the completions sampled at once.
 
-    Prompts and room to grow are not counted.
-
-    A token adds kv_width keys and as many values in each layer. Keys come from rotary embeddings
-    in the weights' type; values have the type of the computation, of `computed` bytes.
+    Prompts and reserved space are not counted. Each token adds kv_width keys and kv_width values in
+    each layer. Keys come from rotary embeddings and have the type of the weights. Values have the
+    type of the computation, with `computed` bytes.
     """
     sampler = work.sampler
     if sampler.rollout.name != "local":
@@ -312,10 +314,10 @@ def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
 
 
 def _logits(work: Work, size: ModelSize) -> int | None:
-    """Return the bytes of float32 logits, the larger of two needs.
+    """Return the bytes of float32 logits, the maximum of two needs.
 
-    These are the logits of the next token of all rows, and one chunk of those behind
-    log-probabilities with all that is computed from them.
+    The first need is the logits of the next token in all rows. The second is one chunk of logits
+    for log-probabilities and the values computed from it.
     """
     if size.vocabulary is None:
         return None
@@ -326,13 +328,16 @@ def _logits(work: Work, size: ModelSize) -> int | None:
 
 
 def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> int | None:
-    """Return the bytes of activations that a backward pass over so many tokens holds.
+    """Return the bytes of activations in a backward pass over a number of tokens.
 
-    They are counted as in `policy.memory.score_bytes`.
+    The count is the same as in `policy.memory.score_bytes`.
 
     Args:
-        entry: bytes of a number in the computation.
-        by_layer: hold the graph of one layer at a time, beside the inputs of all layers.
+        size: sizes of the model.
+        tokens: number of tokens.
+        entry: bytes per number in the computation.
+        by_layer: True if only the graph of one layer is held at a time, plus the inputs of all
+            layers.
     """
     if size.layers is None or size.hidden is None or size.inner is None:
         return None

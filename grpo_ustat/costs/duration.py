@@ -1,7 +1,7 @@
-"""Durations of planned runs, at the tokens per second of an earlier run on this machine.
+"""Durations of planned runs, estimated from the throughput of an earlier run on this machine.
 
-The estimate is rough: batches of another size, longer answers and a busier machine change the
-rate. If no earlier run has finished, the time is unknown.
+The estimate is rough, since the throughput depends on the batch size, the length of answers and the
+load of the machine. If no earlier run has finished, the duration is unknown.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.history import wall_seconds
 from grpo_ustat.runs.record import RunRecord
 
-# The newest finished runs that are read.
+# Largest number of finished runs to read, newest first.
 MAX_RUNS_READ = 50
-# Keys of model and device in which an earlier run must agree.
+# Keys of model and device whose values must be equal in an earlier run.
 AGREEING_KEYS = (
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
@@ -30,29 +30,29 @@ UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned run as its command describes it to the estimate of costs."""
+    """Description of a planned run for cost estimates."""
 
     # `train` or `mse`.
     command: str
-    # The settings that decide the cost, as the user types them; None is not shown.
+    # Settings that determine the cost, as typed by the user; None values are not shown.
     settings: Mapping[str, object]
     cost: Cost
     # Name of the policy.
     model: str
-    # Torch device, as configured.
+    # Configured torch device.
     device: str
-    # Ranks or local workers that share the run.
+    # Number of ranks or local workers that share the run.
     processes: int
     gpus: int
-    # Tokens.
+    # Largest length of a completion in tokens.
     max_completion_length: int
     # See `conditions`.
     conditions: Mapping[str, object]
     # Parent folder of this command's runs, by date.
     usual_place: Path
-    # Folder of the run; None if only the running job knows it.
+    # Folder of the run; None if it is known only in the running job.
     folder: Path | None
-    # Overrides that shorten the run to seconds or minutes, at the same rate.
+    # Overrides that shorten the run to seconds or minutes without changing the throughput.
     short_run: str
     # Division of a step's batch, in words.
     batch: str = ""
@@ -66,17 +66,17 @@ class Plan:
 class Duration:
     """Estimated time of a run."""
 
-    # None if no earlier run tells it.
+    # Estimated seconds; None if no earlier run gives an estimate.
     seconds: float | None
-    # Part of `seconds` until a process begins its first run; its later runs do not need it.
+    # Start-up part of `seconds`, which a process needs only before its first run.
     start: float
-    # The earlier run; without an estimate, the reason and what to run.
+    # Earlier run behind the estimate or, without an estimate, the reason and the command to run.
     basis: str
     gpus: int
 
     @property
     def gpu_hours(self) -> float | None:
-        """Hours of all GPUs together."""
+        """Hours summed over all GPUs."""
         return None if self.seconds is None else self.seconds * self.gpus / 3600
 
 
@@ -84,22 +84,22 @@ class Duration:
 class Pace:
     """Speed of a finished run."""
 
-    # Tokens per second of its steps, or of a study's sampling and scoring.
+    # Tokens per second in training steps, or in a study's sampling and scoring.
     rate: float
-    # Tokens per second of a training run's sampling, as in evaluations.
+    # Tokens per second when a training run only samples, as in evaluations.
     sampling_rate: float
-    # Tokens of a completion, on average.
+    # Mean number of tokens per completion.
     length: float
-    # Seconds of the rest of the run: setup, figures.
+    # Seconds of all other parts of the run, such as setup and figures.
     rest: float
-    # Seconds until its process began its first run.
+    # Seconds until the process began its first run.
     start: float
 
 
 def duration(plan: Plan) -> Duration:
-    """Estimate the time of a planned run from the newest run that tells its pace.
+    """Estimate the duration of a planned run from the newest run with a readable pace.
 
-    Completions are taken to be as long as those of that run.
+    Completions are assumed to be as long as in that run.
     """
     cost = plan.cost
     completions, tests = cost.rollouts + cost.values, cost.evaluation or 0
@@ -123,10 +123,10 @@ def duration(plan: Plan) -> Duration:
 
 
 def pace_of(run: RunRecord, processes: int) -> Pace | None:
-    """Return the pace of a finished run that this many processes shared.
+    """Return the pace of a finished run that was shared by `processes` processes.
 
-    None if the pace cannot be read from its history and result: several launches, a pool that
-    existed before, or equal rewards.
+    The result is None if the pace cannot be derived from history and result, because of several
+    launches, an existing pool or equal rewards.
     """
     launches, result = run.launches, run.final_result
     if [row.get("event") for row in launches] != ["start", "end"]:
@@ -136,11 +136,11 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
         return None
     work = result.get("cost", result)
     parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
-    # The parts are sums over workers.
+    # These seconds are sums over workers.
     seconds = sum(parts) / processes if parts else work["seconds"]
     completions = work["rollouts"] + work.get("value_rollouts", 0)
     has_work = all(number > 0 for number in (*parts, seconds, completions, work["tokens"]))
-    # Stored times are cut to whole seconds.
+    # Stored times are truncated to whole seconds.
     if not has_work or seconds > wall + 1:
         return None
     rate, length = work["tokens"] / seconds, work["tokens"] / completions
@@ -156,13 +156,13 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
 def finished_runs(
     command: str, conditions: Mapping[str, object], usual_place: Path, folder: Path | None
 ) -> Iterator[RunRecord]:
-    """Yield finished runs of a command on this machine, newest first, at most `MAX_RUNS_READ`.
+    """Yield up to `MAX_RUNS_READ` finished runs of a command on this machine, newest first.
 
     Args:
         command: `train`, `mse` or `gap`.
         conditions: values that their configurations must have, by dotted key.
         usual_place: parent folder of this command's runs, by date.
-        folder: folder of the planned run, whose neighbours are read too; None if it has none.
+        folder: folder of the planned run, whose siblings are also read, or None.
     """
     places = [(usual_place, "*/*/result.json")]
     if folder is not None:
@@ -182,17 +182,17 @@ def finished_runs(
 
 
 def conditions(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of `AGREEING_KEYS`, by dotted key; None if the command lacks the key.
+    """Return the values of `AGREEING_KEYS` by dotted key, None for keys that the command lacks.
 
     Args:
-        values: all values that a run folder stores, nested.
+        values: nested values of a run's configuration.
     """
     by_key = flatten(values)
     return {key: by_key.get(key) for key in AGREEING_KEYS}
 
 
 def one_after_the_other(durations: Sequence[Duration]) -> float | None:
-    """Return the seconds of runs that one process makes in turn; None if any is unknown."""
+    """Return the seconds of runs that one process makes in sequence, or None if any is unknown."""
     seconds = [
         estimate.seconds - estimate.start for estimate in durations if estimate.seconds is not None
     ]
@@ -201,7 +201,7 @@ def one_after_the_other(durations: Sequence[Duration]) -> float | None:
 
 
 def time_text(seconds: float | None) -> str:
-    """Format seconds in the unit that suits them, with two digits.
+    """Format seconds in a suitable unit with two digits.
 
     >>> time_text(40), time_text(5400), time_text(86400 * 2000), time_text(None)
     ('40 s', '1.5 h', '2 000 days', 'unknown')
@@ -213,7 +213,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def number_text(number: float | None) -> str:
-    """Format a number with two digits, from 100 on with all digits before the point.
+    """Format a number with two digits, or with all integer digits from 100 on.
 
     >>> number_text(3.14159), number_text(1901.6), number_text(None)
     ('3.1', '1 902', 'unknown')
@@ -224,6 +224,6 @@ def number_text(number: float | None) -> str:
 
 
 def path_text(folder: Path) -> str:
-    """Return the folder, relative to the working directory if it is inside it."""
+    """Return the folder as text, relative to the working directory if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -1,4 +1,4 @@
-"""`dry_run=true`: prints the planned runs and their costs; nothing is loaded or written."""
+"""`dry_run=true`: print the planned runs and their costs without loading or writing anything."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from grpo_ustat.costs.duration import (
 )
 from grpo_ustat.terminal.console import Console
 
-# Different batches that are described in words.
+# Largest number of different batches that are described.
 MAX_BATCHES = 6
-# Processes in the example of FSDP2.
+# Number of processes in the FSDP2 example.
 EXAMPLE_PROCESSES = 8
 
 
 def show_costs(plans: Sequence[Plan]) -> None:
-    """Print the settings that all runs share, a line for each run, totals, and durations."""
+    """Print the settings that all runs share, one line per run, totals and durations."""
     console, rows = Console(), [settings_in_words(plan.settings) for plan in plans]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     labels = [
         ", ".join(f"{key} {value}" for key, value in row.items() if key not in shared)
         for row in rows
     ]
-    # No line breaks between a name and its value.
+    # A name and its value stay on one line.
     text = ", ".join(f"{key}\xa0{value}" for key, value in shared.items())
     lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
     console.print("\n".join(lines).replace("\xa0", " "))
@@ -49,7 +49,7 @@ def show_costs(plans: Sequence[Plan]) -> None:
 
 
 def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings that are not None, each value as one types it."""
+    """Return the settings that are not None, with values as typed on a command line."""
     texts = {}
     for key, value in settings.items():
         if isinstance(value, bool):
@@ -60,14 +60,14 @@ def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def batch_lines(plans: Sequence[Plan]) -> list[str]:
-    """Describe how each different batch of training is divided."""
+    """Describe the division of each different training batch."""
     lines = list(dict.fromkeys(plan.batch for plan in plans if plan.batch))
     more = [f"and {len(lines) - MAX_BATCHES} other batches"] if len(lines) > MAX_BATCHES else []
     return lines[:MAX_BATCHES] + more
 
 
 def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
-    """Return a table with a line for each run, labelled by its settings, and one for all runs."""
+    """Return a table with one line per run, labelled by its settings, and one for all runs."""
     runs = len(costs)
     table = Table(title=f"{runs} run{'s' * (runs > 1)}", box=SIMPLE, pad_edge=False)
     table.add_column("")
@@ -94,7 +94,7 @@ def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
 
 
 def cost_notes(plans: Sequence[Plan]) -> list[str]:
-    """Return notes on the parts of the largest run's memory and on what is not counted."""
+    """Return notes on the memory of the largest run and on what is not counted."""
     largest = max(plans, key=lambda plan: plan.cost.memory or 0)
     cost = largest.cost
     notes = [
@@ -141,7 +141,7 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
 def score_notes(
     model: ModelConfig, completions: int, max_completion_length: int, weights: int
 ) -> list[str]:
-    """Describe how N completions of a question are scored, and the memory that this needs.
+    """Describe how N completions of a question are scored and how much memory is needed.
 
     Args:
         weights: bytes of the weights.
@@ -165,7 +165,7 @@ def score_notes(
 
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:
-    """Print the wall time of each run and of all in turn, and the basis of the estimate."""
+    """Print the wall time of each run and of all runs, and the basis of the estimate."""
     several, hours = len(durations) > 1, any(estimate.gpus for estimate in durations)
     has_estimate = any(estimate.seconds is not None for estimate in durations)
     if several and has_estimate:

@@ -1,1 +1,1 @@
-"""The paper's theorems, tested: predictions, measurements, and their agreement."""
+"""Tests of the paper's theorems: predictions, measurements and their agreement."""

@@ -1,4 +1,4 @@
-"""`grpo-ustat gap`: the paper's theorems, tested."""
+"""Command `grpo-ustat gap`, which tests the paper's theorems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_run() -> Run:
-    """Import torch, and return the function that makes a run."""
+    """Import torch and return the function that makes a run."""
     from grpo_ustat.gap.run import run
 
     return run

@@ -1,4 +1,4 @@
-"""Tests of claims: enumerated claims without error, and claims on replicates."""
+"""Tests of claims on enumerated quantities, which have no error, and on replicates."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, t_interval
 from grpo_ustat.runs.claims import verdict_of
 from grpo_ustat.runs.result import Claim
 
-# Distances that shrink at least like T^-RATE_EXPONENT are on their way to 0.
+# Distances that shrink at least as fast as T^-RATE_EXPONENT count as converging to 0.
 RATE_EXPONENT = 0.25
-# Largest share of the distance before, if distances fall towards 0.
+# Largest ratio of a distance to the previous one at which distances count as falling towards 0.
 MAX_REMAINING_SHARE = 0.9
 
 
-# Convergence to a limit: of numbers without error, and of replicates
+# Convergence of exact numbers and of replicates to a limit
 
 
 def enumeration_converges(
     last: float, before: float, tolerance: float, closer: float = MAX_REMAINING_SHARE
 ) -> bool | None:
-    """Return True if an enumerated quantity, which has no error, tends to its limit.
+    """Test whether an enumerated quantity, which has no error, tends to its limit.
 
-    True within the tolerance, None if it is further off and comes closer, else False.
+    Return True if the last distance is within the tolerance, None if it is larger but smaller than
+    before, and False otherwise.
 
     Args:
         last: distance from the limit at the last point.
-        before: distance at the point before.
-        tolerance: of `last`.
-        closer: the share of `before` that `last` may be at most: towards a wrong limit the distance
-            does not fall.
+        before: distance from the limit at the previous point.
+        tolerance: largest `last` that counts as having reached the limit.
+        closer: largest `last / before` that counts as approaching the limit. The distance from a
+            wrong limit does not fall.
 
     >>> enumeration_converges(0.01, 0.02, 0.05)
     True
@@ -45,7 +46,7 @@ def enumeration_converges(
 def enumerated_claim(
     what: str, predicted: float | str, measured: float, agrees: bool | None, how: str
 ) -> Claim:
-    """Make a claim on an enumerated quantity: it has no interval, and its verdict is certain."""
+    """Make a claim on an enumerated quantity, which has no interval and a certain verdict."""
     return Claim(what, predicted, float(measured), None, None, verdict_of(agrees), how)
 
 
@@ -58,8 +59,8 @@ def nearing_claim(
 
     Args:
         what, predicted, how: see `Claim`.
-        values: at the point nearest to the limit, and at the one before.
-        tolerance: distance at which the prediction is reached.
+        values: values at the point nearest to the limit and at the previous point.
+        tolerance: largest distance at which the prediction counts as reached.
     """
     last, before = np.abs(values - predicted).tolist()
     agrees = enumeration_converges(last, before, tolerance)
@@ -71,8 +72,8 @@ def limit_claim(
 ) -> Claim:
     """Make a claim on the limit in G of a quantity that is enumerated at G, 2G and 4G.
 
-    See `at_infinity`. The claim is not decided if the limit is further off than the tolerance but
-    the values come closer.
+    The limit is that of `at_infinity`. The claim is undecided if the limit differs from the
+    prediction by more than the tolerance but the values approach the prediction.
     """
     limit, (_, before, last) = float(at_infinity(values)), np.abs(values - predicted).tolist()
     near = abs(limit - predicted) <= tolerance
@@ -81,9 +82,9 @@ def limit_claim(
 
 
 def at_infinity(values: np.ndarray) -> np.ndarray:
-    """Return the limit in G of a quantity at G, 2G and 4G: terms in 1/G and 1/G^2 cancel.
+    """Return the limit in G of a quantity known at G, 2G and 4G, by Richardson extrapolation.
 
-    Richardson's extrapolation; values along the first axis.
+    Terms in 1/G and 1/G^2 cancel. The first axis of `values` runs over the three sizes.
 
     >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
     1.0
@@ -94,32 +95,32 @@ def at_infinity(values: np.ndarray) -> np.ndarray:
 def replicates_converge(
     last_R: np.ndarray, before_R: np.ndarray, last_step: int, before_step: int
 ) -> bool:
-    """Return True if the replicates' mean tends to 0 with T, at least like T^(-1/4).
+    """Return True if the mean over replicates tends to 0 at least as fast as T^(-1/4).
 
-    The test is one-sided at 5 %: a mean that does not move is taken to shrink at most that often.
-    It is paired, since the replicates are the same at both steps.
+    The test is one-sided at level 5 %: for a mean that does not change with T, it returns True with
+    probability at most 5 %. It is paired, since both steps use the same replicates.
 
     Args:
-        last_R: values whose mean tends to 0, at the last step.
-        before_R: the values at an earlier step.
+        last_R: values at the last step whose mean should tend to 0.
+        before_R: values at an earlier step.
     """
     share = (before_step / last_step) ** RATE_EXPONENT
     excess_R = np.sign(last_R.mean()) * (last_R - share * before_R)
     return mean_p_value(-excess_R, above=True) <= 0.05
 
 
-# Intervals and p-values of Student's t: from replicates, and from an interval
+# Student's t intervals and p-values
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
-    """Return the mean over replicates, one of `among` simultaneous intervals (Bonferroni)."""
+    """Return the mean with the first of `among` simultaneous (Bonferroni) t intervals."""
     count = len(values_R)
     variance = float(values_R.var(ddof=1)) / count
     return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - CONFIDENCE) / among)
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
-    """Return the p-value of replicates for a mean of 0, or with `above` for a mean of 0 or less.
+    """Return the p-value of a mean of 0 or, with `above`, of a mean of at most 0.
 
     >>> round(mean_p_value(np.array([1.0, 2.0, 3.0])), 4)  # t_2 = 2 sqrt(3)
     0.0742
@@ -135,17 +136,16 @@ def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
 def interval_p_value(
     interval: Interval, dof: float, predicted: float, tolerance: float = 0.0
 ) -> float:
-    """Return the two-sided p-value, from an interval, for the predicted value.
+    """Return the two-sided p-value of a predicted value, computed from an interval.
 
-    It is below 0.05 exactly if the prediction is further than the tolerance from the interval; with
-    a tolerance above 0 it errs towards large values.
+    The p-value is below 0.05 exactly if the distance between prediction and interval exceeds the
+    tolerance. With a tolerance above 0 the p-value is conservative.
 
     Args:
-        interval: of `t_interval`, at `CONFIDENCE`.
-        dof: its degrees of freedom.
-        tolerance: the distance up to which a value counts as the predicted one.
+        interval: interval of `t_interval` at level `CONFIDENCE`.
+        dof: degrees of freedom of the interval.
+        tolerance: largest distance at which a value counts as equal to the prediction.
 
-    >>> around = Interval(1.0, 0.0, 2.0)  # its half-width is t_4's quantile of 97.5 %
     >>> [round(interval_p_value(around, 4, x), 3) for x in (1.0, 2.0, 3.0)]
     [1.0, 0.05, 0.005]
     >>> round(interval_p_value(around, 4, 3.0, tolerance=1.0), 3)

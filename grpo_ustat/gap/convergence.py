@@ -1,14 +1,17 @@
-r"""From gradient errors to the sub-optimality gap Delta = J* - J (paper, Lemma 6, Theorems 7, 8).
+r"""Bounds on the sub-optimality gap Delta = J* - J (paper, Lemma 6, Theorems 7, 8).
 
-With J L-smooth, `|grad J|^2 / 2 >= mu Delta` and a gradient error of at most s2, every step has
+If J is L-smooth, `|grad J|^2 / 2 >= mu Delta`, and the gradient's mean squared error is at most s2,
+every step satisfies
 
     E Delta_{t+1} <= ( 1 - 2 mu eta_t + mu L eta_t^2 ) E Delta_t  +  L eta_t^2 s2 / 2
 
-whose solution for a constant rate eta < 2/L is `r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`,
-and for `eta_t = c/t` with `2 mu c > 1` tends to `L c^2 s2 / (2 (2 mu c - 1)) / T`.
+For a constant learning rate eta < 2/L the solution of this recursion is
+`r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`, with r the factor of `E Delta_t`. For
+`eta_t = c/t` with `2 mu c > 1` it tends to `L c^2 s2 / (2 (2 mu c - 1)) / T`.
 
-Where J is exactly quadratic with curvature H the recursion for `m = E v v'`, v the distance to the
-maximiser, is an equality, `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, `E Delta = tr(H m) / 2`.
+If J is exactly quadratic with curvature H, the second moment `m = E v v'` of the distance v to the
+maximiser obeys the equality `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, and
+`E Delta = tr(H m) / 2`.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from scipy.stats import chi2
 
 from grpo_ustat.records import Array
 
-# Points of a distribution function, which is interpolated between them.
+# Number of points at which a distribution function is computed before interpolation.
 DISTRIBUTION_POINTS = 400
-# Points between which quantiles are interpolated.
+# Number of points between which quantiles are interpolated.
 QUANTILE_POINTS = 20_000
 
 
 def recursion(first: float, mu: float, smoothness: float, error: float, rates_T: Array) -> Array:
-    """Return the bound on E Delta after 0 ... T steps, [T + 1], from its exact recursion.
+    """Return the bound on E Delta after 0 ... T steps by exact recursion, [T + 1].
 
     >>> recursion(1.0, 0.5, 1.0, 0.0, np.array([1.0, 1.0])).tolist()
     [1.0, 0.5, 0.25]
@@ -41,10 +44,10 @@ def recursion(first: float, mu: float, smoothness: float, error: float, rates_T:
 
 
 def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S: Array) -> Array:
-    """Return `L c^2 s2 / (2 (2 mu c - 1) T)`, the limit's bound for `eta_t = c/t` and large T.
+    """Return `L c^2 s2 / (2 (2 mu c - 1) T)`, the bound for `eta_t = c/t` and large T.
 
     Raises:
-        ValueError: 2 mu c <= 1.
+        ValueError: If 2 mu c <= 1.
     """
     if 2 * mu * c <= 1:
         raise ValueError(f"c={c} with mu={mu:.4g}: 2 mu c must exceed 1, use c > {0.5 / mu:.4g}")
@@ -54,13 +57,13 @@ def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S
 def quadratic_recursion(
     first_K: Array, curvature_KK: Array, sigma_KK: Array, rates_T: Array
 ) -> Array:
-    """Return E Delta after 0 ... T steps of a quadratic J, constant noise, [T + 1]; exact there.
+    """Return E Delta after 0 ... T steps, [T + 1], exact for quadratic J and constant noise.
 
     Args:
-        first_K: v_0, the first distance to the maximiser.
-        curvature_KK: H.
-        sigma_KK: the gradient estimator's covariance.
-        rates_T: eta_t.
+        first_K: initial distance to the maximiser, v_0.
+        curvature_KK: curvature, H.
+        sigma_KK: covariance of the gradient estimator, Sigma.
+        rates_T: learning rates, eta_t.
     """
     moment_KK = np.outer(first_K, first_K)
     gaps: list[float] = []
@@ -72,14 +75,14 @@ def quadratic_recursion(
 
 
 def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
-    r"""Return w_j of `T Delta_T -> sum_j w_j chi2_1`, `eta_t = c/t` (Theorem 8), descending, [K].
+    r"""Return the weights of the limit law of the gap, in descending order, [K].
 
-    In the basis where H is diag(lambda),
-    `Gamma_ij = c^2 Sigma_ij / (c (lambda_i + lambda_j) - 1)`, and w are the eigenvalues of
-    `H^{1/2} Gamma H^{1/2} / 2`.
+    Theorem 8: for `eta_t = c/t`, `T Delta_T -> sum_j w_j chi2_1`. In the basis in which H is
+    diag(lambda), `Gamma_ij = c^2 Sigma_ij / (c (lambda_i + lambda_j) - 1)`. The weights w are the
+    eigenvalues of `H^{1/2} Gamma H^{1/2} / 2`.
 
     Raises:
-        ValueError: 2 c lambda_min <= 1.
+        ValueError: If 2 c lambda_min <= 1.
 
     >>> limit_weights(np.eye(1), np.eye(1), 1.0).tolist()
     [0.5]
@@ -97,17 +100,17 @@ def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
 
 
 def mixture_cdf(weights_K: Array, values: Array) -> Array:
-    """Return P(sum_j w_j chi2_1 <= x) by gx2 (Das & Geisler).
+    """Return P(sum_j w_j chi2_1 <= x), computed with gx2 (Das & Geisler).
 
-    It is interpolated between `DISTRIBUTION_POINTS`.
+    The probability is interpolated between `DISTRIBUTION_POINTS` points.
 
     Raises:
-        ModuleNotFoundError: gx2, which the extra [cli] brings, is not installed.
+        ModuleNotFoundError: If gx2 is not installed; the extra [cli] includes it.
     """
     import gx2  # pyright: ignore[reportMissingTypeStubs]
 
     top = max(float(np.max(values)), float(weights_K.sum()))
-    # chi2_1 has a density like x^(-1/2) at 0: points crowd there
+    # The points are denser near 0, where the density of chi2_1 grows like x^(-1/2).
     points = top * np.linspace(0, 1, DISTRIBUTION_POINTS) ** 3
     count = len(weights_K)
     mixture = list(map(float, weights_K)), [1] * count, [0] * count, 0, 0
@@ -119,8 +122,8 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
 
 
 def mixture_quantiles(weights_K: Array, levels: Array) -> Array:
-    """Return quantiles of `sum_j w_j chi2_1`, interpolated in `mixture_cdf`."""
-    # no mixture of these weights has a larger quantile than all weight on one chi2_1
+    """Return quantiles of `sum_j w_j chi2_1`, interpolated from `mixture_cdf`."""
+    # The quantile is largest if all the weight is on a single chi2_1.
     top = float(weights_K.sum()) * float(chi2.ppf(np.max(levels), 1))
     points = 2 * top * np.linspace(0, 1, QUANTILE_POINTS) ** 3
     return np.interp(levels, mixture_cdf(weights_K, points), points)

@@ -1,4 +1,4 @@
-"""Corollaries 9 and 10: GRPO's limit beside the oracle's, the oracle's beside other baselines'."""
+"""Corollaries 9 and 10: limits of GRPO, of the oracle and of other baselines."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
-    "As G grows GRPO's limit law becomes the oracle's: at fixed n = B G the difference of their "
-    "weights, times n, falls like 1/(G-1). And if E[S S' (Z - V) | X] = 0 no baseline that depends "
-    "on the prompt alone has smaller weights than V."
+    "As G grows, GRPO's limit law converges to the oracle's: at fixed n = B G the difference "
+    "between their weights, times n, falls like 1/(G-1). If E[S S' (Z - V) | X] = 0, no baseline "
+    "that depends only on the prompt has smaller weights than V."
 )
-# Group sizes of enumerated weights.
+# Group sizes at which weights are enumerated.
 ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))
-# Shifts of a baseline from V, the same for all prompts.
+# Shifts of the baseline from V that are the same for all prompts.
 COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))
-# Number of baselines with a random shift for each prompt.
+# Number of random baselines, each with its own shift from V for every prompt.
 RANDOM_SHIFTS = 1000
-# Starts of an optimiser over shifts.
+# Number of starting points of the optimiser over shifts.
 OPTIMISER_STARTS = 8
 ROUNDING = 1e-9
 BASELINE_NAMES = ("leave_one_out", "oracle")
-# An optimiser stops at a shift below it, which counts as none.
+# A shift below this is the accuracy of the optimiser and counts as 0.
 SHIFT_TOLERANCE = 1e-5
-# Other differences that the data are compared with, as shares of the predicted one.
+# Alternative differences that the data are tested against, as multiples of the prediction.
 OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 
 
 def plan(design: CorollariesConfig) -> list[Simulation]:
-    """Plan GRPO and the oracle at every G, on the same draws; T/4 shows the trend."""
+    """Plan GRPO and the oracle at every G on the same draws, recorded at T/4 and T."""
     (rate,), record = learning_rates(design), (design.steps // 4, design.steps)
     return [
         Simulation(Estimator(name, design.rollouts // size, size), rate, record)
@@ -54,7 +54,7 @@ def plan(design: CorollariesConfig) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectories]) -> Evidence:
-    """Enumerate the weights, and compare the gaps of GRPO and the oracle."""
+    """Enumerate the weights and compare the gaps of GRPO and the oracle."""
     n, c = design.rollouts, design.decaying_rate
     claims, rows = _weight_claims(problem, c), []
     for grpo, oracle in zip(runs[::2], runs[1::2], strict=True):
@@ -79,30 +79,37 @@ def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectori
         panels=_panels(problem, c, rows[1::2]),
         rows=rows,
         answer=f"{agreement(claims)} predictions agree"
-        + ("." if optimal else "; Assumption 2 fails here, so V need not be best."),
+        + ("." if optimal else ". Assumption 2 fails here, so V need not be the best baseline."),
         notes=[
-            "at fixed B the relative distance falls like 1/G^2, as Cov g(X) is there at every G",
-            f"Assumption 2 as a matrix, given each prompt, {'holds' if optimal else 'fails'} on "
-            f"this test problem ({failure:.3g} of E[S S'])",
+            "At fixed B the relative distance falls like 1/G^2, because Cov g(X) does not depend "
+            "on G.",
+            "Assumption 2, as a matrix equation for each prompt, "
+            f"{'holds' if optimal else 'fails'} on this test problem ({failure:.3g} of E[S S']).",
         ],
     )
 
 
 def weight_sum(problem: Problem, c: float, estimator: Estimator) -> float:
-    """Return the sum of the limit's weights of an estimator with rate c / t."""
+    """Return the sum of the limit weights of an estimator with learning rate c / t."""
     return float(
         limit_weights(problem.curvature_KK, noise(problem, problem.best_K, estimator), c).sum()
     )
 
 
 def weight_excess(problem: Problem, c: float, size: int) -> float:
-    """Return the sum of GRPO's weights minus the oracle's at B = 1; more prompts only divide it."""
+    """Return the sum of GRPO's weights minus that of the oracle's, at B = 1.
+
+    The difference is proportional to 1/B.
+    """
     grpo, oracle = (weight_sum(problem, c, Estimator(name, 1, size)) for name in BASELINE_NAMES)
     return grpo - oracle
 
 
 def _weight_claims(problem: Problem, c: float) -> list[Claim]:
-    """Make claims on slopes in G of enumerated quantities; n or B is 1, since both only divide."""
+    """Make claims on the dependence of enumerated weights on G.
+
+    Both n and B are set to 1, since the weights are proportional to 1/n or 1/B.
+    """
     sizes = np.array(ENUMERATED_SIZES, dtype=float)
     excess = np.array([weight_excess(problem, c, size) for size in ENUMERATED_SIZES])
     flat = sizes * excess * (sizes - 1)
@@ -115,12 +122,12 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     how = f"enumerated, G = {ENUMERATED_SIZES[0]} ... {ENUMERATED_SIZES[-1]}"
     return [
         enumerated_claim(
-            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n, largest over smallest - 1", 0.0,
+            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n, largest / smallest - 1", 0.0,
             spread, spread < 1e-6, f"{how}; agrees below 1e-6",
         ),
         enumerated_claim(
-            "slope in log G of the relative distance of the weights at fixed B", -2.0, slope,
-            abs(slope + 2) < 0.01, f"{how}, the last two; within 0.01",
+            "slope on log G of the log relative distance of the weights at fixed B", -2.0, slope,
+            abs(slope + 2) < 0.01, f"{how}, the two largest G; agrees within 0.01",
         ),
     ]  # fmt: skip
 
@@ -128,7 +135,7 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
 def _difference_claim(
     grpo: Trajectories, predicted: float, differences: Sequence[np.ndarray]
 ) -> Claim:
-    """Compare the mean difference of the scaled gaps at the last step, and its trend."""
+    """Make a claim on the mean difference of the scaled gaps at the last step and on its trend."""
     (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
     return Claim(
@@ -137,8 +144,8 @@ def _difference_claim(
         *mean_interval(last_R),
         verdict=AGREES,
         how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates on the "
-        f"same draws, T = {late}; where rejected, not decided if it significantly nears with "
-        "T like T^(-1/4)",
+        f"same draws, T = {late}; if rejected, undecided if the difference approaches the "
+        "prediction significantly, at least as fast as T^(-1/4)",
         p_value=mean_p_value(last_R - predicted),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives={
@@ -148,7 +155,7 @@ def _difference_claim(
 
 
 def second_moments(problem: Problem) -> np.ndarray:
-    """Return E[s s' z^k | x], k = 0, 1, 2, at the maximiser, where grad J is 0: [3, P, K, K]."""
+    """Return E[s s' z^k | x] for k = 0, 1, 2 at the maximiser, [3, P, K, K]."""
     probability_PYR, score_PYKR = problem.law(problem.best_K[:, None])
     power_kPY = np.stack([problem.rewards_PY**k for k in range(3)])
     weight_kPY = probability_PYR[..., 0] * power_kPY
@@ -157,31 +164,36 @@ def second_moments(problem: Problem) -> np.ndarray:
 
 
 def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
-    """Return Sigma of `s (z - b(x))`, B = G = 1, for any number b of each prompt, [K, K].
+    """Return the covariance of `s (z - b(x))` at B = G = 1 for any baseline b(x), [K, K].
+
+    The covariance is taken at the maximiser, where grad J is 0.
 
     Args:
-        moments: of `second_moments`.
-        baseline_P: b(x).
+        moments: moments from `second_moments`.
+        baseline_P: baseline of each prompt, b(x).
     """
     weight_kP = np.stack([np.square(baseline_P), -2 * baseline_P, np.ones_like(baseline_P)])
     return np.einsum("jp,jpkl->kl", weight_kP, moments) / len(baseline_P)
 
 
 def value_at(problem: Problem, baseline: str = "oracle") -> np.ndarray:
-    """Return b(x) at the maximiser of a baseline that knows the policy, [P]: `oracle` is V."""
+    """Return the values b(x) of an exact baseline at the maximiser, [P]; V for `oracle`."""
     return baseline_values(*problem.law(problem.best_K[:, None]), problem.rewards_PY, baseline)[
         :, 0
     ]
 
 
 def shifted_sum(problem: Problem, c: float, shift_P: np.ndarray | float) -> float:
-    """Return the sum of the weights, B = G = 1, of the baseline V + shift by prompt."""
+    """Return the sum of the weights of the baseline V + shift, at B = G = 1."""
     sigma = covariance(second_moments(problem), value_at(problem) + shift_P)
     return float(np.trace(limit_weighting(problem.curvature_KK, c) @ sigma))
 
 
 def baseline_claims(problem: Problem, c: float) -> list[Claim]:
-    """Make claims on V beside other numbers for each prompt; if possible also as matrices."""
+    """Make claims that V has the smallest weights among baselines of the prompt.
+
+    The claims are undecided if Assumption 2 fails.
+    """
     holds = assumption2(problem, problem.best_K) < ROUNDING
     value_P, moments = value_at(problem), second_moments(problem)
     weighting, oracle = limit_weighting(problem.curvature_KK, c), covariance(moments, value_P)
@@ -190,7 +202,7 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
         return float(np.trace(weighting @ covariance(moments, value_P + shift_P)))
 
     def least_excess(baseline_P: np.ndarray) -> float:
-        """Return the least eigenvalue of Sigma(b) - Sigma(V), >= 0 if no weight is smaller."""
+        """Return the least eigenvalue of Sigma(b) - Sigma(V); if >= 0, no weight is smaller."""
         return float(np.linalg.eigvalsh(covariance(moments, baseline_P) - oracle)[0])
 
     shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM_SHIFTS, len(value_P)))
@@ -204,7 +216,7 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
         shift_MP[int(np.argmin(least))],
         method="Nelder-Mead",
     )
-    how = "enumerated; asked only where Assumption 2 holds given each prompt"
+    how = "enumerated; tested only if Assumption 2 holds for each prompt"
 
     def claim(what: str, predicted: float | str, value: float, agrees: bool, how: str) -> Claim:
         return enumerated_claim(what, predicted, value, agrees if holds else None, how)
@@ -214,19 +226,19 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
 
     return [
         claim(
-            "shift from V, the same for all prompts, of the smallest weights", 0.0, common,
+            "common shift from V at which the sum of weights is smallest", 0.0, common,
             abs(common) < ROUNDING, f"{how}, {len(COMMON_SHIFTS)} shifts",
         ),
         claim(
-            "shifts from V, of each prompt its own, of the smallest sum of weights: largest", 0.0,
+            "largest shift from V at the smallest sum of weights, a shift per prompt", 0.0,
             furthest, furthest < SHIFT_TOLERANCE,
-            f"{how}; BFGS over the shifts from {OPTIMISER_STARTS} random ones, within "
+            f"{how}; BFGS over the shifts from {OPTIMISER_STARTS} random starts, agrees within "
             f"{SHIFT_TOLERANCE:g}",
         ),
         below(
-            "smallest eigenvalue of Sigma(V + shifts) - Sigma(V), shifts of each prompt its own",
+            "smallest eigenvalue of Sigma(V + shifts) - Sigma(V), a shift per prompt",
             min(*least, float(worst.fun)),
-            f"{how}, of {RANDOM_SHIFTS} random shifts and the worst that Nelder-Mead reaches from "
+            f"{how}; minimum over {RANDOM_SHIFTS} random shifts, refined with Nelder-Mead from "
             "the worst of them; B = G = 1",
         ),
         *(
@@ -240,13 +252,13 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
 
 
 def _panels(problem: Problem, c: float, rows: Sequence[dict]) -> list[Panel]:
-    """Return panels of the difference against G, and of the weights of baselines shifted from V."""
+    """Return panels of the difference against G and of the weights against the shift from V."""
     measured = line_of("GRPO - oracle", rows, "group_size", "difference")
     line = [size * weight_excess(problem, c, size) for size in map(int, measured.x)]
     weights = [shifted_sum(problem, c, shift) for shift in COMMON_SHIFTS]
     differences = [measured, PlotLine(measured.label, measured.x, line, predicted=True)]
     shifted = [PlotLine("V + shift", list(COMMON_SHIFTS), weights, predicted=True)]
-    ylabel = "n T x difference of the mean gaps"
+    ylabel = "n T x difference of mean gaps"
     return [
         Panel("fixed n = B G", "group size G", ylabel, differences, "xy"),
         Panel("any baseline of the prompt", "shift from V", "sum of weights, B = G = 1", shifted),

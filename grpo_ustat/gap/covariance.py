@@ -1,12 +1,12 @@
 r"""Exact covariance matrices of gradient estimators (paper, Lemma 1, Theorem 2, Proposition 3).
 
-As matrices, of one prompt with scores s, rewards z, value V and variance sigma^2:
+For one prompt with scores s, rewards z, value V and reward variance sigma^2, the covariances are
 
     any b(x)         ( E[s s' (z - b)^2] - g g' ) / G
     leave-one-out    ( E[s s' (z - V)^2] - g g' ) / G  +  ( E[s s'] sigma^2 + g g' ) / ( G (G-1) )
 
-and of B prompts drawn independently `( Cov g(X) + E cov_X ) / B`. Traces are the errors of
-`estimators.moments`.
+For B prompts drawn independently the covariance is `( Cov g(X) + E cov_X ) / B`. The traces are the
+errors computed by `estimators.moments`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from grpo_ustat.records import Array
 
 @dataclass(frozen=True)
 class CovarianceParts:
-    """`covariance(B, G) = ( prompts + completions / G + pairs / (G (G-1)) ) / B`, all [K, K, R]."""
+    """Parts of `( prompts + completions / G + pairs / (G (G-1)) ) / B`, each [K, K, R]."""
 
-    # Cov g(X), with trace C1.
+    # Cov g(X), whose trace is C1.
     prompts: Array
-    # First order in 1/G, with trace C2.
+    # Coefficient of 1/G, whose trace is C2.
     completions: Array
-    # Second order, with trace C3; zero for baselines that know the value.
+    # Coefficient of 1/(G (G-1)), whose trace is C3. It is zero for baselines that use exact values.
     pairs: Array
 
     def covariance(self, num_prompts: int, group_size: int) -> Array:
@@ -39,17 +39,17 @@ class CovarianceParts:
 def covariance_parts(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> CovarianceParts:
-    """Return the parts of an estimator's covariance, for every replicate's policy.
+    """Return the parts of an estimator's covariance for the policy of every replicate.
 
     Args:
-        probability_PYR: pi(y|x).
-        score_PYKR: d log pi(y|x).
-        rewards_PY: r(x, y).
-        baseline: one of `SIMULATED_BASELINES`; `optimal` is `b* = E[q z] / E q`, the best of one
-            number a prompt for the trace.
+        probability_PYR: probabilities, pi(y|x).
+        score_PYKR: scores, d log pi(y|x) / du.
+        rewards_PY: rewards, r(x, y).
+        baseline: one of `SIMULATED_BASELINES`. `optimal` is `b* = E[q z] / E q` with `q = ||s||^2`,
+            the value per prompt that minimises the trace.
 
     Raises:
-        ValueError: another baseline.
+        ValueError: If the baseline is not one of these.
     """
     if baseline not in SIMULATED_BASELINES:
         raise ValueError(
@@ -72,7 +72,7 @@ def covariance_parts(
 def baseline_values(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> Array:
-    """Return b(x) of baselines that know the policy, [P, R]; of leave_one_out its mean, V."""
+    """Return the exact values b(x) of a baseline, [P, R]; for leave_one_out the expectation, V."""
     if baseline == "none":
         return np.zeros((len(rewards_PY), probability_PYR.shape[-1]))
     weight_PYR = probability_PYR
@@ -82,6 +82,6 @@ def baseline_values(
 
 
 def _second_moment(weight_PYR: Array, score_PYKR: Array) -> Array:
-    """Return the mean over prompts of sum_y w s s', [K, K, R]."""
+    """Return the mean over prompts of `sum_y w s s'`, [K, K, R]."""
     total_KKR = np.einsum("pyr,pykr,pylr->klr", weight_PYR, score_PYKR, score_PYKR)
     return total_KKR / len(weight_PYR)

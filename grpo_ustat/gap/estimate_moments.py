@@ -1,32 +1,34 @@
-r"""Exact mean and variance of a gradient estimate whose completions another policy wrote.
+r"""Exact mean and variance of a gradient estimate from completions of another policy.
 
-Of one prompt the estimate is
+For one prompt the estimate is
 
     N = 1/G sum_i { A_i w_i + a_i }      A_i = (z_i - mean of the group's others) / d(std)
 
-with std of divisor G-1 and d a function of it, see `Normalisation`; w and a are any vectors of a
-completion. All means are those of the policy that wrote.
+Here std has divisor G-1, and d is a function of std; see `Normalisation`. The vectors w and a of a
+completion are arbitrary. All expectations are under the policy that wrote the completions.
 
-Without normalisation, d = 1, and with vectors w of mean zero in place of the scores N has the
-Hoeffding decomposition of the U-statistic (paper, Lemma 1): a is averaged as it is and adds only to
-the first-order part. With mu = E[w z],
+Without normalisation (d = 1), and if the vectors w have mean zero like scores, N has the Hoeffding
+decomposition of the U-statistic (paper, Lemma 1). The vectors a are averaged unchanged and
+contribute only to the first-order part. With mu = E[w z],
 
     mean        mu + E a
     variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
                 + ( E||w||^2 sigma^2 + ||mu||^2 ) / ( G (G-1) )
 
-Importance ratios leave w such a vector: both `sum_t rho_t grad log pi(y_t)` with each token's ratio
-and `rho grad log pi(y)` with the completion's have mean zero under the policy that wrote.
+With importance ratios w still has mean zero: both `sum_t rho_t grad log pi(y_t)` with the ratios of
+tokens and `rho grad log pi(y)` with the ratio of the completion have mean zero under the policy
+that wrote the completions.
 
-With normalisation, the others of a group enter A_i only through their `sum z` and `sum z^2`. With
-rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n completions is the
-n-fold convolution of the law of a single completion, here by a Fourier transform. Then
+With normalisation, A_i depends on the other completions of the group only through `sum z` and
+`sum z^2`. For rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n
+completions is the n-fold convolution of the law of a single completion, computed by Fourier
+transform. Then
 
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
 
-need only the moments of A given z, and of A and A' given z and z'. If groups are drawn again, all
-means are conditional on acceptance of the group. As G grows, with mu = E[w z], the
+need only the moments of A given z, and of A and A' given z and z'. If rejected groups are redrawn,
+all expectations are conditional on acceptance of the group. As G grows, with mu = E[w z], the
 central moments mu_k of z, sigma = std of z and d(std) = std,
 
     G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
@@ -34,7 +36,8 @@ central moments mu_k of z, sigma = std of z and d(std) = std,
     G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
                                     + a - E a ||^2
 
-The limit of the estimate divided by sigma itself has only the first and the last of these terms.
+If the estimate is divided by sigma instead of std, its limit variance has only the first and the
+last of these terms, and its limit bias is 0.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ from scipy import fft
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-# Rounding of a mean, relative to the mean of norms.
+# Norm of a mean, relative to the root mean square norm, below which it is rounding error.
 MEAN_ROUNDING = 1e-9
-# Distance from the grid of rewards, in steps, that counts as rounding.
+# Distance from the grid of rewards, in steps, below which it is rounding error.
 GRID_ROUNDING = 1e-9
 
 
@@ -60,7 +63,7 @@ class EstimateMoments:
     """Mean and variance of an estimate at one group size, by prompt."""
 
     mean_PD: Array
-    # Trace of its covariance given the prompt.
+    # Trace of the covariance of the estimate given the prompt.
     within_P: Array
 
     def variance(self, num_prompts: int) -> float:
@@ -74,9 +77,9 @@ class GroupMoments:
     """Mean and variance of the estimate as functions of the group size, by prompt."""
 
     mean_PD: Array
-    # The numerator of 1/G in the variance.
+    # Coefficient of 1/G in the variance.
     first_P: Array
-    # The numerator of 1/(G (G-1)) in it.
+    # Coefficient of 1/(G (G-1)) in the variance.
     second_P: Array
 
     def at(self, group_size: int) -> EstimateMoments:
@@ -86,7 +89,7 @@ class GroupMoments:
 
 
 def outcome_mean(probability_PY: Array, values: Array) -> Array:
-    """Return the mean over the outcomes of values of shape [P, Y, ...], shape [P, ...]."""
+    """Return the mean over outcomes of values [P, Y, ...], with shape [P, ...]."""
     return np.einsum("py,py...->p...", probability_PY, values)
 
 
@@ -96,16 +99,16 @@ def group_moments(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> GroupMoments:
-    """Compute the moments of the estimate, exactly, from all Y outcomes of each prompt.
+    """Compute the exact moments of the estimate from all Y outcomes of each prompt.
 
     Args:
-        probability_PY: of the outcomes, under the policy that writes them.
-        weight_PYD: w, a vector of D numbers for each outcome.
-        reward_PY: z.
-        beside_PYD: a.
+        probability_PY: probabilities of the outcomes under the policy that writes them.
+        weight_PYD: vector of each outcome, w.
+        reward_PY: rewards, z.
+        beside_PYD: vectors that are added without an advantage, a.
 
     Raises:
-        ValueError: the mean of w is not zero.
+        ValueError: If the mean of w is not zero.
 
     >>> w = np.array([[[1.0], [-1.0]]])
     >>> moments = group_moments(np.full((1, 2), 0.5), w, np.array([[1.0, 0.0]]))
@@ -136,19 +139,19 @@ def group_moments(
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Divisor of leave-one-out advantages; those of a zero-variance group are 0."""
+    """Divisor of leave-one-out advantages; the advantages of a zero-variance group are 0."""
 
-    # `none`: 1; `sigma`: the standard deviation of the prompt's rewards; `group_std`: std +
-    # epsilon; `group_std_floor`: max(std, floor); `group_std_redrawn`: std, and groups with
-    # std < floor are drawn again.
+    # `none`: 1; `sigma`: standard deviation of the prompt's rewards; `group_std`: std + epsilon;
+    # `group_std_floor`: max(std, floor); `group_std_redrawn`: std, and groups with std < floor are
+    # redrawn.
     kind: str = "none"
     # Added to the standard deviation.
     epsilon: float = 0.0
-    # Smallest standard deviation, above 0.
+    # Smallest standard deviation, positive.
     floor: float = 0.0
 
     def factor(self, std: Array) -> Array:
-        """Return 1/d of kinds that divide by a group's own std; 0 for a zero-variance group.
+        """Return 1/d for kinds that divide by the group's std; 0 for a zero-variance group.
 
         >>> Normalisation("group_std", epsilon=0.5).factor(np.array([0.0, 0.5])).tolist()
         [0.0, 1.0]
@@ -161,7 +164,7 @@ class Normalisation:
         return np.where(std > 0, 1 / np.where(std > 0, divisor, 1.0), 0.0)
 
     def accepts(self, std: Array) -> Mask:
-        """Return True for groups whose standard deviation lets them be used, not drawn again."""
+        """Return True for groups that are used and False for groups that must be redrawn."""
         return std >= self.floor if self.kind == "group_std_redrawn" else np.full(std.shape, True)
 
 
@@ -169,18 +172,18 @@ class Normalisation:
 class AdvantageMoments:
     """Moments of one prompt's advantages, by the K levels of its rewards.
 
-    The indicator that the group is accepted, over its chance, is a factor in every mean.
+    Every expectation contains the factor 1{group accepted} / P(group accepted).
     """
 
-    # The level of each outcome's reward.
+    # Level of each outcome's reward.
     level_Y: Integers
-    # Chance that a group is used, not drawn again.
+    # Probability that a group is accepted.
     acceptance: float
-    # E[1], E[A], E[A^2] given the completion's own level.
+    # E[1], E[A], E[A^2] given the level of the completion.
     zeroth_K: Array
     first_K: Array
     second_K: Array
-    # E[1], E[A], E[A A'] given its level and another's.
+    # E[1], E[A], E[A A'] given the levels of the completion and of another one in the group.
     zeroth_KK: Array
     first_KK: Array
     cross_KK: Array
@@ -189,16 +192,18 @@ class AdvantageMoments:
 def advantage_moments(
     probability_Y: Array, reward_Y: Array, group_size: int, normalisation: Normalisation
 ) -> AdvantageMoments:
-    """Compute moments of one prompt's advantages in groups of G, by the law of the others' sums.
+    """Compute the moments of one prompt's advantages in groups of G.
+
+    The law of the sums over the other completions of a group is enumerated.
 
     Args:
-        probability_Y: of the outcomes, under the policy that writes them.
-        reward_Y: their rewards, on a grid.
-        group_size: G >= 2.
-        normalisation: of a kind that divides by a group's own standard deviation.
+        probability_Y: probabilities of the outcomes under the policy that writes them.
+        reward_Y: rewards of the outcomes, on a grid.
+        group_size: number of completions per prompt, G >= 2.
+        normalisation: normalisation that divides by the group's standard deviation.
 
     Raises:
-        ValueError: rewards that are all equal or on no grid, or groups that are never accepted.
+        ValueError: If the rewards are all equal or not on a grid, or if no group is accepted.
 
     >>> coin = np.array([0.5, 0.5]), np.array([1.0, 0.0])
     >>> moments = advantage_moments(*coin, 2, Normalisation("group_std"))
@@ -209,10 +214,10 @@ def advantage_moments(
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 
     def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
-        """Describe groups whose own completions have these sums of j and j^2, by the others' sums.
+        """Describe groups in which the given completions have these sums of j and j^2.
 
-        Returns acceptance, scale of the advantage and sum of all j, each [own sums, others' sums],
-        and the probabilities of the others' sums.
+        Return the acceptance, the scale of the advantage and the sum of all j, each [sums given,
+        sums of the others], and the probabilities of the sums of the others.
         """
         law, sum_1, sum_2 = _law_of_sums(chance_K, grid_K, others)
         sum_1, sum_2 = sum_1 + own_1[:, None], sum_2 + own_2[:, None]
@@ -230,7 +235,7 @@ def advantage_moments(
     acceptance = float(chance_K @ zeroth_K)
     if not acceptance > 0:
         raise ValueError(
-            f"no group of {group_size} has a std of {normalisation.floor}: lower the floor"
+            f"no group of {group_size} has a std of at least {normalisation.floor}: lower the floor"
         )
     level, other = np.repeat(grid_K, len(grid_K)), np.tile(grid_K, len(grid_K))
     accepted, scale, sum_1, law = group_law(level + other, level**2 + other**2, group_size - 2)
@@ -255,28 +260,28 @@ def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
     """Return the level of each reward, the levels j on the grid `minimum + step j`, and the step.
 
     Raises:
-        ValueError: rewards that are all equal or on no grid.
+        ValueError: If the rewards are all equal or not on a grid.
     """
     levels, level_Y = np.unique(reward_Y, return_inverse=True)
     if len(levels) < 2:
         raise ValueError(
-            f"all rewards are {levels[0]}: every group has zero variance, leave it out"
+            f"all rewards are {levels[0]}, so every group has zero variance: leave the prompt out"
         )
     step = float(np.diff(levels).min())
     steps_K = (levels - levels[0]) / step
     grid_K = steps_K.round()
     if np.abs(steps_K - grid_K).max() > GRID_ROUNDING:
-        raise ValueError(f"rewards {levels.tolist()} are on no grid: round them to even steps")
+        raise ValueError(f"rewards {levels.tolist()} are not evenly spaced: round them to a grid")
     return level_Y, grid_K, step
 
 
 def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Array, Array]:
-    """Return probabilities of all pairs (sum j, sum j^2) of `count` completions and both sums, [S].
+    """Return the probabilities of all pairs (sum j, sum j^2) and both sums, each [S].
 
     Args:
-        chance_K: of one completion's levels.
-        grid_K: the levels j, whole numbers.
-        count: completions that are added up; 0 gives the empty sums with certainty.
+        chance_K: probabilities of the levels of one completion.
+        grid_K: levels, integers j.
+        count: number of completions over which the sums run; 0 gives empty sums with probability 1.
     """
     if count == 0:
         return np.ones(1), np.zeros(1), np.zeros(1)
@@ -287,7 +292,7 @@ def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Arr
     single[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
     law = fft.irfft2(fft.rfft2(single) ** count, padded)[: shape[0], : shape[1]]
     sum_1, sum_2 = np.indices(shape)
-    # Other pairs have a probability from rounding only.
+    # Impossible pairs have nonzero probability only because of rounding.
     possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)
     return law[possible], sum_1[possible].astype(float), sum_2[possible].astype(float)
 
@@ -299,13 +304,12 @@ def estimate_moments(
     group_size: int,
     beside_PYD: Array | float = 0.0,
 ) -> EstimateMoments:
-    """Compute mean and variance of the estimate, exactly; shapes as in `group_moments`.
+    """Compute the exact mean and variance of the estimate; shapes are those of `group_moments`.
 
     Args:
-        moments: of each prompt's advantages, see `advantage_moments`.
-        probability_PY: of the outcomes, the same as there.
-        weight_PYD: w.
-        beside_PYD: a.
+        moments: moments of each prompt's advantages, from `advantage_moments`. probability_PY:
+            probabilities of the outcomes from which `moments` were computed. weight_PYD: vectors w.
+            beside_PYD: vectors a.
     """
     beside_PYD = np.broadcast_to(beside_PYD, weight_PYD.shape)
     means: list[Array] = []
@@ -335,13 +339,13 @@ def estimate_moments(
 
 @dataclass(frozen=True)
 class LargeGroups:
-    """Limits as G grows, by prompt."""
+    """Limits for each prompt as G grows."""
 
-    # Of G times the bias against mu/sigma + E a.
+    # Limit of G times the bias relative to mu/sigma + E a.
     bias_PD: Array
-    # Of G times the trace of the covariance.
+    # Limit of G times the trace of the covariance.
     variance_P: Array
-    # The same of the estimate divided by sigma, the U-statistic's.
+    # The same limit for the U-statistic, which divides by sigma.
     sigma_variance_P: Array
 
 
@@ -351,13 +355,13 @@ def large_groups(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> LargeGroups:
-    """Compute the limits by the delta method, d(std) = std; shapes as in `group_moments`.
+    """Compute the limits for d(std) = std by the delta method; shapes as in `group_moments`.
 
     Args:
-        probability_PY: of the outcomes, under the policy that writes them.
-        weight_PYD: w.
-        reward_PY: z.
-        beside_PYD: a.
+        probability_PY: probabilities of the outcomes under the policy that writes them.
+        weight_PYD: vectors w.
+        reward_PY: rewards, z.
+        beside_PYD: vectors a.
     """
     mean = partial(outcome_mean, probability_PY)
     centred_PY = reward_PY - mean(reward_PY)[:, None]

@@ -1,4 +1,4 @@
-"""Record of a theorem, and the results of its test: claims, curves to draw, rows to keep."""
+"""Record of a theorem and the results of its test: claims, curves and table rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Points = Sequence[float] | np.ndarray
 class PlotLine:
     """A line of a figure."""
 
-    # Text in the legend.
+    # Label in the legend.
     label: str
     x: Points
     y: Points
-    # Lower end of a band, None without one; `high` likewise.
+    # Ends of the intervals, or None if the values have no intervals.
     low: Points | None = None
     high: Points | None = None
-    # True if theory draws it; measurements are markers, predictions lines.
+    # True for a prediction, which is drawn as a line; measurements are drawn as markers.
     predicted: bool = False
-    # True if theory says only that measurements are below; a dashed line.
+    # True for an upper bound on the measurements, which is drawn as a dashed line.
     bound: bool = False
 
 
@@ -41,11 +41,11 @@ def line_of(
     predicted: bool = False,
     bound: bool = False,
 ) -> PlotLine:
-    """Make a line of two columns of rows; a measurement has an interval, columns `low` and `high`.
+    """Make a line from two columns; a measurement has an interval in columns `low` and `high`.
 
     Args:
-        label: in the legend.
-        rows: of curves.csv.
+        label: label in the legend.
+        rows: rows of curves.csv.
         x, y: names of the columns.
         predicted, bound: see `PlotLine`.
     """
@@ -58,35 +58,34 @@ def line_of(
 
 @dataclass(frozen=True)
 class Panel:
-    """One of a figure's axes."""
+    """One panel of a figure."""
 
     title: str
     xlabel: str
     ylabel: str
-    # A prediction and a measurement of the same label share their colour.
+    # A prediction and a measurement with the same label share a colour.
     curves: Sequence[PlotLine]
-    # The logarithmic axes: any of "x", "y", "xy", "".
+    # Logarithmic axes: "x", "y", "xy" or "".
     log: str = ""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Results of a test for or against a theorem."""
+    """Results of the test of a theorem."""
 
-    # In the order of their interest to a reader; their verdicts are corrected as a family, see
-    # `correct_family`.
+    # Claims in order of importance. `correct_family` corrects their verdicts for multiple testing.
     claims: Sequence[Claim]
     # Panels of the figure.
     panels: Sequence[Panel]
-    # The values in the panels and more, of equal keys, for curves.csv.
+    # Rows of curves.csv, which contain the values in the panels and more.
     rows: Sequence[Mapping[str, Any]]
-    # Answer of the test, in a sentence.
+    # Result of the test in one sentence.
     answer: str
-    # Limits, surprises and reasons, a line each.
+    # Limitations, surprises and reasons, one per line.
     notes: Sequence[str] = ()
-    # Names and exact values of the policy.
+    # Names and values of the facts about the test problem.
     problem: Mapping[str, float | str] = field(default_factory=dict)
-    # Completions that were drawn; 0 if all was enumerated.
+    # Number of completions drawn; 0 if everything was enumerated.
     rollouts: int = 0
 
     def __post_init__(self):
@@ -94,31 +93,31 @@ class Evidence:
 
     @property
     def verdict(self) -> str:
-        """The verdict on all claims together, see `worst_verdict`."""
+        """Worst verdict of all claims; see `worst_verdict`."""
         return worst_verdict(self.claims)
 
 
 @dataclass(frozen=True)
 class Theorem:
-    """One of the paper's results and its test: the interface of a theorem's module."""
+    """Result of the paper and its test; each theorem's module defines one as `THEOREM`."""
 
-    # Schema of its configuration, with its title and the kinds of problem on which it runs.
+    # Schema of the configuration, which contains the title and the admissible kinds of problem.
     schema: type[TheoryConfig]
-    # The paper's claim, in one or two sentences.
+    # Claim of the paper in one or two sentences.
     statement: str
-    # Function that tests it as a configuration describes.
+    # Function that runs the test for a configuration.
     run: Callable[[Experiment], Evidence]
-    # Function that raises ConfigError, before any work, for settings outside the theorem.
+    # Function that raises ConfigError, before any work, if the settings violate the assumptions.
     check: Callable[[Experiment], None]
-    # Function for the number of completions that a test draws; 0 if it enumerates.
+    # Function that returns the number of completions that the test draws; 0 if it enumerates.
     completions: Callable[[Experiment], int] = lambda experiment: 0
 
     @property
     def title(self) -> str:
-        """The title of its page, figure and table."""
+        """Title of the page, the figure and the table."""
         return self.schema.title
 
 
 def theorem(kind: str) -> Theorem:
-    """Return the record `THEOREM` of the module that is named like the theorem's kind."""
+    """Return the record `THEOREM` from the module with the name of the theorem's kind."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM

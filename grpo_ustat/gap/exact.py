@@ -1,4 +1,4 @@
-"""Exact values on a problem: an estimator's covariance, C1, C2, C3, the limit's weights."""
+"""Exact values on a test problem: covariance of an estimator, C1, C2, C3 and limit weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_ustat.gap.simulate import Estimator
 
 
 def noise_everywhere(problem: Problem, u_KR: np.ndarray, estimator: Estimator) -> np.ndarray:
-    """Return the estimator's covariance at every replicate's u, [K, K, R]."""
+    """Return the estimator's covariance at the coordinates u of every replicate, [K, K, R]."""
     split = covariance_parts(*problem.law(u_KR), problem.rewards_PY, estimator.baseline)
     return split.covariance(estimator.num_prompts, estimator.group_size)
 
@@ -22,7 +22,7 @@ def noise(problem: Problem, u_K: np.ndarray, estimator: Estimator) -> np.ndarray
 
 
 def largest_error(problem: Problem, estimator: Estimator) -> float:
-    """Return s2, the estimator's largest mean squared error on a grid of the sublevel set."""
+    """Return s2, the largest mean squared error of the estimator on a grid of the sublevel set."""
     return float(
         np.einsum("kkr->r", noise_everywhere(problem, problem.sublevel_grid(), estimator)).max()
     )
@@ -31,7 +31,7 @@ def largest_error(problem: Problem, estimator: Estimator) -> float:
 def scaling_at(
     problem: Problem, u_K: np.ndarray, weight_KK: np.ndarray | None = None
 ) -> ScalingLaw:
-    """Return C1, C2, C3 of GRPO at u; W weights the directions, `C_i = tr(W part_i)`."""
+    """Return C1, C2, C3 of GRPO at u, where W weights the directions: `C_i = tr(W part_i)`."""
     grpo = covariance_parts(*problem.law(u_K[:, None]), problem.rewards_PY, "leave_one_out")
     weight_KK = np.eye(len(u_K)) if weight_KK is None else weight_KK
     parts_KK1 = grpo.prompts, grpo.completions, grpo.pairs
@@ -40,17 +40,20 @@ def scaling_at(
 
 
 def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
-    """Return W with `sum_j w_j = tr(W Sigma)`: what noise in each direction adds to the limit."""
+    """Return W such that `sum_j w_j = tr(W Sigma)` for the limit weights w_j.
+
+    W is the contribution of noise in each direction to the limit.
+    """
     lambda_K, basis = np.linalg.eigh(curvature_KK)
     return basis @ np.diag(c**2 * lambda_K / (2 * (2 * c * lambda_K - 1))) @ basis.T
 
 
 def assumption2(problem: Problem, u_K: np.ndarray) -> float:
-    """Return the failure of Assumption 2 at u, 0 if it holds as a matrix, given each prompt.
+    """Return the relative violation of Assumption 2 at u; 0 if it holds for each prompt.
 
-    It is the root mean square over prompts of ||E[S S' (Z - V) | x]||, over ||E[S S']||, in
-    Frobenius norms. Without the root mean square, prompts on which the assumption fails in opposite
-    directions would have a mean of 0, and baselines that beat V.
+    The violation is the root mean square over prompts of ||E[S S' (Z - V) | x]||, divided by ||E[S
+    S']||, with Frobenius norms. A plain mean would be 0 for prompts that violate the assumption in
+    opposite directions, although there are baselines better than V.
     """
     probability_PYR, score_PYKR = problem.law(u_K[:, None])
     probability_PY, score = probability_PYR[..., 0], score_PYKR[..., 0]
@@ -62,7 +65,7 @@ def assumption2(problem: Problem, u_K: np.ndarray) -> float:
 
 
 def problem_facts(problem: Problem) -> dict[str, float | str]:
-    """Return facts on a problem for the reader of its report."""
+    """Return facts about a test problem for its report."""
     (mu, smoothness), law = problem.constants, scaling_at(problem, problem.best_K)
     prompts, outcomes = problem.rewards_PY.shape
     eigenvalues = ", ".join(f"{x:.4g}" for x in np.linalg.eigvalsh(problem.curvature_KK))

@@ -1,4 +1,4 @@
-"""Figure of a theorem: measurements as markers, predictions as lines."""
+"""Figure of a theorem with measurements as markers and predictions as lines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from grpo_ustat.pages.figures import (
 )
 
 BASELINE_NAMES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle"}
-# Panels side by side.
+# Largest number of panels side by side.
 PANELS_ACROSS = 3
-# Inches of a panel.
+# Width and height of a panel in inches.
 PANEL_INCHES = (4.6, 3.8)
 
 
 def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
-    """Write `figure.{pdf,svg,png}`: all panels, and the answer below them."""
+    """Write all panels, with the answer below them, to `figure.{pdf,svg,png}`."""
     panels = evidence.panels
     columns = min(PANELS_ACROSS, len(panels))
     rows = -(-len(panels) // columns)
@@ -48,8 +48,8 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
 def draw(axes: Axes, panel: Panel) -> None:
     """Draw one panel.
 
-    A prediction and a measurement of the same label share their colour; the colour of a baseline is
-    the same in every figure.
+    A prediction and a measurement with the same label share a colour. A baseline has the same
+    colour in every figure.
     """
     labels = list(dict.fromkeys(curve.label for curve in panel.curves))
     styles = {

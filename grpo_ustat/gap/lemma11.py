@@ -1,8 +1,8 @@
-r"""Lemma 11: the normalised estimator for large groups, enumerated.
+r"""Lemma 11: enumeration of the normalised estimator in large groups.
 
-The test: `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the
-U-statistic with kernel h / sigma(x). Measured are the rate, and the rest at the scale of the
-estimator's own error. The formulas are those of `grpo_ustat.gap.normalised`; nothing is drawn.
+The lemma says that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the U-statistic
+with kernel h / sigma(x). The test computes the rate of convergence and compares the difference with
+the error of the estimator. It uses the formulas of `grpo_ustat.gap.normalised` and draws nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from grpo_ustat.terminal.streams import percentage
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 # Group sizes from which limits are extrapolated.
 LIMIT_SIZES = (2**14, 2**15, 2**16)
-# Largest number of prompts with a curve of their own.
+# Largest number of prompts that are shown as separate curves.
 MAX_CURVES = 6
 
 STATEMENT = (
-    "Lemma 11: divided by the standard deviation of the group's own rewards, the estimate is, as "
-    "the group grows, the U-statistic with kernel h / sigma(x)."
+    "Lemma 11: as the group grows, the estimate divided by the standard deviation of the group's "
+    "rewards tends to the U-statistic with kernel h / sigma(x)."
 )
 
 
@@ -42,28 +42,28 @@ STATEMENT = (
 class ExactValues:
     """Exact values at every group size."""
 
-    # Of the prompts.
+    # Moments of the prompts.
     moments: RightAndWrong
-    # Group sizes, ascending.
+    # Group sizes in ascending order.
     sizes: Sequence[int]
-    # Added to the standard deviation.
+    # Constant added to the standard deviation.
     epsilon: float
-    # At each group size.
+    # Moments at each group size.
     with_epsilon: Sequence[NormalisedMoments]
-    # The same with epsilon = 0, as in the lemma.
+    # Moments at each group size with epsilon = 0, as in the lemma.
     without: Sequence[NormalisedMoments]
-    # The same two at `LIMIT_SIZES`.
+    # Moments with epsilon and with epsilon = 0 at `LIMIT_SIZES`.
     far_with_epsilon: Sequence[NormalisedMoments]
     far_without: Sequence[NormalisedMoments]
 
     @property
     def u_variance(self) -> float:
-        """Limit of G Var U, mean over prompts."""
+        """Mean over prompts of the limit of G Var U."""
         return float((self.moments.within + 4 * self.moments.shift).mean())
 
     @property
     def first_order(self) -> bool:
-        """True if the squared difference has a part of order 1/G."""
+        """True if the squared difference has a term of order 1/G."""
         return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
 
     def far(self, name: str) -> np.ndarray:
@@ -73,7 +73,7 @@ class ExactValues:
 
 
 def mean_by_size(values: Sequence[NormalisedMoments], name: str) -> np.ndarray:
-    """Return the mean of a quantity over prompts, at every group size."""
+    """Return the mean of a quantity over prompts at every group size."""
     return np.array([getattr(at_size, name).mean() for at_size in values])
 
 
@@ -84,14 +84,15 @@ def lemma11(
     group_sizes: Sequence[int],
     epsilon: float,
 ) -> Evidence:
-    """Compute E||N - U||^2, both variances and the bias of N, exact at every group size.
+    """Compute E||N - U||^2, both variances and the bias of N exactly at every group size.
 
     Args:
-        probability_PY: of the outcomes of an enumerable policy.
-        score_PYK: their scores.
-        reward_PY: their rewards, each 0 or 1.
-        group_sizes: at least three, for the curves and the rate; limits come from `LIMIT_SIZES`.
-        epsilon: added to the group's standard deviation.
+        probability_PY: probabilities of the outcomes of an enumerable policy.
+        score_PYK: scores of the outcomes.
+        reward_PY: rewards of the outcomes, each 0 or 1.
+        group_sizes: at least three group sizes for the curves and the rate; limits are extrapolated
+            from `LIMIT_SIZES`.
+        epsilon: constant added to the group's standard deviation.
     """
     sizes = sorted(set(group_sizes))
     try:
@@ -125,7 +126,7 @@ def lemma11(
 
 
 def _claims(exact: ExactValues) -> list[Claim]:
-    """Make claims on the rate, the delta method's constants, the quarter, and epsilon's rest."""
+    """Make claims on the rate, the delta-method constants, the bound 1/4 and epsilon."""
     moments, u_variance = exact.moments, exact.u_variance
     shift = float(moments.shift.mean())
     names = ("difference", "plain_variance", "variance", "bias")
@@ -138,11 +139,11 @@ def _claims(exact: ExactValues) -> list[Claim]:
         _limit_claim("limit of G E||N - U||^2", shift, difference, u_variance),
         _limit_claim("limit of E||N - U||^2 / Var U", shift / u_variance, difference / plain, 1.0),
         enumerated_claim(
-            "limit of E||N - U||^2 / Var U, of any prompt",
+            "limit of E||N - U||^2 / Var U, largest over prompts",
             "<= 0.25",
             largest,
             largest <= 0.25 + TOLERANCE**2,
-            f"exact, extrapolated as above; the largest of {len(share_P)} prompts",
+            f"exact, extrapolated as above; largest of {len(share_P)} prompts",
         ),
         _limit_claim("limit of Var N / Var U", ratio, variance / plain, 1.0),
         _limit_claim(
@@ -154,11 +155,11 @@ def _claims(exact: ExactValues) -> list[Claim]:
         limit = float(at_infinity(mean_by_size(exact.far_with_epsilon, "difference")))
         claims.append(
             enumerated_claim(
-                "what epsilon leaves of E||N - U||^2 in the limit",
+                "limit of E||N - U||^2 with epsilon",
                 floor,
                 limit,
                 abs(limit - floor) <= TOLERANCE * floor + 1e-12,
-                f"exact, extrapolated as above with epsilon = {exact.epsilon:g}; within "
+                f"exact, extrapolated as above with epsilon = {exact.epsilon:g}; agrees within "
                 f"{percentage(TOLERANCE)}",
             )
         )
@@ -166,7 +167,7 @@ def _claims(exact: ExactValues) -> list[Claim]:
 
 
 def _rate_claim(exact: ExactValues) -> Claim:
-    """Test the slope of the part of order 1/G if there is one, else that of the next order."""
+    """Test the rate: slope -1 if there is a term of order 1/G, and slope -2 otherwise."""
     sizes, values = np.array(exact.sizes[-3:]), mean_by_size(exact.without, "difference")[-3:]
     predicted = -1.0 if exact.first_order else -2.0
     slope = float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
@@ -174,26 +175,26 @@ def _rate_claim(exact: ExactValues) -> Claim:
     agrees = abs(slope - predicted) <= SLOPE_TOLERANCE
     agrees = agrees or enumeration_converges(distances[1], distances[0], 0.0)
     how = (
-        f"exact at G = {comma_list(sizes)}, epsilon = 0, least squares; within "
-        f"{SLOPE_TOLERANCE}, not decided where further off and coming closer"
+        f"exact at G = {comma_list(sizes)}, epsilon = 0, least squares; agrees within "
+        f"{SLOPE_TOLERANCE}, otherwise undecided if approaching the prediction"
     )
     what = "slope of log E||N - U||^2 on log G, mean over prompts"
     return enumerated_claim(what, predicted, slope, agrees, how)
 
 
 def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
-    """Compare values at `LIMIT_SIZES` with the delta method's constant."""
+    """Compare values at `LIMIT_SIZES` with the constant from the delta method."""
     how = (
         f"exact at G = {comma_list(LIMIT_SIZES)}, epsilon = 0, mean over prompts, extrapolated in "
-        f"1/G; within {percentage(TOLERANCE)} of the delta method's, not decided where coming "
-        "closer"
+        f"1/G; agrees within {percentage(TOLERANCE)} of the delta-method value, otherwise "
+        "undecided if approaching it"
     )
     tolerance = TOLERANCE * abs(predicted) + 1e-6 * scale
     return limit_claim(what, predicted, values, tolerance, how)
 
 
 def _panels(exact: ExactValues) -> list[Panel]:
-    """Return panels of difference and variances, the difference's share by prompt, and the bias."""
+    """Return panels of the difference and variances, their ratio by prompt, and the bias."""
     moments, sizes = exact.moments, np.array(exact.sizes, dtype=float)
     limits = {
         "E||N - U||^2": ("difference", moments.shift, moments.floor(exact.epsilon).mean()),
@@ -221,13 +222,13 @@ def _panels(exact: ExactValues) -> list[Panel]:
     size = "group size G"
     return [
         Panel("Difference and both variances", size, "mean over prompts", errors, "xy"),
-        Panel("Share of U's variance", size, "E||N - U||^2 / Var U", shares, "x"),
+        Panel("Difference relative to Var U", size, "E||N - U||^2 / Var U", shares, "x"),
         Panel("Bias of N, epsilon = 0", size, "mean over prompts", [bias, limit], "xy"),
     ]
 
 
 def _rows(exact: ExactValues) -> list[dict[str, float]]:
-    """Return a row for each group size and prompt."""
+    """Return one row per group size and prompt."""
     moments, floor_P = exact.moments, exact.moments.floor(exact.epsilon)
     return [
         {
@@ -249,12 +250,11 @@ def _rows(exact: ExactValues) -> list[dict[str, float]]:
 
 
 def _answer(exact: ExactValues) -> str:
-    """Summarise in which sense the lemma holds."""
+    """Summarise the sense in which the lemma holds."""
     if not exact.first_order:
         return (
-            "It holds for limits at the rate sqrt(G) too on this policy, where every prompt has "
-            "V = 1/2 or "
-            "g = 0: the squared difference falls like 1/G^2."
+            "On this policy the lemma also holds for limits at rate sqrt(G), because every prompt "
+            "has V = 1/2 or g = 0: the squared difference falls like 1/G^2."
         )
     moments, u_variance = exact.moments, exact.u_variance
     share, ratio = (
@@ -262,45 +262,47 @@ def _answer(exact: ExactValues) -> str:
         (moments.within + moments.shift).mean() / u_variance,
     )
     return (
-        "The lemma holds as consistency: the normalised estimate N and the U-statistic U both tend "
-        "to g/sigma. It does not hold for limits at the rate sqrt(G): the squared difference falls "
-        f"like 1/G, as the variance of U does, and stays {percentage(share, 1)} of it; the "
-        f"variance of N is {percentage(ratio, 1)} of that of U."
+        "The lemma holds in the sense of consistency: the normalised estimate N and the "
+        "U-statistic U both tend to g/sigma. It does not hold for limits at rate sqrt(G), because "
+        "the squared difference falls only like 1/G. In the limit the squared difference is "
+        f"{percentage(share, 1)} of the variance of U, and the variance of N is "
+        f"{percentage(ratio, 1)} of the variance of U."
     )
 
 
 def _notes(exact: ExactValues) -> list[str]:
-    """Return notes on the difference, on prompts without one, and on epsilon."""
+    """Return notes on the difference between N and U and on the effect of epsilon."""
     moments = exact.moments
     fast = moments.shift <= 1e-9 * (moments.within + 4 * moments.shift)
     notes = [
-        "The difference of order 1/sqrt(G) is the mean of U times the noise of the group's "
-        "standard "
-        "deviation; its limit is ||g||^2 (mu4 - sigma^4)/(4 sigma^6) per prompt, and no other term "
-        "is of that order at epsilon = 0.",
-        "That noise cancels part of the noise of U: N keeps a quarter of the variance that U has "
-        "from the number of right answers, so in the limit N has the smaller variance, unless "
-        "V = 1/2 or g = 0.",
-        "With 0/1 rewards the share is at most a quarter, where scores depend on the reward alone.",
-        "With the mean of the whole group, as code has it, N is (G-1)/G times as long: "
-        "the same limits, but for the bias, which gains -g/(sigma G).",
+        "At epsilon = 0 the only difference of order 1/sqrt(G) is the expectation of U times the "
+        "noise of the group's standard deviation. G times its mean square tends to "
+        "||g||^2 (mu4 - sigma^4)/(4 sigma^6) for each prompt.",
+        "This noise cancels part of the noise of U: N retains a quarter of the variance that U has "
+        "from the number of right answers. In the limit N therefore has the smaller variance, "
+        "unless V = 1/2 or g = 0.",
+        "With 0/1 rewards the squared difference is at most a quarter of the variance of U. It "
+        "reaches a quarter in the limit if the scores depend only on the reward.",
+        "If the baseline is the mean of the whole group, as in most code, N is multiplied by "
+        "(G-1)/G. The limits are the same except that the bias changes by -g/(sigma G).",
     ]
     if fast.any():
         notes.append(
-            f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0: there the squared "
-            "difference falls like 1/G^2 and the sqrt(G)-limits agree."
+            f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0: for them the squared "
+            "difference falls like 1/G^2, and N and U have the same limit at rate sqrt(G)."
         )
     if exact.epsilon and exact.first_order:
         floor = float(moments.floor(exact.epsilon).mean())
         notes.append(
-            f"A fixed epsilon leaves a difference for ever: epsilon = {exact.epsilon:g} leaves "
-            f"{floor:.3g}, as much as the rest at G = {moments.shift.mean() / floor:.3g}."
+            "With a fixed epsilon the difference does not vanish as G grows: at epsilon = "
+            f"{exact.epsilon:g} the squared difference tends to {floor:.3g}, which equals the "
+            f"remaining term at G = {moments.shift.mean() / floor:.3g}."
         )
     return notes
 
 
 def run(experiment: Experiment) -> Evidence:
-    """Run `lemma11` on the problem's first policy."""
+    """Run `lemma11` on the initial policy of the test problem."""
     problem, design = build_problem(experiment.problem), experiment.theorem
     probability_PYR, score_PYKR = problem.law(problem.start_K[:, None])
     law = probability_PYR[..., 0], score_PYKR[..., 0], problem.rewards_PY
@@ -308,7 +310,7 @@ def run(experiment: Experiment) -> Evidence:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse a problem that is no policy, see `build_problem`."""
+    """Raise ConfigError if the problem is invalid; see `build_problem`."""
     build_problem(experiment.problem)
 
 

@@ -1,4 +1,4 @@
-"""Lemma 6: the mean gap of Algorithm 1 against its recursion and its bounds."""
+"""Lemma 6: comparison of the mean gap of Algorithm 1 with its recursion and bounds."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
-# T counts as large if the ratio of the recursion's bound to the bound of order 1/T is below it.
+# T counts as large if the bound of the recursion is at most this multiple of the bound of order
+# 1/T.
 LARGE_T_RATIO = 1.1
-# Alternative bounds, as shares of the bound.
+# Alternative bounds as multiples of the bound.
 OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)
-# Alternative noise, as shares of the noise.
+# Alternative noise as multiples of the noise.
 OTHER_NOISE = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.4, 2.0)
 STATEMENT = (
-    "If J is L-smooth and satisfies a Polyak-Lojasiewicz inequality with mu, and the gradient's "
-    "mean squared error is at most s2, the mean gap J* - J of Algorithm 1 obeys a linear "
-    "recursion: for a constant learning rate it is below the recursion's solution at every T, for "
-    "c/t below a constant over T when T is large."
+    "If J is L-smooth and satisfies a Polyak-Lojasiewicz inequality with constant mu, and the "
+    "gradient's mean squared error is at most s2, the mean gap J* - J of Algorithm 1 obeys a "
+    "linear recursion. For a constant learning rate the gap is at most the solution of the "
+    "recursion at every T; for c/t it is at most a constant over T when T is large."
 )
 
 
 def plan(design: Lemma6Config) -> list[Simulation]:
-    """Plan every estimator at every learning rate; each recorded step with the one after it."""
+    """Plan every estimator at every learning rate.
+
+    The recorded steps are those of the curve and the steps that follow them.
+    """
     curve, prompts = log_spaced_steps(design.steps), design.rollouts // design.group_size
     with_next = tuple(sorted({0, *curve, *(step + 1 for step in curve)}))
     estimators = [Estimator(name, prompts, design.group_size) for name in design.baselines]
@@ -58,13 +62,13 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
         s2 = largest_error(problem, run.estimator)
         bound = recursion(float(run.gap_SR[0, 0]), mu, smoothness, s2, run.simulation.rates_T)
         rows += _rows(problem, run, curve, bound, s2)
-        what = f"{name}: mean gap over the recursion, largest of all T"
+        what = f"{name}: largest ratio over T of the mean gap to the recursion"
         claims.append(_bound_claim(what, run, bound, curve))
         if run.rate.kind == "decaying":
             limit = np.full(len(bound), np.inf)
             after = np.arange(1.0, len(bound)) + run.rate.offset
             limit[1:] = decaying_bound(mu, smoothness, s2, run.rate.value, after)
-            what = f"{name}: mean gap over the bound of order 1/T, at T = {design.steps}"
+            what = f"{name}: ratio of the mean gap to the bound of order 1/T at T = {design.steps}"
             holds = bool(bound[design.steps] <= LARGE_T_RATIO * limit[design.steps])
             claims.append(_bound_claim(what, run, limit, [design.steps], holds))
         if isinstance(problem, CoinProblem):
@@ -75,9 +79,9 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
         rows=rows,
         answer=f"{agreement(claims)} predictions of the recursion and its bounds agree.",
         notes=[
-            f"{exits_text(runs)}; they stay in every mean",
-            "s2 is the largest error on the sublevel set, so the bounds are as loose as errors "
-            "differ there",
+            f"{exits_text(runs)}. All means include them.",
+            "s2 is the largest error on the sublevel set. The bounds are therefore loose where "
+            "the error is smaller.",
         ],
     )
 
@@ -85,7 +89,7 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
 def _rows(
     problem: Problem, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
 ) -> list[dict]:
-    """Return a row for each step of the curve."""
+    """Return one row per step of the curve."""
     estimator = run.estimator
     first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
     model = quadratic_recursion(first, problem.curvature_KK, sigma, run.simulation.rates_T)
@@ -106,11 +110,12 @@ def _rows(
 def _bound_claim(
     what: str, run: Trajectories, bound: np.ndarray, steps: list[int], holds: bool = True
 ) -> Claim:
-    """Test the largest ratio of mean and bound, with simultaneous intervals.
+    """Make a claim on the largest ratio of the mean to the bound, with simultaneous intervals.
 
-    The p-value is Bonferroni's over the steps, of one-sided t tests that the mean is at most the
-    bound. If theory does not say yet that the bound `holds`, as of 1/T while T is small, a mean
-    above it decides nothing.
+    The p-value combines one-sided t tests of "the mean is at most the bound" at all steps by
+    Bonferroni's correction. If the theory does not guarantee the bound (`holds` is False, for
+    example for the bound of order 1/T at small T), a mean above the bound leaves the claim
+    undecided.
     """
     places = [list(run.steps_S).index(step) for step in steps]
     intervals = [mean_interval(run.gap_SR[place], among=len(steps)) for place in places]
@@ -123,8 +128,8 @@ def _bound_claim(
 
     how = f"{percentage(CONFIDENCE)} intervals over {run.replicates} replicates"
     how += f", {len(steps)} steps at once (Bonferroni)" if len(steps) > 1 else ""
-    how += "; not decided where an interval has the bound within"
-    how += "" if holds else "; T is too small for this bound: the recursion's own is above it"
+    how += "; undecided if an interval contains the bound"
+    how += "" if holds else "; T is too small for this bound, which is below the recursion's bound"
     return Claim(
         what=what,
         predicted="<= 1",
@@ -142,11 +147,11 @@ def _bound_claim(
 
 
 def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) -> Claim:
-    """Test the mean of the next gap given the present parameters.
+    """Test the conditional mean of the next gap given the current parameters.
 
-    J is exactly quadratic, so `E[Delta_{t+1} | theta_t]` is known for every replicate's theta_t.
-    The rest has mean zero, and no correlation between steps: the sum of its squared t scores is
-    chi-square.
+    Since J is exactly quadratic, `E[Delta_{t+1} | theta_t]` is known for the theta_t of every
+    replicate. The residuals have mean zero and are uncorrelated between steps, so the sum of their
+    squared t statistics is chi-square distributed.
     """
     rates_T, places = run.simulation.rates_T, list(run.steps_S)
     shares_F = np.array([1.0, *OTHER_NOISE])
@@ -166,8 +171,8 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
     p_F = stats.chi2.sf(total_F, count)
     high = stats.chi2.ppf(CONFIDENCE, count)
     return Claim(
-        what=f"{run.estimator.name}, {run.rate.name}: E[gap of the next step | now] "
-        f"as the exact recursion has it, chi-square of {count} steps",
+        what=f"{run.estimator.name}, {run.rate.name}: E[next gap | current parameters] "
+        f"against the exact recursion, chi-square of {count} steps",
         predicted=f"<= {high:.3g}",
         measured=float(total_F[0]),
         low=None,
@@ -180,7 +185,7 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
 
 
 def _panel(rate: str, rows: list[dict]) -> Panel:
-    """Return the panel of a learning rate: mean gap, recursion and bound of every estimator."""
+    """Return the panel of a learning rate with mean gap, recursion and bound of every estimator."""
     curves = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate)]
@@ -192,7 +197,10 @@ def _panel(rate: str, rows: list[dict]) -> Panel:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse learning rates outside the bounds, see `check_rates`; mu is the inequality's."""
+    """Refuse learning rates that violate the assumptions, with mu of the inequality.
+
+    See `check_rates`.
+    """
     problem = build_problem(experiment.problem)
     check_rates(experiment, problem, problem.constants[0])
 

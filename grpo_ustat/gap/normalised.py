@@ -1,32 +1,34 @@
-r"""Exact effect of division by a group's own standard deviation, for 0/1 rewards (Lemma 11).
+r"""Exact effect of division by the group's standard deviation for 0/1 rewards (Lemma 11).
 
-Of one prompt, with `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)`, std with divisor G-1,
-and `U = 1/G sum_i s_i (z_i - zbar_{-i}) / sigma`, the U-statistic with kernel h / sigma: a group
-with n right answers has `std^2 = n (G-n) / (G (G-1))`, and given n its scores are independent, with
-mean g / V and trace of covariance t_1 where right, -g / (1-V) and t_0 where wrong. So given n,
+For one prompt let `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)`, with std of divisor G-1,
+and let `U = 1/G sum_i s_i (z_i - zbar_{-i}) / sigma`, the U-statistic with kernel h / sigma. If a
+group has n right answers, `std^2 = n (G-n) / (G (G-1))`. Given n, the scores are independent. The
+scores of right answers have mean g / V and covariance trace t_1; the scores of wrong answers have
+mean -g / (1-V) and covariance trace t_0. Hence, given n,
 
     E[sigma U | n] = std^2 g / sigma^2
     tr Cov(sigma U | n) = ( (G-n)^2 n t_1 + n^2 (G-n) t_0 ) / (G (G-1))^2
 
-and a binomial sum over n is exact. As G grows, at epsilon = 0, with v = sigma^2 = V (1-V):
+A binomial sum over n then gives exact moments. As G grows, at epsilon = 0 and with
+v = sigma^2 = V (1-V):
 
     G Var U -> within + 4 shift      within = ( (1-V)^2 V t_1 + V^2 (1-V) t_0 ) / v
     G Var N -> within +   shift      shift  = ||g||^2 (1 - 4v) / (4 v^2)
     G E||N - U||^2 ->     shift             = ||g||^2 (mu_4 - sigma^4) / (4 sigma^6)
     G (E N - g/sigma) -> -g (1 - 4v) / (8 v^(3/2))
 
-so at most a quarter of U's variance is the difference's, and N has the smaller one. Over prompts
-the biases add up, `b = E b_x` with b_x the last limit, while variances average out. At n = B G
-rollouts, with tau = E[g/sigma] and C1 the spread of g/sigma over prompts,
+So the squared difference is at most a quarter of the variance of U, and N has the smaller variance.
+The mean over prompts reduces the variance but not the bias, `b = E b_x` with b_x the last limit. At
+n = B G rollouts, with tau = E[g/sigma] and C1 the variance of g/sigma over prompts,
 
     MSE_N = ||b||^2 / G^2 + ( G C1 + 2 Cov(g/sigma, b_X) + within + shift ) / n + ...
     MSE_U =                 ( G C1                       + within + 4 shift ) / n + ...
 
-and `E <g/sigma, b_X> = -shift / 2`, so that to leading order in 1/G the group's own std has the
-smaller error where `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and its best group size grows, as
+Moreover `E <g/sigma, b_X> = -shift / 2`. To leading order in 1/G, N therefore has the smaller error
+if `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and the best group size of N grows like
 `( 2 ||b||^2 n / C1 )^(1/3)`.
-The group's own mean in place of the others' multiplies N by (G-1)/G, which adds -g/sigma to b_x:
-`b_x = -g (1 + 4v) / (8 v^(3/2))`.
+A baseline equal to the mean of the whole group, instead of the mean of the others, multiplies N by
+(G-1)/G. This adds -g/sigma to b_x, so that `b_x = -g (1 + 4v) / (8 v^(3/2))`.
 """
 
 from __future__ import annotations
@@ -38,37 +40,37 @@ from scipy import stats
 
 from grpo_ustat.records import Array
 
-# A chance this near to 0 or 1 is rounding.
+# Probabilities within this distance of 0 or 1 differ from them only by rounding.
 ZERO_VARIANCE_CHANCE = 1e-12
 
 
 @dataclass(frozen=True)
 class RightAndWrong:
-    """Moments of each prompt's scores and 0/1 rewards that the error depends on, of shape [P]."""
+    """Moments of scores and 0/1 rewards that determine the error, each [P]."""
 
-    # V.
+    # Expected reward, V.
     value: Array
-    # ||g||^2.
+    # Squared norm of the gradient, ||g||^2.
     g_sq: Array
-    # t_1, trace of the covariance of the score given reward 1.
+    # Trace of the covariance of the score given reward 1, t_1.
     right: Array
-    # t_0, given reward 0.
+    # Trace of the covariance of the score given reward 0, t_0.
     wrong: Array
 
     @property
     def var_z(self) -> Array:
-        """V (1 - V), written sigma^2."""
+        """Variance of the rewards, sigma^2 = V (1 - V)."""
         return self.value * (1 - self.value)
 
     @property
     def within(self) -> Array:
-        """Limit of G times the variance of either estimate that is left given the rewards."""
+        """Limit of G times the expected variance of either estimate given the rewards."""
         v, p = self.var_z, self.value
         return ((1 - p) ** 2 * p * self.right + p**2 * (1 - p) * self.wrong) / v
 
     @property
     def shift(self) -> Array:
-        """Limit of `G E||N - U||^2` at epsilon = 0; 0 where V = 1/2 or g = 0."""
+        """Limit of `G E||N - U||^2` at epsilon = 0; it is 0 if V = 1/2 or g = 0."""
         return self.g_sq * (1 - 4 * self.var_z) / (4 * self.var_z**2)
 
     @property
@@ -79,7 +81,7 @@ class RightAndWrong:
     def floor(self, epsilon: float) -> Array:
         """Return the limit of `E||N - U||^2` at a fixed epsilon.
 
-        It is `||g||^2 (1/(sigma+eps) - 1/sigma)^2`.
+        The limit is `||g||^2 (1/(sigma+eps) - 1/sigma)^2`.
 
         >>> float(RightAndWrong(*np.full((4, 1), 0.5)).floor(0.5)[0])
         0.5
@@ -90,7 +92,7 @@ class RightAndWrong:
 
 @dataclass(frozen=True)
 class NormalisedMoments:
-    """Exact differences of N and U at one group size, arrays of shape [P]."""
+    """Exact moments of N and U at one group size, each [P]."""
 
     # E||N - U||^2.
     difference: Array
@@ -98,20 +100,20 @@ class NormalisedMoments:
     variance: Array
     # tr Cov U.
     plain_variance: Array
-    # `<E N - g/sigma, g> / ||g||`, negative if N is short; its norm is |bias|.
+    # Signed bias `<E N - g/sigma, g> / ||g||`, negative if E N is shorter than g/sigma.
     bias: Array
 
 
 def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -> RightAndWrong:
-    """Compute the values, gradients and covariances of an enumerable policy's prompts.
+    """Compute the moments of every prompt of an enumerable policy.
 
     Args:
-        probability_PY: of the outcomes.
-        score_PYK: their scores.
-        reward_PY: their rewards, each 0 or 1.
+        probability_PY: probabilities of the outcomes.
+        score_PYK: scores of the outcomes.
+        reward_PY: rewards of the outcomes, each 0 or 1.
 
     Raises:
-        ValueError: a reward is neither, or a prompt's rewards are all equal.
+        ValueError: If a reward is not 0 or 1, or if the rewards of a prompt are all equal.
     """
     assert score_PYK.shape[:2] == probability_PY.shape == reward_PY.shape
     if not np.isin(reward_PY, (0, 1)).all():
@@ -122,8 +124,8 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
         (value_P < ZERO_VARIANCE_CHANCE) | (value_P > 1 - ZERO_VARIANCE_CHANCE)
     ):
         raise ValueError(
-            f"prompt {prompt} has V={value_P[prompt]}, where sigma is 0 and no group has any "
-            "variance: leave it out"
+            f"prompt {prompt} has V={value_P[prompt]}, so sigma is 0 and every group has zero "
+            "variance: leave the prompt out"
         )
     g_PK = np.einsum("py,pyk->pk", probability_PY * reward_PY, score_PYK)
     traces: list[Array] = []
@@ -137,12 +139,12 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
 
 
 def mean_weight(value: Array, group_size: int, epsilon: float) -> Array:
-    """Return w(V) with `E N = w grad V`, which is `E[ std^2 / (std + epsilon) ] / sigma^2`.
+    """Return the factor w(V) in `E N = w grad V`, `w = E[ std^2 / (std + epsilon) ] / sigma^2`.
 
     Args:
-        value: V, of any shape.
-        group_size: G >= 2.
-        epsilon: added to std.
+        value: expected rewards V, of any shape.
+        group_size: number of completions per prompt, G >= 2.
+        epsilon: constant added to std.
 
     >>> float(mean_weight(np.array(0.5), 4096, 0.0).round(2))  # 1 / sigma
     2.0
@@ -156,13 +158,13 @@ def mean_weight(value: Array, group_size: int, epsilon: float) -> Array:
 def normalised_moments(
     moments: RightAndWrong, group_size: int, epsilon: float
 ) -> NormalisedMoments:
-    """Compute exact errors of N and U in groups of G, by a sum over the number of right answers.
+    """Compute exact moments of N and U by a sum over the number of right answers in a group.
 
     Args:
-        group_size: G >= 2.
-        epsilon: added to std.
+        group_size: number of completions per prompt, G >= 2.
+        epsilon: constant added to std.
 
-    >>> coin = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
+     = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
     >>> pair = normalised_moments(coin, 2, 0.0)  # s = +-1; U is 0 or 2, N 0 or sqrt 2
     >>> [round(float(x[0]), 4) for x in (pair.difference, pair.variance, pair.plain_variance)]
     [0.1716, 0.5, 1.0]

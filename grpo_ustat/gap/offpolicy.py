@@ -1,6 +1,7 @@
-r"""Algorithm 2's gradient estimate at parameters that did not write the completions (section 8).
+r"""Algorithm 2's gradient estimate from completions of an earlier policy (section 8).
 
-A minibatch of B prompts, drawn independently, with G completions each of pi_old, gives at theta
+A minibatch has B prompts, drawn independently, with G completions of pi_old each. The estimate at
+theta is
 
     1/(B G) sum_b sum_i { A_i w_i + beta k_i }      A_i = (z_i - mean of the group's others) / d
 
@@ -8,24 +9,25 @@ A minibatch of B prompts, drawn independently, with G completions each of pi_old
     token      sum_t rho_t grad log pi(y_t)         sum_t (pi_ref/pi - 1) grad log pi(y_t)
     sequence   rho grad log pi(y)                   rho times the same
 
-with rho_t the token's ratio pi_theta / pi_old, rho the whole completion's, and d the group's
-standard deviation, or 1 without normalisation, see `Normalisation`. `token` is Algorithm 2;
-`sequence`, with the ratio on the penalty too, is the unbiased reference.
+Here rho_t is the ratio pi_theta / pi_old of the token, rho is the ratio of the completion, and d is
+the group's standard deviation, or 1 without normalisation (see `Normalisation`). `token` is
+Algorithm 2. `sequence` also puts the ratio on the penalty and is the unbiased reference.
 
-The target is what both have as their mean at theta = theta_old without normalisation, and with it
-as G grows, for all theta:
+Without normalisation the target is the expectation of both levels at theta = theta_old. With
+normalisation it is the limit of this expectation as G grows. For all theta the target is
 
     E[ grad V(x) / d(x) ]
         - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
 
-where d(x) is 1, or sigma(x) of the rewards of pi_old, which wrote the completions; with sigma(x) of
-pi_theta, a change of order eta, see `token_bias2_own_sigma`. In the penalty grad acts only on the
-divergence of the next token. Prefixes have the law of pi_theta, the current policy, so that the
-target does not depend on the policy that wrote the completions. With prefixes of pi_old it would
-leave out a part of the penalty's bias: `token_bias2_kl_old_prefixes`.
+where d(x) is 1 without normalisation, and otherwise sigma(x), the standard deviation of the rewards
+of pi_old. If sigma(x) were that of pi_theta, the target would change by order eta; see
+`token_bias2_own_sigma`. In the penalty, grad acts only on the divergence of the next token. The
+prefixes follow pi_theta, the current policy, so that the penalty's target does not depend on the
+policy that wrote the completions. With prefixes of pi_old the target would hide a part of the
+penalty's bias; see `token_bias2_kl_old_prefixes`.
 
-All is enumerated: at theta_old by group size, on paths of updates by learning rate, and by
-completion length. Only theta_k of a path is random.
+Biases and variances are enumerated at theta_old by group size, along paths of updates by learning
+rate, and by completion length. Only theta_k on a path is random.
 """
 
 from __future__ import annotations
@@ -62,29 +64,29 @@ from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
 
 LEVELS = ("token", "sequence")
-# A squared bias this far below the variance is rounding.
+# Ratio of squared bias to variance below which the bias is rounding error.
 ROUNDING = 1e-20
-# Change of a parameter beyond which squares of pi_ref/pi_theta may overflow.
+# Largest change of a parameter. Beyond it squares of pi_ref/pi_theta may overflow.
 MAX_CHANGE = 100.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The writing policy, the reference policy, and the shape of a minibatch."""
+    """Old policy, reference policy, rewards and shape of a minibatch."""
 
-    # pi_old.
+    # Policy that writes the completions, pi_old.
     old: SequencePolicy
-    # pi_ref.
+    # Reference policy, pi_ref.
     reference: SequencePolicy
     # Rewards of all completions.
     reward_PY: np.ndarray
     # Weight of the penalty.
     beta: float
-    # B.
+    # Number of prompts in a minibatch, B.
     num_prompts: int
-    # G.
+    # Number of completions per prompt, G.
     group_size: int
-    # The divisor of advantages.
+    # Divisor of the advantages.
     normalisation: Normalisation = Normalisation()
 
     def __post_init__(self):
@@ -93,21 +95,22 @@ class Setting:
 
     @property
     def normalised(self) -> bool:
-        """True if advantages are divided at all."""
+        """True if advantages are divided by a standard deviation."""
         return self.normalisation.kind != "none"
 
     @cached_property
     def advantages(self) -> list[AdvantageMoments]:
-        """Advantages of each prompt's groups, which pi_old writes.
+        """Moments of the advantages in each prompt's groups, which pi_old writes.
 
         Raises:
-            ValueError: rewards of a prompt are all equal or on no grid, or no group is kept.
+            ValueError: If a prompt's rewards are all equal or not on a grid, or no group is
+                accepted.
         """
         pairs = zip(self.old.probabilities_PY, self.reward_PY, strict=True)
         return [advantage_moments(*pair, self.group_size, self.normalisation) for pair in pairs]
 
     def scale_P(self, policy: SequencePolicy) -> np.ndarray:
-        """Return 1/d(x) with sigma(x) of a policy's rewards; 1 without normalisation."""
+        """Return 1/d(x), where sigma(x) is that of the given policy; 1 without normalisation."""
         if not self.normalised:
             return np.ones(len(self.reward_PY))
         centred_PY = self.reward_PY - policy.value_P(self.reward_PY)[:, None]
@@ -116,7 +119,7 @@ class Setting:
     def moments(
         self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
     ) -> EstimateMoments:
-        """Compute mean and variance of one prompt's estimate with vectors w and beta k."""
+        """Compute the mean and variance of the estimate for vectors w and beta k, by prompt."""
         law_PY, size = self.old.probabilities_PY, self.group_size
         if self.normalisation.kind in ("none", "sigma"):
             reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]
@@ -124,7 +127,7 @@ class Setting:
         return estimate_moments(self.advantages, law_PY, weight_PYD, size, penalty_PYD)
 
     def tables(self, current: SequencePolicy, level: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return w and beta k of every completion, each [P, Y, D]."""
+        """Return the vectors w and beta k of every completion, each [P, Y, D]."""
         ratio_PYL = np.exp(current.logprob_PYL - self.old.logprob_PYL)
         excess_PYL = np.exp(self.reference.logprob_PYL - current.logprob_PYL) - 1
         penalty_PYD = self.beta * current.weighted_scores(excess_PYL)
@@ -139,12 +142,12 @@ class Setting:
         prefixes: SequencePolicy | None = None,
         spread: SequencePolicy | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return both parts of the estimate's target, reward and penalty, each [D].
+        """Return the reward part and the penalty part of the target, each [D].
 
         Args:
-            current: pi_theta.
-            prefixes: the policy that writes the prefixes; None: pi_theta.
-            spread: the policy whose rewards have the sigma(x) of normalisation; None: pi_old.
+            current: current policy, pi_theta.
+            prefixes: policy that writes the prefixes, by default pi_theta.
+            spread: policy whose rewards define sigma(x), by default pi_old.
         """
         law_PY = (prefixes or current).probabilities_PY
         penalty_PD = current.token_kl_gradient_PD(self.reference, law_PY)
@@ -155,16 +158,17 @@ class Setting:
     def whole_target(
         self, current: SequencePolicy, spread: SequencePolicy | None = None
     ) -> np.ndarray:
-        """Return the sum of both parts of `target`, [D]."""
+        """Return the sum of both parts of the target, [D]."""
         policy_D, penalty_D = self.target(current, spread=spread)
         return policy_D + penalty_D
 
     def quality(self, current: SequencePolicy) -> dict[str, float]:
-        """Compute squared biases, variances and errors of both levels; `_kl`: the penalty's part.
+        """Compute squared biases, variances and mean squared errors of both levels.
 
-        `_policy` is without the penalty; `ratio_second_moment` is E rho^2, mean over prompts. With
-        normalisation also `_drift2`, the squared change of the bias since theta_old, and
-        `token_bias2_own_sigma`, against the target with sigma(x) of pi_theta's rewards.
+        Names with `_kl` are the penalty's part, and names with `_policy` exclude the penalty.
+        `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, `_drift2` is
+        the squared change of the bias since theta_old, and `token_bias2_own_sigma` is the squared
+        bias relative to the target with the sigma(x) of pi_theta.
         """
         values = {}
         policy_target_D, penalty_target_D = self.target(current)
@@ -199,19 +203,19 @@ class Setting:
 
     @cached_property
     def bias_at_start_D(self) -> np.ndarray:
-        """The bias at theta_old, where both levels are one, [D]."""
+        """Bias at theta_old, where both levels coincide, [D]."""
         return self.bias(self.old, "token")
 
     def bias(self, current: SequencePolicy, level: str) -> np.ndarray:
-        """Return the mean of the estimate minus the target, both parts, [D]."""
+        """Return the expectation of the estimate minus the whole target, [D]."""
         mean_D = self.moments(*self.tables(current, level)).mean_PD.mean(axis=0)
         return mean_D - self.whole_target(current)
 
     @property
     def divergence_cosines(self) -> list[float]:
-        """Cosines at theta_old of the penalty's descent direction with two gradients.
+        """Cosines of the penalty's gradient with two other gradients at theta_old.
 
-        The gradients are those of KL(pi_ref || pi) and KL(pi || pi_ref) of whole completions.
+        The other gradients are those of KL(pi_ref || pi) and KL(pi || pi_ref) of completions.
         """
         old, reference = self.old, self.reference
         penalty_D = old.token_kl_gradient_PD(reference, old.probabilities_PY).mean(axis=0)
@@ -223,11 +227,12 @@ class Setting:
         return cosines
 
     def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
-        """Return the derivative at theta_old of the token level's bias along a direction, [D].
+        """Return the directional derivative of the token-level bias at theta_old, [D].
 
-        Without normalisation. With u_t the derivative of token t's log-probability and u their sum
-        over the completion, `E[ z sum_t (u_t - u) grad log pi(y_t) ] - beta E[ u k ]`: ratios of
-        other tokens are missing in the first term, all ratios in the second.
+        Advantages must not be normalised. Let u_t be the derivative of the log-probability of token
+        t, and u the sum of u_t over the completion. The derivative is `E[ z sum_t (u_t - u) grad
+        log pi(y_t) ] - beta E[ u k ]`. The first term arises because the ratios of the other tokens
+        are missing, the second because the penalty has no ratio.
         """
         assert not self.normalised
         change_PYL = self.old.token_scores_PYLD @ direction_D
@@ -245,9 +250,10 @@ def estimate(
     """Compute Algorithm 2's gradient estimate from one minibatch, [D].
 
     Args:
-        setting: its normalisation does not draw groups again.
-        current: pi_theta.
-        outcome_BG: their completions, of pi_old.
+        setting: setting whose normalisation does not redraw groups.
+        current: current policy, pi_theta.
+        prompt_B: prompts of the minibatch.
+        outcome_BG: completions of the prompts, written by pi_old.
     """
     weight_PYD, penalty_PYD = setting.tables(current, "token")
     rows = prompt_B[:, None], outcome_BG
@@ -257,7 +263,7 @@ def estimate(
     if normalisation.kind == "sigma":
         advantage_BG = advantage_BG * setting.scale_P(setting.old)[prompt_B, None]
     elif setting.normalised:
-        # Exactly 0 if all rewards of a group are equal.
+        # The difference makes the values exactly 0 if all rewards of a group are equal.
         centred_BG = reward_BG - reward_BG[:, :1]
         advantage_BG = advantage_BG * normalisation.factor(
             centred_BG.std(axis=1, ddof=1, keepdims=True)
@@ -268,8 +274,8 @@ def estimate(
 def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
     """Return the B at which both levels have the same error, given variances at `num_prompts`.
 
-    With more prompts the completion's ratio is the better one; negative where it always is,
-    NaN where there is no bias.
+    For larger B the ratio of the completion has the smaller error. The result is negative if it has
+    the smaller error for every B, and NaN without bias.
 
     >>> values = {"sequence_variance": 3.0, "token_variance": 1.0, "token_bias2": 0.5}
     >>> tie({name: np.array([x]) for name, x in values.items()}, 8).item()
@@ -281,7 +287,7 @@ def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
 
 
 def squared_norm(vector_D: np.ndarray) -> float:
-    """Return ||v||^2."""
+    """Return the squared norm ||v||^2."""
     return float(vector_D @ vector_D)
 
 
@@ -290,30 +296,31 @@ def squared_norm(vector_D: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Exact values of every normalisation, by group size."""
+    """Exact values of every normalisation by group size."""
 
-    # G.
+    # Group sizes, G.
     sizes: Sequence[int]
-    # G, 2G, 4G from which limits are extrapolated.
+    # Group sizes G, 2G and 4G from which limits are extrapolated.
     limit_sizes: Sequence[int]
-    # By kind of normalisation, by name, an array over the sizes:
+    # For each kind of normalisation and each name, an array over the sizes:
     # `bias2_share`, ||bias||^2 / ||target||^2 without the KL term;
-    # `bias2_share_kl`, the same of the estimate with it;
-    # `variance`, B times the variance, without the KL term;
-    # `oracle`, B times the oracle's, C1 + (its variance given the prompt) / G;
-    # `exceeded`, the B from which ||bias||^2 is above the variance, infinite without bias;
-    # `zero_variance`, chance of a group of equal rewards, mean over prompts.
+    # `bias2_share_kl`, ||bias||^2 / ||target||^2 with the KL term;
+    # `bias`, ||bias|| without the KL term;
+    # `variance`, B times the variance without the KL term;
+    # `between`, C1 of the oracle;
+    # `oracle`, B times the variance of the oracle, C1 + (variance given the prompt) / G;
+    # `exceeded`, the B above which ||bias||^2 exceeds the variance, infinite without bias;
+    # `zero_variance`, probability of a group with equal rewards, averaged over prompts.
     values: dict[str, dict[str, np.ndarray]]
-    # The same of `none`, `sigma` and `group_std` with epsilon = 0 at `limit_sizes`, and `bias`, the
-    # vector whose squared norm is ||bias||^2.
+    # The same values at `limit_sizes` for `none`, `sigma` and `group_std`, with epsilon = 0.
     limits: dict[str, dict[str, np.ndarray]]
-    # Limit of G ||bias|| of `group_std` at epsilon = 0, by the delta method.
+    # Limit of G ||bias|| for `group_std` at epsilon = 0, computed by the delta method.
     bias_limit: float
     # Norm of the target with normalisation.
     target_norm: float
 
     def variance_ratio(self, kind: str) -> float:
-        """Return the limit of G (B variance - C1) over that of the oracle's."""
+        """Return the limit as G grows of (B variance - C1) relative to that of the oracle."""
         values, sizes = self.limits[kind], np.array(self.limit_sizes)
         oracle = sizes * (values["oracle"] - values["between"])
         return float(at_infinity(sizes * (values["variance"] - values["between"]) / oracle))
@@ -329,11 +336,11 @@ def on_policy(
     """Compute exact values of every normalisation at theta_old.
 
     Args:
-        setting: its group size and normalisation are not used.
-        group_sizes: G.
-        limit_sizes: three, each twice the one before.
-        epsilon: added to the group's standard deviation.
-        floor: smallest standard deviation of `group_std_floor` and `group_std_redrawn`.
+        setting: setting, whose group size and normalisation are not used.
+        group_sizes: group sizes, G.
+        limit_sizes: three group sizes, each twice the previous one.
+        epsilon: constant added to the group's standard deviation.
+        floor: smallest standard deviation for `group_std_floor` and `group_std_redrawn`.
     """
     normalisations = [Normalisation(kind, epsilon, floor) for kind in NORMALISATIONS]
     exact = [Normalisation(kind) for kind in ("none", "sigma", "group_std")]
@@ -369,7 +376,7 @@ def on_policy(
 
 
 def on_policy_values(setting: Setting) -> dict[str, float]:
-    """Compute the values of one normalisation at one group size, see `OnPolicy`."""
+    """Compute the values of one normalisation at one group size; see `OnPolicy`."""
     old, (weight_PYD, penalty_PYD) = setting.old, setting.tables(setting.old, "token")
     plain, target_D = setting.moments(weight_PYD), setting.target(old)[0]
     bias2 = np.square(plain.mean_PD.mean(axis=0) - target_D).sum()
@@ -399,19 +406,19 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Minibatches that one path steps on: parts of a batch, completions of pi_old.
+    """Minibatches of one path: parts of a batch of completions of pi_old.
 
-    They are the same at every learning rate.
+    The minibatches are the same at every learning rate.
     """
 
-    # Prompts of each update, drawn independently and evenly.
+    # Prompts of each update, drawn independently and uniformly.
     prompt_UB: np.ndarray
-    # Their completions.
+    # Completions of these prompts.
     outcome_UBG: np.ndarray
 
 
 def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """Draw one replicate's minibatches from a generator keyed by seed and replicate alone."""
+    """Draw the minibatches of one replicate from a generator keyed by seed and replicate."""
     rng = generator(seed, "theorem12", replicate)
     law_PY = setting.old.probabilities_PY
     prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))
@@ -429,14 +436,14 @@ def update(
     farthest = np.abs(theta_D - setting.old.theta_D).max()
     if not farthest < MAX_CHANGE:
         raise ConfigError(
-            f"learning_rate={learning_rate} takes a parameter {farthest:.3g} away, more than "
+            f"learning_rate={learning_rate} changes a parameter by {farthest:.3g}, more than "
             f"{MAX_CHANGE:g}: use a smaller learning rate, fewer updates or a smaller beta"
         )
     return current.at(theta_D)
 
 
 def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """Return the policy after one update on each minibatch, plain gradient ascent."""
+    """Return the policy after one update of plain gradient ascent on each minibatch."""
     current = setting.old
     for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
         step_D = estimate(setting, current, prompt_B, outcome_BG)
@@ -445,7 +452,7 @@ def random_path(setting: Setting, draws: Draws, learning_rate: float) -> Sequenc
 
 
 def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[SequencePolicy]:
-    """Return theta_old and the policy after every update along the target itself, without noise."""
+    """Return theta_old and the policy after every update along the exact target."""
     path = [setting.old]
     for _ in range(updates):
         target_D = setting.whole_target(path[-1])
@@ -455,11 +462,11 @@ def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[Seq
 
 @dataclass(frozen=True)
 class LeadingTerms:
-    """Limits of errors without normalisation as the learning rate eta falls."""
+    """Limits of errors without normalisation as the learning rate eta tends to 0."""
 
-    # Limit of bias^2 / eta^2 along the exact path, by the derivative of the bias.
+    # Limit of bias^2 / eta^2 along the exact path, computed from the derivative of the bias.
     exact: float
-    # The same of every random path.
+    # Limit of bias^2 / eta^2 along every random path.
     random_R: np.ndarray
     # C1, C2, C3 of Proposition 3 at theta_old, without the KL term.
     law: ScalingLaw
@@ -467,34 +474,36 @@ class LeadingTerms:
 
 @dataclass(frozen=True)
 class PathErrors:
-    """Exact errors at the ends of all paths."""
+    """Exact errors at the last policy of every path."""
 
-    # The policies, and the shape of a minibatch.
+    # Policies, rewards and shape of a minibatch.
     setting: Setting
-    # Learning rates, ascending, E of them.
+    # Learning rates in ascending order, [E].
     rates: np.ndarray
     # Errors at theta_old.
     start: dict[str, float]
-    # Errors after steps along the target, [E] each.
+    # Errors after steps along the target, each [E].
     exact: dict[str, np.ndarray]
-    # Errors after steps on minibatches, [E, R] each.
+    # Errors after steps on minibatches, each [E, R].
     random: dict[str, np.ndarray]
-    # bias^2 with token ratios of every minibatch of the batch along the exact path, [E, k + 1].
+    # Squared bias with token ratios for every minibatch of the batch, along the exact path, [E, k +
+    # 1].
     exact_by_place: np.ndarray
-    # Limits as eta falls; None with normalisation, whose bias has another limit.
+    # Limits as eta tends to 0. They are None with normalisation, for which the bias has another
+    # limit.
     leading: LeadingTerms | None = None
 
     def mean(self, name: str) -> list[Interval]:
-        """Return means over random paths, with t intervals, on the log scale if they allow it."""
+        """Return means over random paths with t intervals from `positive_interval`."""
         values_ER = self.random[name]
         count = values_ER.shape[1]
         pairs = zip(values_ER.mean(axis=1), values_ER.var(axis=1, ddof=1) / count, strict=True)
         return [positive_interval(float(mean), float(var), count - 1) for mean, var in pairs]
 
     def slope(self, name: str, at: int = 0) -> Interval:
-        """Return the slope of log mean bias^2 on log eta from rate `at` to the next.
+        """Return the slope of the log mean of a quantity on log eta between rate `at` and the next.
 
-        Its interval is by the delete-one-path jackknife.
+        The interval is from the delete-one-path jackknife.
         """
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
@@ -504,15 +513,15 @@ class PathErrors:
 
     @property
     def bias_share_E(self) -> np.ndarray:
-        """Mean squared bias over mean variance, both with token ratios."""
+        """Ratio of mean squared bias to mean variance with token ratios, [E]."""
         mean = {name: self.random[f"token_{name}"].mean(axis=1) for name in ("bias2", "variance")}
         return mean["bias2"] / mean["variance"]
 
     @property
     def crossing(self) -> float | None:
-        """The learning rate at which `bias_share_E` is 1, interpolated on the log scale.
+        """Learning rate at which `bias_share_E` is 1, interpolated on the log scale.
 
-        None if no rate is above 1, or the first is already.
+        None if the share is below 1 at every learning rate or at least 1 at the first.
         """
         above = np.flatnonzero(self.bias_share_E >= 1)
         if not len(above) or above[0] == 0:
@@ -522,7 +531,7 @@ class PathErrors:
         return float(np.exp(np.interp(0.0, logs, rates)))
 
     def tie(self) -> np.ndarray:
-        """Return the B at which both levels have the same error at every rate, at theta_k, [E]."""
+        """Return the B at which both levels have the same error at theta_k, for every rate, [E]."""
         mean = {name: values_ER.mean(axis=1) for name, values_ER in self.random.items()}
         return tie(mean, self.setting.num_prompts)
 
@@ -530,14 +539,14 @@ class PathErrors:
 def path_errors(
     setting: Setting, rates_E: np.ndarray, updates: int, replicates: int, seed: int
 ) -> PathErrors:
-    """Compute errors at the ends of an exact and of many random paths.
+    """Compute errors at the last policies of exact and random paths.
 
     Args:
-        setting: the policies, and the shape of a minibatch.
-        rates_E: learning rates, ascending.
-        updates: k.
-        replicates: random paths, keyed by seed and number.
-        seed: of their completions.
+        setting: policies, rewards and shape of a minibatch.
+        rates_E: learning rates in ascending order.
+        updates: number of updates on a path, k.
+        replicates: number of random paths, each keyed by seed and replicate number.
+        seed: seed of the minibatches of the random paths.
     """
     draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]
     paths = [exact_path(setting, updates, rate) for rate in rates_E]
@@ -563,12 +572,12 @@ def path_errors(
 
 
 def leading_term(setting: Setting, direction_D: np.ndarray) -> float:
-    """Return the limit of bias^2 / eta^2 of a path that leaves theta_old in this direction."""
+    """Return the limit of bias^2 / eta^2 along a path that leaves theta_old in this direction."""
     return float(np.square(setting.first_order_bias(direction_D)).sum())
 
 
 def sum_of_steps(setting: Setting, draws: Draws) -> np.ndarray:
-    """Return the direction in which a random path leaves theta_old, [D]."""
+    """Return the sum of a path's gradient estimates at theta_old, [D]."""
     pairs = zip(draws.prompt_UB, draws.outcome_UBG, strict=True)
     return np.sum([estimate(setting, setting.old, *pair) for pair in pairs], axis=0)
 
@@ -589,42 +598,43 @@ def on_policy_law(setting: Setting) -> ScalingLaw:
 class ByLength:
     """Exact values at every length."""
 
-    # B.
+    # Number of prompts, B.
     num_prompts: int
-    # L, ascending.
+    # Completion lengths L in ascending order.
     lengths: np.ndarray
-    # c, E rho_t^2 of a token.
+    # Second moment of a token's ratio, c = E rho_t^2.
     growth: float
-    # By name as in `Setting.quality`, an array over the lengths each.
+    # An array over the lengths for each name of `Setting.quality`.
     values: dict[str, np.ndarray]
 
     @property
     def variance_ratio(self) -> np.ndarray:
-        """Variance with the completion's ratio to that with each token's."""
+        """Variance with completion ratios divided by variance with token ratios."""
         return self.values["sequence_variance"] / self.values["token_variance"]
 
     @property
     def growth_of_ratio(self) -> float:
-        """Growth of `variance_ratio` by a token, between the two largest lengths."""
+        """Growth factor of `variance_ratio` per token between the two largest lengths."""
         steps = np.diff(self.lengths)[-1]
         return float((self.variance_ratio[-1] / self.variance_ratio[-2]) ** (1 / steps))
 
     @property
     def tie(self) -> np.ndarray:
-        """The B at which both levels have the same error; NaN for one token."""
+        """Number of prompts B at which both levels have the same error; NaN for one token."""
         return tie(self.values, self.num_prompts)
 
 
 def by_length(lengths: Sequence[int], shift: float, num_prompts: int, group_size: int) -> ByLength:
-    """Compute bias and variance of both levels at every length, without a penalty.
+    """Compute bias and variance of both levels at every length without a penalty.
 
-    One prompt, two tokens; pi_old writes either with chance 1/2, the reward is the square of the
-    share of token 1.
+    There is one prompt and a vocabulary of two tokens. pi_old writes either token with probability
+    1/2. The reward is the square of the fraction of tokens that are token 1.
 
     Args:
-        lengths: at least two.
-        shift: of the logit of token 1.
-        num_prompts, group_size: B and G.
+        lengths: at least two completion lengths.
+        shift: difference between pi_theta and pi_old in the logit of token 1.
+        num_prompts: number of prompts, B.
+        group_size: number of completions per prompt, G.
     """
     rows, ascending = [], sorted(set(lengths))
     for length in ascending:

@@ -1,4 +1,4 @@
-"""The page of a theorem's test: claims and verdicts."""
+"""Page of the test of a theorem, with claims and verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_ustat.pages.run_page import PREDICTED_CAPTION, RunView
 from grpo_ustat.pages.tables import Cell, Table, number_text, rows_table
 from grpo_ustat.runs.record import RunRecord
 
-# Rows of a table on a page.
+# Largest number of rows in a table on the page.
 MAX_ROWS = 200
 
 
@@ -26,12 +26,12 @@ def title(run: RunRecord) -> str:
 def answer(run: RunRecord) -> str:
     """Return the verdict and the answer."""
     if run.result is None:
-        return "Unfinished: nothing is measured yet."
+        return "Unfinished: there are no results yet."
     return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Return test problem and cost."""
+    """Return the test problem and the cost."""
     if run.result is None:
         return []
     problem = "\n".join(
@@ -45,15 +45,15 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def tables(run: RunRecord) -> list[Table]:
-    """Return tables of predictions beside measurements."""
+    """Return tables that compare predictions with measurements."""
     if run.result is None:
         return []
-    columns = [*CLAIM_COLUMNS, "how it is decided"]
+    columns = [*CLAIM_COLUMNS, "decision rule"]
     rows = [[*claim_cells(claim), claim["how"]] for claim in run.result["claims"]]
     tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
     numbers = run.csv_rows("curves.csv")
     if numbers:
-        note = f"The first {MAX_ROWS} of {len(numbers)}, all in curves.csv."
+        note = f"The first {MAX_ROWS} of {len(numbers)} rows; curves.csv contains all."
         note = note if len(numbers) > MAX_ROWS else ""
         tables.append(rows_table("Numbers", numbers[:MAX_ROWS], note))
     return tables

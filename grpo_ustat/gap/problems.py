@@ -1,9 +1,10 @@
-r"""Policies with enumerated truth: J, its maximum, gradient, curvature and all covariances.
+r"""Test problems whose J, maximum, gradient, curvature and covariances are enumerated.
 
-A problem has parameters theta in R^D. Its policy depends only on `u = Q theta` in R^K (Q has
-orthonormal rows), so that its maximisers form a flat set of dimension D - K. All quantities are
-functions of u for any Q, and enumerated over the outcomes y of the prompts x, which are drawn
-uniformly. Replicates R come last in every shape, where arithmetic on them is fastest.
+A problem has parameters theta in R^D. The policy depends only on `u = Q theta` in R^K, where Q has
+orthonormal rows. The maximisers therefore form a flat set of dimension D - K. For any Q, all
+quantities are functions of u and are enumerated over the outcomes y of the prompts x. Prompts are
+drawn uniformly. The replicate axis R is the last axis of every array, which makes arithmetic
+fastest.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ import numpy as np
 from grpo_ustat.config.problems import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
-# Smallest probability of an outcome of a coin within the box.
+# Smallest probability of each side of a coin within the box.
 MIN_PROBABILITY = 0.02
-# Points of a grid along each coordinate.
+# Number of grid points along each coordinate.
 GRID_POINTS = 41
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(ABC):
-    """Base of all problems; a kind of problem defines `law` and `curvature_at`."""
+    """Base class of test problems; subclasses define `law` and `curvature_at`."""
 
-    # In the run folder's `result.json`.
+    # Name of the kind in the run folder's `result.json`.
     kind: ClassVar[str]
-    # r(x, y).
+    # Rewards r(x, y).
     rewards_PY: np.ndarray
-    # D.
+    # Number of parameters, D.
     parameters: int
-    # u of the first policy.
+    # Coordinates u of the initial policy.
     start_K: np.ndarray
-    # The theory is tested in the sublevel set `J* - J <= reach`.
+    # Largest gap in the sublevel set `J* - J <= reach`, on which the theory is tested.
     reach: float
 
     @property
     def box_K(self) -> np.ndarray:
-        """Largest |u_k - u*_k|, kept by projection; infinite, any u is a policy."""
+        """Largest |u_k - u*_k|, enforced by projection; infinite if every u defines a policy."""
         return np.full(len(self.start_K), np.inf)
 
     @abstractmethod
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return probabilities [P, Y, R] and scores d log pi / d u [P, Y, K, R]."""
+        """Return probabilities [P, Y, R] and scores d log pi / du [P, Y, K, R]."""
 
     @abstractmethod
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
@@ -73,7 +74,7 @@ class Problem(ABC):
 
     @cached_property
     def best_K(self) -> np.ndarray:
-        """The maximiser next to 0, by Newton's method."""
+        """Maximiser found by Newton's method from 0."""
         u_K = np.zeros(len(self.start_K))
         for _ in range(50):
             u_K = u_K + np.linalg.solve(self.curvature_at(u_K), self.gradient(u_K[:, None])[:, 0])
@@ -81,36 +82,36 @@ class Problem(ABC):
 
     @property
     def curved(self) -> int:
-        """Number of coordinates of u, the first ones, along which J curves at its maximisers.
+        """Number of leading coordinates of u along which J curves at the maximisers.
 
-        It is flat along the others.
+        J is flat along the other coordinates.
         """
         return len(self.start_K)
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return the maximiser where training from next to u ends, [K, R]; [K, 1] if unique."""
+        """Return the maximiser nearest to each u, [K, R], or [K, 1] if the maximiser is unique."""
         return self.best_K[:, None]
 
     @property
     def least_curvature(self) -> float:
-        """The least curvature at any maximiser, along the coordinates that J curves along."""
+        """Smallest curvature at any maximiser, along the coordinates along which J curves."""
         return float(np.linalg.eigvalsh(self.curvature_KK)[0])
 
     @cached_property
     def highest(self) -> float:
-        """J*."""
+        """Maximum of J, J*."""
         return float(self.objective(self.best_K[:, None])[0])
 
     @cached_property
     def curvature_KK(self) -> np.ndarray:
-        """-d^2 J / du du' at the maximiser."""
+        """Curvature -d^2 J / du du' at the maximiser."""
         return self.curvature_at(self.best_K)
 
     def sublevel_grid(self) -> np.ndarray:
-        """Return points of the sublevel set, [K, points], on a grid about the maximiser.
+        """Return points of the sublevel set on a grid around the maximiser, [K, points].
 
-        Its half-widths are those of the quadratic model, stretched until no point of the grid's
-        border is within.
+        The half-widths of the grid are those of the quadratic model. They are increased until no
+        border point of the grid is in the sublevel set.
         """
         half_K = np.sqrt(2 * self.reach * np.diag(np.linalg.inv(self.curvature_KK)))
         for _ in range(60):
@@ -121,13 +122,14 @@ class Problem(ABC):
             if not (inside_R & edge_R).any():
                 return grid_KR[:, inside_R]
             half_K = 1.1 * half_K
-        raise ValueError(f"the sublevel set J* - J <= {self.reach} has no end: lower reach")
+        raise ValueError(f"the sublevel set J* - J <= {self.reach} is unbounded: lower reach")
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """(mu, L) of an inequality and of smoothness, both on a grid of the sublevel set.
+        """Constants (mu, L), computed on a grid of the sublevel set.
 
-        mu is the constant of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)`.
+        mu is the constant of the Polyak-Lojasiewicz inequality `|dJ|^2 / 2 >= mu (J* - J)`, and L
+        is the smoothness constant.
         """
         grid_KR = self.sublevel_grid()
         gap_R, slope_R = self.gap(grid_KR), np.square(self.gradient(grid_KR)).sum(axis=0)
@@ -142,39 +144,40 @@ class Problem(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CoinProblem(Problem):
-    r"""Answers that are coins: right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
+    r"""Coin problem: right with probability `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
 
-    Beside its answer a completion shows a matter of style, heads with `1/2 + n_x' u`, which earns
-    nothing: noise in the score. Outcomes: right or wrong, with heads or tails. The slopes a_x have
-    mean zero, so J is exactly quadratic: `J = mean v - u' diag(lambda) u / 2`, mu the smallest and
-    L the largest lambda, everywhere. With all `v_x = 1/2` and no style Assumption 2 holds exactly
-    at the maximiser.
+    Besides the answer, a completion has a style, which is heads with probability `1/2 + n_x' u`.
+    The style earns no reward and only adds noise to the score. The outcomes are right or wrong with
+    heads or tails. Since the slopes a_x have mean zero, J is exactly quadratic,
+    `J = mean v - u' diag(lambda) u / 2`, where mu is the smallest and L the largest lambda. If all
+    `v_x = 1/2` and there is no style, Assumption 2 holds exactly at the maximiser.
     """
 
     kind: ClassVar[str] = "Coins"
-    # v.
+    # Probability of a right answer at u = 0, v.
     value_P: np.ndarray
-    # a.
+    # Slopes of the probability of a right answer, a.
     slope_PK: np.ndarray
-    # n.
+    # Slopes of the probability of heads, n.
     style_PK: np.ndarray
-    # lambda.
+    # Curvatures, lambda.
     lambda_K: np.ndarray
 
     def __post_init__(self):
         if np.abs(self.slope_PK.mean(axis=0)).max() > 1e-12:
             raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        # Probabilities are concave or linear in u, hence smallest in a corner.
+        # Probabilities are concave or linear in u and therefore smallest at a corner.
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
-                f"reach={self.reach} lets a probability fall to {probability.min():.3g}: lower it"
+                f"reach={self.reach} gives a probability as small as {probability.min():.3g}: "
+                "lower reach"
             )
 
     @property
     def box_K(self) -> np.ndarray:
-        """The smallest box that holds the sublevel set."""
+        """Half-widths of the smallest box that contains the sublevel set."""
         return np.sqrt(2 * self.reach / self.lambda_K)
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -187,42 +190,43 @@ class CoinProblem(Problem):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """Return the curvature, the same everywhere."""
+        """Return the curvature, which is the same at every u."""
         return np.diag(self.lambda_K)
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """(mu, L), exact."""
+        """Exact constants (mu, L)."""
         return float(self.lambda_K.min()), float(self.lambda_K.max())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeCoinProblem(Problem):
-    r"""Coins whose maximisers are a ridge: J curves along v and is flat along w, u = (v, w).
+    r"""Coin problem with a ridge of maximisers: J curves along v and is flat along w, u = (v, w).
 
-    Right with `p_x = v_x + a_x v - lambda(w) v^2 / 2`, `lambda(w) = lambda (1 + rho w)`; heads,
-    which earn nothing, with `1/2 + n_x (1 + kappa w) v + m_x w`. The slopes a_x have mean zero, so
-    `J = mean v - lambda(w) v^2 / 2` has its maximisers where v = 0, at any w: curvature and noise
-    differ between them, and a replicate stays at a w that chance chose, since `sum eta_t^2` is
+    An answer is right with probability `p_x = v_x + a_x v - lambda(w) v^2 / 2`, where
+    `lambda(w) = lambda (1 + rho w)`. The style earns no reward and is heads with probability
+    `1/2 + n_x (1 + kappa w) v + m_x w`. Since the slopes a_x have mean zero,
+    `J = mean v_x - lambda(w) v^2 / 2`, which is largest at v = 0 for any w. Curvature and noise
+    differ between these maximisers. Each replicate converges to a random w, since `sum eta_t^2` is
     finite.
     """
 
     kind: ClassVar[str] = "RidgeCoins"
-    # v.
+    # Probability of a right answer at v = 0, v_x.
     value_P: np.ndarray
-    # a.
+    # Slopes of the probability of a right answer along v, a.
     slope_P: np.ndarray
-    # n.
+    # Slopes of the probability of heads along v, n.
     style_P: np.ndarray
-    # m.
+    # Slopes of the probability of heads along w, m.
     along_P: np.ndarray
-    # lambda.
+    # Curvature at w = 0, lambda.
     curvature: float
-    # rho.
+    # Relative change of the curvature along w, rho.
     bend: float
-    # kappa.
+    # Relative change of the style slopes along w, kappa.
     spread: float
-    # Largest |w|, kept by projection.
+    # Largest |w|, enforced by projection.
     width: float
 
     def __post_init__(self):
@@ -230,39 +234,40 @@ class RidgeCoinProblem(Problem):
             raise ValueError(f"slopes {self.slope_P.tolist()} must have mean 0 over prompts")
         if self.least_curvature <= 0:
             raise ValueError(
-                f"bend={self.bend} with width={self.width} makes the curvature negative: lower one"
+                f"bend={self.bend} with width={self.width} makes the curvature zero or negative: "
+                "lower one of them"
             )
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        # Probabilities are concave or linear in v and in w, hence smallest in a corner.
+        # Probabilities are concave or linear in v and in w and therefore smallest at a corner.
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
-                f"reach={self.reach} width={self.width} let a probability fall to "
+                f"reach={self.reach} and width={self.width} give a probability as small as "
                 f"{probability.min():.3g}: lower them"
             )
 
     @property
     def curved(self) -> int:
-        """1: J curves along v and is flat along w."""
+        """1, since J curves along v and is flat along w."""
         return 1
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return the maximiser next to each u: v = 0, and the w that is there."""
+        """Return the maximiser nearest to each u, which has v = 0 and the same w."""
         return np.stack([np.zeros_like(u_KR[1]), u_KR[1]])
 
     @property
     def least_curvature(self) -> float:
-        """The least curvature along the ridge, within the box."""
+        """Smallest curvature along the ridge within the box."""
         return self.curvature * (1 - abs(self.bend) * self.width)
 
     @cached_property
     def best_K(self) -> np.ndarray:
-        """The maximiser in the middle of the ridge."""
+        """Maximiser in the middle of the ridge."""
         return np.zeros(2)
 
     @property
     def box_K(self) -> np.ndarray:
-        """The smallest box that holds the sublevel set."""
+        """Half-widths of the smallest box that contains the sublevel set."""
         return np.array([np.sqrt(2 * self.reach / self.least_curvature), self.width])
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -287,20 +292,23 @@ class RidgeCoinProblem(Problem):
         return np.array([[self.curvature * (1 + self.bend * u_K[1]), across], [across, 0.0]])
 
     def sublevel_grid(self) -> np.ndarray:
-        """Return points of the sublevel set, [K, points], within the box."""
+        """Return points of the sublevel set within the box, [K, points]."""
         axes = [np.linspace(-half, half, GRID_POINTS) for half in self.box_K]
         grid_KR = np.array(list(product(*axes))).T
         return grid_KR[:, self.gap(grid_KR) <= self.reach]
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """(mu, L) of the sublevel set; `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
+        """Constants (mu, L) on the sublevel set, where `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
         norms = [np.linalg.norm(self.curvature_at(u_K), 2) for u_K in self.sublevel_grid().T]
         return self.least_curvature, float(max(norms))
 
 
 def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """Return the law of two independent coins, each a chance [P, R] and its slope [P, K, R]."""
+    """Return the law of two independent coins.
+
+    Each coin is a probability [P, R] and its derivative [P, K, R].
+    """
     (right_PR, slope_PKR), (heads_PR, style_PKR) = answer, style
     answers = [(right_PR, slope_PKR), (1 - right_PR, -slope_PKR)]
     styles = [(heads_PR, style_PKR), (1 - heads_PR, -style_PKR)]
@@ -314,15 +322,16 @@ def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
 class SoftmaxProblem(Problem):
     r"""A tabular softmax policy, `pi(y|x) ~ exp( phi_y' u + o_xy )`.
 
-    The features phi are shared by the prompts, whose offsets o pull them apart: no u suits all, so
-    the maximiser is finite. No inequality holds for all u (a bounded J on all of R^K has none):
-    mu and L are those of the sublevel set, from which replicates that leave it are counted.
+    All prompts share the features phi but have different offsets o. No u is optimal for all
+    prompts, so the maximiser is finite. No Polyak-Lojasiewicz inequality holds for all u, because J
+    is bounded on R^K. mu and L are therefore those of the sublevel set, and the replicates that
+    leave it are counted.
     """
 
     kind: ClassVar[str] = "Softmax"
-    # phi.
+    # Features, phi.
     feature_YK: np.ndarray
-    # o.
+    # Offsets of the logits, o.
     offset_PY: np.ndarray
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -343,7 +352,12 @@ class SoftmaxProblem(Problem):
 
 
 def build_problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
-    """Return the problem that a configuration's node describes, whose truth is enumerated."""
+    """Return the test problem for a configuration.
+
+    Raises:
+        ConfigError: If the problem is invalid, has no finite maximum or starts outside the sublevel
+            set.
+    """
     try:
         problem = _problem(config)
         start_gap = float(problem.gap(problem.start_K[:, None])[0])
@@ -353,18 +367,18 @@ def build_problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Pro
     if not np.isfinite(start_gap) or least_curvature <= 0:
         raise ConfigError(
             f"problem={config.name} has no finite maximum (curvature {least_curvature:.3g} where "
-            "the gradient vanishes): pull its prompts apart less, or change its rewards"
+            "the gradient vanishes): move its prompts closer together or change its rewards"
         )
     if start_gap > problem.reach:
         raise ConfigError(
-            f"problem.start={config.start} is {start_gap:.4g} below the maximum, "
-            f"problem.reach={config.reach}: start nearer, or raise problem.reach"
+            f"problem.start={config.start} is {start_gap:.4g} below the maximum, more than "
+            f"problem.reach={config.reach}: start nearer or raise problem.reach"
         )
     return problem
 
 
 def _problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
-    """Return the problem with a configuration's numbers, which may have no maximum."""
+    """Return the test problem for a configuration without checking that it has a maximum."""
     plane: dict[str, Any] = {
         "parameters": config.parameters,
         "start_K": np.array(config.start, dtype=float),

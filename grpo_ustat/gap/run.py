@@ -1,4 +1,4 @@
-"""One run of `gap`: the test of a theorem, its folder, its table and its costs."""
+"""Run of `gap`: test of a theorem, run folder, table of claims and costs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
 
-# Width of a terminal, in columns, from which severities are shown.
+# Smallest terminal width, in columns, at which severities are shown.
 SEVERITY_COLUMNS = 120
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
-    """Test the theorem, or show the result that the folder already holds.
+    """Test the theorem or show the result that the folder already contains.
 
     Returns:
-        Number of its predictions that do not agree with the measurement.
+        Number of predictions that do not agree with the measurement.
     """
     console = Console(quiet=not is_main())
     result = main_only(folder.result)
@@ -50,7 +50,7 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     if console.width < SEVERITY_COLUMNS and any(
         claim.get("severity") for claim in result["claims"]
     ):
-        console.print("- which alternatives would also have agreed: see report.html")
+        console.print("- report.html lists the alternatives that would also have agreed.")
     for note in result["notes"]:
         console.print(f"- {note}")
     console.print(result["answer"])
@@ -59,10 +59,10 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
 
 
 def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
-    """Test the theorem and write its folder: curves.csv, figure, report.html and result.json.
+    """Test the theorem and write curves.csv, the figure, report.html and result.json.
 
     Returns:
-        The content of result.json.
+        Content of result.json.
     """
     main_only(folder.open)
     start, record = time.perf_counter(), theorem(config.theorem.kind)
@@ -89,7 +89,7 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     )
     content = content_of(result)
     columns = dict.fromkeys(key for row in evidence.rows for key in row)
-    # None in columns that a row does not have.
+    # Columns that a row lacks are None.
     rows = [{key: row.get(key) for key in columns} for row in evidence.rows]
     write_csv(folder, "curves.csv", rows)
     if is_main():
@@ -102,9 +102,9 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def claims_table(result: dict[str, Any], width: int) -> Table:
-    """Return predictions beside measurements, without columns that are empty.
+    """Return the table of predictions and measurements without empty columns.
 
-    Severities are shown if there is room for sentences, at 120 columns and more.
+    Severities are sentences and are shown only at 120 columns and more.
     """
     table = Table(title=TITLES[result["theorem"]], caption=result["statement"])
     rows = [claim_cells(claim) for claim in result["claims"]]
@@ -121,7 +121,7 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
 
 
 def show_plan(runs: Sequence[PlannedRun]) -> None:
-    """Print a line for each run, and their total."""
+    """Print one line per run and the total."""
     table = Table(box=SIMPLE, pad_edge=False)
     for name in ("theorem", "problem", "replicates", "steps", "completions", "time"):
         side = "left" if name in ("theorem", "problem") else "right"
@@ -147,22 +147,23 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     notes = []
     if estimates:
         notes.append(
-            "Time, about: at the rate of the newest finished run of this theorem, problem and "
-            "launch.workers here."
+            "Time is estimated from the newest finished run with the same theorem, problem and "
+            "launch.workers on this machine."
         )
     if len(estimates) < len(times):
         notes.append(
-            "Time unknown: no run of this theorem, problem and launch.workers has finished here; "
-            "the first that does says it."
+            "Time unknown: no run with this theorem, problem and launch.workers has finished on "
+            "this machine yet; the first one will provide it."
         )
-    console.print(*notes, "Folders hold less than 10 MB each.")
+    console.print(*notes, "Each run folder takes less than 10 MB.")
 
 
 def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
-    """Return the expected seconds of a run, from an earlier one on this machine.
+    """Return the expected seconds of a run, estimated from an earlier run on this machine.
 
-    It is the rate of the newest finished run of the same theorem, problem and workers, or its time
-    if nothing is drawn; None if there is no such run.
+    The estimate scales the time of the newest finished run with the same theorem, problem and
+    workers by the number of completions. If nothing is drawn it is the time of that run. It is None
+    if there is no such run.
     """
     config, folder = planned.config, planned.folder
     same = {

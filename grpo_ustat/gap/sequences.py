@@ -1,11 +1,11 @@
-r"""Enumerable policy that writes token by token: the problem for ratios and KL terms.
+r"""Enumerable autoregressive policy, the test problem for importance ratios and KL terms.
 
-All V^L completions of exactly L tokens are listed. Prompts share the parameters; a prompt shifts
-the logits of the tokens by its own constants, at every position:
+All V^L completions of exactly L tokens are listed. All prompts share the parameters. Each prompt
+adds constants to the logits of the tokens, the same at every position:
 
     pi(v | x, y_<t) = softmax_v( theta[t, y_{t-1}, v] + offset[x, v] )        y_{-1} = 0
 
-so the score of token t has entries only in row (t, y_{t-1}) of theta, and D = L V^2.
+The score of token t is therefore nonzero only in row (t, y_{t-1}) of theta, and D = L V^2.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from grpo_ustat.draws import generator
 
 @dataclass(frozen=True)
 class SequencePolicy:
-    """A policy over completions of L tokens out of V, for P prompts.
+    """Policy over completions of L tokens from a vocabulary of V, for P prompts.
 
     Raises:
-        ValueError: V^L completions are too many to list.
+        ValueError: If V^L exceeds `MAX_COMPLETIONS`.
 
     >>> policy = SequencePolicy(np.zeros((2, 2, 2)), np.zeros((1, 2)))
     >>> policy.completions_YL.tolist(), policy.probabilities_PY.tolist()
@@ -35,9 +35,9 @@ class SequencePolicy:
     ([0.25], [-0.125, 0.125])
     """
 
-    # Parameters by position, previous token (token 0 before the first) and token.
+    # Parameters by position, previous token (token 0 at the first position) and token.
     theta_LVV: np.ndarray
-    # The prompt's addition to the logits of each token.
+    # Constants that each prompt adds to the logits of the tokens.
     offset_PV: np.ndarray
 
     def __post_init__(self):
@@ -46,8 +46,8 @@ class SequencePolicy:
         assert self.theta_LVV.dtype == self.offset_PV.dtype == np.float64
         if size**length > MAX_COMPLETIONS:
             raise ValueError(
-                f"{size} tokens at {length} positions make {size**length} completions, at most "
-                f"{MAX_COMPLETIONS} are listed: use fewer"
+                f"{size} tokens at {length} positions make {size**length} completions, more than "
+                f"{MAX_COMPLETIONS}: use fewer tokens or positions"
             )
 
     def at(self, theta_D: np.ndarray) -> SequencePolicy:
@@ -56,75 +56,75 @@ class SequencePolicy:
 
     @property
     def theta_D(self) -> np.ndarray:
-        """The parameters as a vector."""
+        """Parameters as a vector."""
         return self.theta_LVV.ravel()
 
     @cached_property
     def completions_YL(self) -> np.ndarray:
-        """Every completion, int."""
+        """All completions as token indices, [Y, L]."""
         length, size, _ = self.theta_LVV.shape
         return np.indices((size,) * length).reshape(length, -1).T
 
     @cached_property
     def next_PYLV(self) -> np.ndarray:
-        """pi(. | x, y_<t) at every token of every completion."""
+        """Distribution pi(. | x, y_<t) at every token of every completion."""
         return np.exp(self._next_log_PYLV)
 
     @cached_property
     def logprob_PYL(self) -> np.ndarray:
-        """log pi(y_t | x, y_<t)."""
+        """Log-probabilities log pi(y_t | x, y_<t)."""
         return (self._next_log_PYLV * self._token_YLV).sum(axis=-1)
 
     @cached_property
     def probabilities_PY(self) -> np.ndarray:
-        """pi(y|x)."""
+        """Probabilities pi(y|x)."""
         return np.exp(self.logprob_PYL.sum(axis=-1))
 
     @cached_property
     def token_scores_PYLD(self) -> np.ndarray:
-        """grad log pi(y_t | x, y_<t): large, for small policies only."""
+        """Token scores grad log pi(y_t | x, y_<t); the array is large except for small policies."""
         positions_LL = np.eye(len(self.theta_LVV))
         return np.stack([self.weighted_scores(only_L) for only_L in positions_LL], axis=2)
 
     @cached_property
     def scores_PYD(self) -> np.ndarray:
-        """grad log pi(y|x)."""
+        """Scores grad log pi(y|x)."""
         return self.weighted_scores(np.ones(len(self.theta_LVV)))
 
     def weighted_scores(self, weight_PYL: np.ndarray) -> np.ndarray:
         """Return `sum_t weight_t grad log pi(y_t | x, y_<t)`, [P, Y, D].
 
-        Weights may be broadcast.
+        The weights are broadcast to [P, Y, L].
         """
         return self._in_rows(weight_PYL[..., None] * (self._token_YLV - self.next_PYLV))
 
     def value_P(self, reward_PY: np.ndarray) -> np.ndarray:
-        """Return V(x)."""
+        """Return the expected reward V(x)."""
         return (self.probabilities_PY * reward_PY).sum(axis=1)
 
     def gradient_PD(self, reward_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient of V(x), `E[s z | x]`."""
+        """Return the gradient `E[s z | x]` of V(x)."""
         return _mean(self.probabilities_PY * reward_PY, self.scores_PYD)
 
     def kl_from_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return the gradient of KL(reference || policy) of completions, `-E_reference[s]`."""
+        """Return the gradient `-E_reference[s]` of KL(reference || policy) of completions."""
         return -_mean(reference.probabilities_PY, self.scores_PYD)
 
     def kl_to_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return the gradient of KL(policy || reference), `E[s log(policy / reference)]`."""
+        """Return the gradient `E[s log(policy / reference)]` of KL(policy || reference)."""
         log_ratio_PY = (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
         return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient of the tokens' KL divergences, with a fixed law of prefixes.
+        """Return the gradient of the KL divergences of tokens for a fixed law of prefixes.
 
-        It is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )` in the
-        policy's parameters. With the policy's own law of prefixes it is the target of the K3
-        penalty's gradient; the gradient of KL(reference || policy) of completions has the
-        reference's law instead.
+        The result is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`
+        with respect to the policy's parameters. If the prefixes follow the policy, it is the target
+        of the gradient of the K3 penalty. If they follow the reference, it is the gradient of
+        KL(reference || policy) of completions.
 
         Args:
-            prefix_PY: law of the completions whose prefixes these are.
+            prefix_PY: probabilities of the completions whose prefixes are used.
         """
         return _mean(prefix_PY, self._in_rows(self.next_PYLV - reference.next_PYLV))
 
@@ -145,9 +145,9 @@ class SequencePolicy:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
-        """Return blocks [P, Y, L, V] of tokens as parameters [P, Y, D].
+        """Place the blocks [P, Y, L, V] of tokens in arrays of all parameters, [P, Y, D].
 
-        The block of token t is in row (t, previous token).
+        The block of token t goes to row (t, previous token).
         """
         prompts, count, length, size = block_PYLV.shape
         rows = np.zeros((prompts, count, length, size, size))
@@ -156,10 +156,10 @@ class SequencePolicy:
 
 
 def build_sequences(problem: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
-    """Return policy, reference policy and rewards [P, Y] of a configuration, drawn by its seed.
+    """Draw policy, reference policy and rewards [P, Y] with the configuration's seed.
 
-    A prompt's completions are ranked at random, r = 0 ... Y-1; of K levels the reward is
-    `floor(K (r/Y)^difficulty) / (K-1)`.
+    The completions of each prompt get random ranks r = 0 ... Y-1. With K reward levels the reward
+    is `floor(K (r/Y)^difficulty) / (K-1)`.
     """
     draw, shape = (
         generator(problem.seed, "sequences"),

@@ -1,7 +1,8 @@
-"""Algorithm 1 on a test problem, thousands of replicates at once, each from (seed, number).
+"""Simulation of Algorithm 1 on a test problem, vectorised over replicates.
 
-Replicates run side by side in blocks. Each draws from its own keyed generator, and no sum runs over
-replicates, so that a replicate takes the same path if it is run by itself.
+Replicates run in blocks. Each replicate draws from its own generator, keyed by seed and replicate
+number, and no sum runs over replicates. The path of a replicate therefore does not depend on the
+other replicates.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ from grpo_ustat.draws import generator
 from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.problems import Problem
 
-# Replicates side by side: their arrays stay in a core's cache.
+# Number of replicates in a block, small enough that the arrays stay in a core's cache.
 REPLICATES_AT_ONCE = 500
-# Steps whose uniforms are drawn at once.
+# Number of steps for which uniform random numbers are drawn at once.
 STEPS_AT_ONCE = 50
 STREAM = "algorithm1"
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A gradient estimator of B prompts with G completions each."""
+    """Gradient estimator from B prompts with G completions each."""
 
-    # none, oracle, optimal, leave_one_out, or leave_one_out_std, the paper's Algorithm 2: the
-    # others' mean, over the group's std.
+    # Baseline: none, oracle, optimal, leave_one_out or leave_one_out_std. The last is the paper's
+    # Algorithm 2, which subtracts the mean of the others and divides by the group's std.
     baseline: str
-    # B, of an update.
+    # Number of prompts per update, B.
     num_prompts: int
-    # G.
+    # Number of completions per prompt, G.
     group_size: int
-    # Added to the standard deviation.
+    # Constant added to the standard deviation.
     epsilon: float = 0.0
-    # Weight of the KL term `(pi_ref/pi - 1) s` of a completion, with mean -grad KL(pi_ref || pi).
+    # Weight of the KL term `(pi_ref/pi - 1) s`, whose expectation is -grad KL(pi_ref || pi).
     beta: float = 0.0
-    # u of pi_ref, as many numbers as coordinates; of no use if beta is 0.
+    # Coordinates u of pi_ref, not used if beta is 0.
     reference: tuple[float, ...] = ()
-    # Updates on each batch, one pass over its parts of B prompts, with ratios pi_theta / pi_old on
-    # advantages, pi_old being the policy at the batch's first update.
+    # Number of updates per batch, in one pass over minibatches of B prompts. The advantages have
+    # ratios pi_theta / pi_old, where pi_old is the policy at the first update of the batch.
     minibatches: int = 1
 
     @property
@@ -52,13 +53,13 @@ class Estimator:
 
     @property
     def rollouts(self) -> int:
-        """Rollouts of a step, n = B G."""
+        """Number of rollouts per update, n = B G."""
         return self.num_prompts * self.group_size
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate: constant, `value`, or falling, `value / (t + offset)` for t = 1 ..."""
+    """Learning rate: constant `value`, or decaying, `value / (t + offset)` for t = 1, 2, ..."""
 
     kind: str
     value: float
@@ -76,7 +77,7 @@ class Rate:
         return f"eta_t = {self.value:g} / " + (f"(t + {self.offset})" if self.offset else "t")
 
     def values(self, steps: int) -> np.ndarray:
-        """Return eta_1 ... eta_T."""
+        """Return the learning rates eta_1 ... eta_T."""
         if self.kind == "constant":
             return np.full(steps, self.value)
         return self.value / (np.arange(1, steps + 1) + self.offset)
@@ -84,7 +85,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Simulation:
-    """An estimator, its learning rate, and the steps to record, ascending."""
+    """Estimator, learning rate, and steps to record in ascending order."""
 
     estimator: Estimator
     rate: Rate
@@ -92,59 +93,60 @@ class Simulation:
 
     @property
     def rates_T(self) -> np.ndarray:
-        """eta_1 ... eta_T, up to the last step."""
+        """Learning rates eta_1 ... eta_T up to the last recorded step."""
         return self.rate.values(self.steps[-1])
 
     @property
     def work(self) -> int:
-        """Completions of one replicate."""
+        """Number of completions drawn by one replicate."""
         return self.estimator.rollouts * self.steps[-1]
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Positions of replicates R at the recorded steps S."""
+    """Positions of R replicates at S recorded steps."""
 
     simulation: Simulation
-    # Numbers of updates; 0 is the start.
+    # Number of updates before each record; 0 is the start.
     steps_S: np.ndarray
-    # The policy's coordinates.
+    # Coordinates of the policy.
     u_SKR: np.ndarray
-    # J* - J there.
+    # Gaps J* - J at these coordinates.
     gap_SR: np.ndarray
-    # The update after which a replicate was first outside the sublevel set; 0: never.
+    # Number of updates after which a replicate first left the sublevel set; 0 if it never left.
     exit_R: np.ndarray
 
     @property
     def estimator(self) -> Estimator:
-        """The estimator of the gradient."""
+        """Estimator of the gradient."""
         return self.simulation.estimator
 
     @property
     def rate(self) -> Rate:
-        """The learning rate."""
+        """Learning rate of the simulation."""
         return self.simulation.rate
 
     @property
     def replicates(self) -> int:
-        """R."""
+        """Number of replicates, R."""
         return self.gap_SR.shape[1]
 
     def scaled_gap(self, place: int) -> np.ndarray:
-        """Return (T + offset) times the gap of every replicate at one recorded step, [R]."""
+        """Return (T + offset) times the gap of every replicate at a recorded step, [R]."""
         return (self.steps_S[place] + self.rate.offset) * self.gap_SR[place]
 
 
 def simulate(
     problem: Problem, simulation: Simulation, replicates: range, seed: int
 ) -> Trajectories:
-    """Run Algorithm 1 from the problem's start, `theta <- theta + eta_t g_hat`.
+    """Run Algorithm 1, `theta <- theta + eta_t g_hat`, from the start of the test problem.
 
-    In u the update is the same as in theta: the score is Q's and Q Q' = 1.
+    The update of u has the same form as that of theta, since the score lies in the row space of Q
+    and Q Q' = 1.
 
     Args:
-        replicates: their numbers; they run side by side.
-        seed: with a replicate's number, all that its path depends on.
+        replicates: numbers of the replicates, which run at once.
+        seed: seed that, together with the number, determines a replicate's path.
     """
     estimator, steps, rates_T = simulation.estimator, simulation.steps, simulation.rates_T
     u_KR = np.repeat(problem.start_K[:, None], len(replicates), axis=1)
@@ -173,7 +175,7 @@ def simulate(
 def _uniforms(
     replicates: range, seed: int, estimator: Estimator, count: int
 ) -> Iterator[np.ndarray]:
-    """Yield for each step [B + B G, R] float32 uniforms, once more for the step after the last."""
+    """Yield float32 uniforms [B + B G, R] for each step, and an empty array after the last step."""
     generators = [generator(seed, STREAM, number) for number in replicates]
     width = estimator.num_prompts + estimator.rollouts
     for first in range(0, count, STEPS_AT_ONCE):
@@ -186,7 +188,7 @@ def _uniforms(
 
 
 def reference_law(problem: Problem, estimator: Estimator) -> np.ndarray | None:
-    """Return probabilities of pi_ref, [P, Y]; None without a KL term."""
+    """Return the probabilities of pi_ref, [P, Y], or None without a KL term."""
     return (
         problem.law(np.array(estimator.reference)[:, None])[0][..., 0] if estimator.beta else None
     )
@@ -200,14 +202,15 @@ def gradient(
     old_PYR: np.ndarray | None = None,
     reference_PY: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compute one gradient estimate of each replicate, in u: [K, R].
+    """Compute one gradient estimate with respect to u for each replicate, [K, R].
 
     Args:
-        problem: its rewards count.
-        law: of `problem.law`.
-        uniform: [B + B G, R] in [0, 1): which prompts, then which completions.
-        old_PYR: probabilities of pi_old, which writes; None: of the policy itself.
-        reference_PY: those of pi_ref, if there is a KL term.
+        problem: test problem with the rewards.
+        estimator: gradient estimator.
+        law: probabilities and scores from `problem.law`.
+        uniform: uniforms in [0, 1) that select the prompts and then the completions, [B + B G, R].
+        old_PYR: probabilities of pi_old, which writes the completions; by default those in `law`.
+        reference_PY: probabilities of pi_ref, required with a KL term.
     """
     probability_PYR, score_PYKR = law
     prompts, outcomes = probability_PYR.shape[:2]
@@ -240,12 +243,13 @@ def gradient(
 def outcome_counts(
     probability_PYR: np.ndarray, prompt_BR: np.ndarray, uniform: np.ndarray, group_size: int
 ) -> np.ndarray:
-    """Count each outcome in each group, float64 [Y, B, R], by inverting the law.
+    """Count each outcome in each group by inverting the cumulative law, float64 [Y, B, R].
 
     Args:
-        probability_PYR: of the policy that writes.
-        prompt_BR: of each group.
-        uniform: [G B, R] in [0, 1), a group's completions B rows apart.
+        probability_PYR: probabilities of the policy that writes the completions.
+        prompt_BR: prompt of each group.
+        uniform: uniforms in [0, 1), [G B, R]; the completions of a group are B rows apart.
+        group_size: number of completions per group, G.
     """
     uniform_GBR = uniform.reshape(group_size, *prompt_BR.shape)
     edge_PYR = probability_PYR.cumsum(axis=1)[:, :-1].astype(np.float32)
@@ -263,16 +267,16 @@ def advantage(
     rewards_YBR: np.ndarray,
     value_BR: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compute the advantage of each outcome, [Y, B, R], by `estimators.baselines`.
+    """Compute the advantage of each outcome as in `estimators.baselines`, [Y, B, R].
 
     Args:
-        estimator: its baseline and epsilon count.
-        counts_YBR: of each outcome in each group.
-        rewards_YBR: of each outcome for the group's prompt.
-        value_BR: the baseline of `oracle` and `optimal`.
+        estimator: estimator with the baseline and epsilon.
+        counts_YBR: count of each outcome in each group.
+        rewards_YBR: reward of each outcome for the prompt of the group.
+        value_BR: baseline values, required for `oracle` and `optimal`.
 
     Raises:
-        ValueError: a baseline that is not known here.
+        ValueError: If the baseline cannot be simulated.
     """
     size, name = estimator.group_size, estimator.baseline
     if name == "none":
@@ -287,7 +291,7 @@ def advantage(
     if name == "leave_one_out_std":
         variance_BR = (counts_YBR * np.square(centred_YBR)).sum(axis=0) / (size - 1)
         divisor_BR = np.sqrt(variance_BR) + estimator.epsilon
-        # Groups of equal rewards have no advantage.
+        # Groups with equal rewards have advantage 0.
         zero_variance_BR = variance_BR <= 1e-12
         advantage_YBR = np.where(
             zero_variance_BR, 0.0, centred_YBR / np.where(zero_variance_BR, 1.0, divisor_BR)
@@ -299,12 +303,14 @@ def advantage(
 def run_simulations(
     simulations: Sequence[Simulation], problem: Problem, replicates: int, seed: int, workers: int
 ) -> tuple[list[Trajectories], int]:
-    """Return every simulation's trajectories in their order, and the number of completions drawn.
+    """Return the trajectories of every simulation, in order, and the number of completions drawn.
 
     Args:
-        replicates: R.
-        seed: with a replicate's number, all that its path depends on.
-        workers: processes that share the replicates.
+        simulations: simulations to run.
+        problem: test problem.
+        replicates: number of replicates, R.
+        seed: seed that, together with the number, determines a replicate's path.
+        workers: number of processes that share the replicates.
     """
     items = [
         (place, range(first, min(first + REPLICATES_AT_ONCE, replicates)))
@@ -330,7 +336,7 @@ def run_simulations(
 
 
 def exits_text(runs: Sequence[Trajectories]) -> str:
-    """Return a sentence on how many replicates of all runs left the sublevel set."""
+    """Return a sentence with the number of replicates that left the sublevel set."""
     exit_N = np.concatenate([run.exit_R for run in runs])
     return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at some step"
 
@@ -345,7 +351,7 @@ def _simulate_blocks(
 
 
 def log_spaced_steps(last: int, count: int = 12) -> list[int]:
-    """Return about `count` steps from 1 to the last, evenly on a logarithmic axis.
+    """Return about `count` steps from 1 to `last`, evenly spaced on a logarithmic scale.
 
     >>> log_spaced_steps(100, 5)
     [1, 3, 10, 32, 100]

@@ -1,7 +1,7 @@
-"""Frame of a theorem's test by runs of Algorithm 1.
+"""Framework for tests of theorems by simulations of Algorithm 1.
 
-A test of this kind consists of a plan, which lists the simulations of a configuration, and a judge,
-which makes claims, curves and rows of their trajectories.
+A test consists of a plan, which lists the simulations for a configuration, and a judge, which turns
+the trajectories into claims, curves and rows.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ Judge = Callable[[Problem, Any, Sequence[Trajectories]], Evidence]
 
 
 def learning_rates(theorem: SimulatedConfig) -> list[Rate]:
-    """Return every learning rate of a theorem, the falling one last."""
+    """Return the learning rates of a theorem; the decaying learning rate is last."""
     constant = [Rate("constant", rate) for rate in getattr(theorem, "constant_rates", [])]
     return [*constant, Rate("decaying", theorem.decaying_rate, theorem.offset)]
 
 
 def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> None:
-    """Refuse learning rates outside the theorems: eta >= 2/L, 2 mu c <= 1.
+    """Refuse learning rates that violate the assumptions: eta >= 2/L or 2 mu c <= 1.
 
     Args:
-        experiment: its theorem has the rates.
-        problem: with L.
-        curvature: mu of the falling rate.
+        experiment: experiment with the learning rates.
+        problem: test problem, which defines L.
+        curvature: constant mu in the condition on the decaying learning rate.
     """
     smoothness, least = problem.constants[1], 0.5 / curvature
     for rate in getattr(experiment.theorem, "constant_rates", []):
         if rate >= 2 / smoothness:
             raise ConfigError(
-                f"theorem.constant_rates has {rate}, L of problem={experiment.problem.name} is "
-                f"{smoothness:.4g}: use rates below {2 / smoothness:.4g}"
+                f"theorem.constant_rates contains {rate}, but L of "
+                f"problem={experiment.problem.name} is {smoothness:.4g}: use rates below "
+                f"2/L = {2 / smoothness:.4g}"
             )
     if experiment.theorem.decaying_rate <= least:
         raise ConfigError(
             f"theorem.decaying_rate={experiment.theorem.decaying_rate} on "
-            f"problem={experiment.problem.name}: use more than {least:.4g}, so that 2 mu c > 1"
+            f"problem={experiment.problem.name} gives 2 mu c <= 1: use more than {least:.4g}"
         )
 
 
 def check_limit_rates(experiment: Experiment) -> None:
-    """Check rates for theorems on the limit, where the curvature at the maximisers counts."""
+    """Refuse learning rates that violate the assumptions of theorems on the limit.
+
+    The relevant mu is the smallest curvature at the maximisers.
+    """
     problem = build_problem(experiment.problem)
     check_rates(experiment, problem, problem.least_curvature)
 
@@ -62,13 +66,13 @@ def simulated(
     judge: Judge,
     check: Callable[[Experiment], None] = check_limit_rates,
 ) -> Theorem:
-    """Return the record of a theorem that `judge` tests by the runs of `plan`.
+    """Return the record of a theorem that `judge` tests with the simulations of `plan`.
 
     Args:
         schema, statement, check: see `Theorem`.
-        plan: the simulations of a theorem's configuration, the instance of `schema`.
-        judge: the evidence of their trajectories, which come in the order of the plan; the frame
-            adds the facts of the test problem and the number of completions.
+        plan: function that returns the simulations for an instance of `schema`.
+        judge: function that returns the evidence from the trajectories, which are in the order of
+            the plan. Facts about the test problem and the number of completions are added to it.
     """
 
     def run(experiment: Experiment) -> Evidence:
@@ -87,7 +91,7 @@ def simulated(
 def run_and_judge(
     plan: Plan, judge: Judge, problem: Problem, design: SimulatedConfig, seed: int, workers: int
 ) -> Evidence:
-    """Run the planned simulations on a test problem, and judge them; see `simulated`."""
+    """Run the planned simulations on a test problem and judge them; see `simulated`."""
     runs, rollouts = run_simulations(plan(design), problem, design.replicates, seed, workers)
     evidence = judge(problem, design, runs)
     return replace(

@@ -1,14 +1,15 @@
 r"""Theorem 12: errors of Algorithm 2's gradient estimate on the minibatches of a batch.
 
-Setting, estimate and target are those of `grpo_ustat.gap.offpolicy`: leave-one-out advantages,
-divided by the group's standard deviation as in the paper or by nothing, completions of pi_old. A
-batch of B prompts, drawn independently, is split into m minibatches with an update on each, one
-pass; the estimate of the last, after k = m - 1 updates by gradient ascent, is the farthest from
-pi_old. Given theta_k its minibatch is fresh, and bias and variance are enumerated; only theta_k is
-random. To first order in the learning rate the change of the bias is linear in
-theta_k - theta_old, hence its square of order eta^2. The bias at theta_old, which normalisation
-causes, is of order 1/G (`large_groups`). It is a bias of the mean, so that more prompts do not
-change it.
+The setting, the estimate and the target are those of `grpo_ustat.gap.offpolicy`. Completions are
+from pi_old. Advantages are leave-one-out advantages, either divided by the group's standard
+deviation as in the paper or not divided. A batch of B prompts, drawn independently, is split into m
+minibatches, and one pass makes an update on each of them. The estimate on the last minibatch, after
+k = m - 1 updates by gradient ascent, is the farthest from pi_old. Given theta_k the last minibatch
+is independent of the earlier ones, so that its bias and variance can be enumerated; only theta_k is
+random. To first order in the learning rate eta the change of the bias is linear in
+theta_k - theta_old, so the squared change is of order eta^2. Normalisation causes a bias of order
+1/G already at theta_old (`large_groups`). More prompts do not change it, because it is a bias of
+the expectation for one prompt.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ LABELS = {
     "group_std_floor": "std at least the floor",
     "group_std_redrawn": "groups redrawn below the floor",
 }
-VERDICT_PREDICATES = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is not decided"}
+VERDICT_PREDICATES = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is undecided"}
 
 STATEMENT = (
-    "Theorem 12: where the standard deviation of rewards is bounded away from 0, the mean squared "
-    "error of Algorithm 2's gradient estimate, whose advantages are divided by that of their "
-    "group, is a squared bias, from ratios of tokens in place of completions and from a KL term "
-    "without a ratio, which vanishes with the learning rate, plus the oracle's variance / (B G) "
-    "and O(1/(B G^2)). A reading: the target is the mean of g / sigma(x), since the paper calls "
-    "the ground-truth gradient the derivative of E[2 arcsin sqrt V]; with the group's own standard "
-    "deviation in the target the bias at learning rate 0 would be 0 by definition. Bounded away "
-    "from 0 may be that of every group or, as Lemma 11's proof needs, sigma(x) alone: both are "
-    "tried."
+    "Theorem 12: if the standard deviation of rewards is bounded away from 0, the mean squared "
+    "error of Algorithm 2's gradient estimate, with advantages divided by the group's standard "
+    "deviation, is the sum of a squared bias, the oracle's variance / (B G), and O(1/(B G^2)). The "
+    "bias comes from ratios of tokens instead of completions and from a KL term without a ratio, "
+    "and it vanishes with the learning rate. Our reading: the target is the expectation of "
+    "g / sigma(x), since the paper calls the ground-truth gradient the derivative of "
+    "E[2 arcsin sqrt V]. With the group's standard deviation in the target, the bias at learning "
+    "rate 0 would be 0 by definition. The assumption may bound the standard deviation of every "
+    "group or, as in the proof of Lemma 11, only sigma(x); both are tested."
 )
 
 
@@ -81,10 +82,11 @@ def theorem12(
     """Compute squared bias and variance by learning rate, group size and completion length.
 
     Args:
-        policy: pi_old, of at least 2 tokens.
-        reference: pi_ref, with the same prompts.
-        reward_PY: rewards of all its completions on a grid; no single token determines them.
-        seed: of the paths; the same completions are drawn at every learning rate.
+        policy: old policy pi_old, with at least 2 tokens per completion.
+        reference: reference policy pi_ref, with the same prompts.
+        reward_PY: rewards of all completions on a grid; no single token determines them.
+        design: settings of the test.
+        seed: seed of the paths; the same completions are drawn at every learning rate.
     """
     rates, updates = np.array(sorted(set(design.learning_rates))), design.minibatches - 1
     shape = design.num_prompts // design.minibatches, design.group_size
@@ -115,7 +117,7 @@ def theorem12(
 
 
 def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
-    """Return facts on policy, rewards and batch for the reader of the report."""
+    """Return facts about policy, rewards and batch for the report."""
     prompts, count, length = setting.old.logprob_PYL.shape
     value_P = setting.old.value_P(setting.reward_PY)
     return {
@@ -135,10 +137,11 @@ def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float
 
 
 def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
-    """Make claims of the theorem with normalisation, then of what would make it hold.
+    """Make claims on the theorem with normalisation and on divisors for which it may hold.
 
     Args:
-        group_size: G at which other divisors are compared.
+        start: exact values at learning rate 0.
+        group_size: group size G at which other divisors are compared.
     """
     by_size = [_bias_claim(start, "group_std", size, "with normalisation") for size in start.sizes]
     guards = [
@@ -147,14 +150,14 @@ def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
     ]
     how = (
         f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
-        f"within {percentage(LIMIT_TOLERANCE)}: "
-        "else what is left of the variance is of order 1/(B G), not 1/(B G^2)"
+        f"agrees within {percentage(LIMIT_TOLERANCE)}; "
+        "otherwise the remainder of the variance is of order 1/(B G), not 1/(B G^2)"
     )
     labels = {kind: LABELS[kind] for kind in ("none", "sigma")}
     oracles = []
     for kind, label in (labels | {"group_std": "with normalisation"}).items():
         ratio = start.variance_ratio(kind)
-        what = f"as G grows: G (B variance - C1) over the oracle's, {label}"
+        what = f"as G grows: ratio of G (B variance - C1) to that of the oracle, {label}"
         oracles.append(enumerated_claim(what, 1.0, ratio, abs(ratio - 1) <= LIMIT_TOLERANCE, how))
     constant = limit_claim(
         "as G grows: limit of G ||bias|| at learning rate 0, with normalisation",
@@ -162,18 +165,18 @@ def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
         np.array(start.limit_sizes) * start.limits["group_std"]["bias"],
         LIMIT_TOLERANCE * start.bias_limit,
         f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
-        f"within {percentage(LIMIT_TOLERANCE)} of the delta method's, not decided where coming "
-        "closer",
+        f"agrees within {percentage(LIMIT_TOLERANCE)} of the delta-method value, otherwise "
+        "undecided if approaching it",
     )
     return [*by_size, _order_claim(start), constant, *oracles, *guards]
 
 
 def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
-    """Test that the estimate has no bias at learning rate 0, as the theorem has it."""
+    """Make a claim that the estimate has no bias at learning rate 0, as the theorem states."""
     place = list(start.sizes).index(size)
     share = float(start.values[kind]["bias2_share"][place])
     exceeded = start.values[kind]["exceeded"][place]
-    how = "enumerated, the same for every B; the theorem has no bias here: 0 to rounding"
+    how = "enumerated, the same for every B; the theorem predicts 0; agrees if 0 up to rounding"
     if np.isfinite(exceeded):
         how += f"; exceeds the variance from B = {np.ceil(exceeded):.0f} prompts"
     what = f"bias^2 / ||target||^2 at learning rate 0, {label}, G = {size}"
@@ -181,19 +184,19 @@ def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
 
 
 def _order_claim(start: OnPolicy) -> Claim:
-    """Test that the squared bias is of order 1/G^2."""
+    """Make a claim that the squared bias is of order 1/G^2."""
     sizes, bias = np.log(start.limit_sizes), np.log(start.limits["group_std"]["bias"])
     slopes = 2 * np.diff(bias) / np.diff(sizes)
     how = (
         f"enumerated, epsilon = 0, between G = {start.limit_sizes[1]} and {start.limit_sizes[2]}; "
-        f"within {SLOPE_TOLERANCE}, not decided where further off and coming closer"
+        f"agrees within {SLOPE_TOLERANCE}, otherwise undecided if approaching the prediction"
     )
     what = "as G grows: slope of log bias^2 on log G at learning rate 0, with normalisation"
     return nearing_claim(what, -2.0, slopes[::-1], SLOPE_TOLERANCE, how)
 
 
 def _start_panels(start: OnPolicy) -> list[Panel]:
-    """Return panels of squared bias by group size, and of batches that do not average it out."""
+    """Return panels of squared bias and of the batch above which it exceeds the variance."""
     size, sizes = "group size G", np.array(start.sizes, dtype=float)
     kinds = ("group_std", "group_std_floor", "group_std_redrawn")
     share = [PlotLine(LABELS[kind], sizes, start.values[kind]["bias2_share"]) for kind in kinds]
@@ -202,12 +205,12 @@ def _start_panels(start: OnPolicy) -> list[Panel]:
     exceeded = [PlotLine(LABELS[kind], sizes, start.values[kind]["exceeded"]) for kind in kinds]
     return [
         Panel("Squared bias at learning rate 0", size, "bias^2 / ||target||^2", share, "xy"),
-        Panel("Batch from which bias^2 > variance", size, "prompts B", exceeded, "xy"),
+        Panel("Batch above which bias^2 > variance", size, "prompts B", exceeded, "xy"),
     ]
 
 
 def _start_rows(start: OnPolicy) -> list[dict[str, Any]]:
-    """Return a row for each quantity and group size."""
+    """Return one row per quantity and group size."""
     return [
         _row("group_size", size, "none", kind, name, value)
         for kind, values in start.values.items()
@@ -220,68 +223,70 @@ def _row(
     axis: str, at: float, path: str, normalisation: str, quantity: str, value: float,
     low: float | None = None, high: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a row of curves.csv: a quantity at one place; None if it is not finite."""
+    """Return a row of curves.csv; a value that is not finite becomes None."""
     place = {"axis": axis, "at": float(at), "path": path, "normalisation": normalisation}
     finite = float(value) if np.isfinite(value) else None
     return place | {"quantity": quantity, "value": finite, "low": low, "high": high}
 
 
 def _start_answer(start: OnPolicy) -> str:
-    """Summarise the effect of normalisation on the theorem in one sentence."""
+    """Summarise the effect of normalisation on the theorem."""
     values = start.values["group_std"]
     if values["bias2_share"].max() <= ROUNDING:
         return "With normalisation there is no bias at learning rate 0 on this policy."
     shares = ", ".join(f"{100 * share:.3g}" for share in values["bias2_share"])
     exceeded = ", ".join(f"{batch:.0f}" for batch in np.ceil(values["exceeded"]))
     sizes, slope = comma_list(start.sizes), _order_claim(start)
-    steep = f"log G with slope {slope.measured:.2f} at the largest G tried"
+    steep = f"on a log-log scale with slope {slope.measured:.2f} at the largest G tested"
     limit = {
-        AGREES: "it vanishes as G grows, like 1/G^2",
-        OPEN: f"it falls on {steep}, whether like 1/G^2 is not decided",
-        DISAGREES: f"it falls on {steep}, not like 1/G^2",
+        AGREES: "It vanishes like 1/G^2 as G grows",
+        OPEN: f"It falls {steep}; whether it falls like 1/G^2 is undecided",
+        DISAGREES: f"It falls {steep}, not like 1/G^2",
     }[slope.verdict]
     return (
-        "With normalisation, as the paper has it, and with the mean of g / sigma(x) read as its "
-        "target, it disagrees at a fixed G: at learning rate 0, "
-        f"where its bias is 0, squared bias is {shares} % of ||target||^2 at G = {sizes}, for "
-        f"every B, and above the variance from B = {exceeded}; {limit}."
+        "With normalisation as in the paper, and with the expectation of g / sigma(x) as target, "
+        "the theorem disagrees with the measurement at a fixed G. At learning rate 0, where the "
+        f"theorem states no bias, the squared bias is {shares} % of ||target||^2 at G = {sizes} "
+        f"for every B. It exceeds the variance from B = {exceeded}. {limit}."
     )
 
 
 def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
-    """Return notes on what the bound leaves out, and on whether coverage mends it."""
+    """Return notes on what the bound omits and on whether coverage restores it."""
     place = list(start.sizes).index(group_size)
     at_size = {kind: {name: x[place] for name, x in v.items()} for kind, v in start.values.items()}
     std, ratio = at_size["group_std"], start.variance_ratio("group_std")
     with_guard = min(at_size[f"group_std_{guard}"]["bias2_share"] for guard in ("floor", "redrawn"))
     excess = group_size**2 * std["bias"] ** 2
     return [
-        "What the bound leaves out: a group's standard deviation is random and shares its "
-        "completions with the scores, a bias of order 1/G in the mean of one group, which a mean "
-        "over prompts keeps. O(1/(B G^2)) cannot hold a squared bias of order 1/G^2 that does not "
-        f"fall with B: at G = {group_size} it is {excess:.3g} / (B G^2) at B = 1, "
-        f"{1000 * excess:.3g} / (B G^2) at B = 1000, and without end; the variance there is "
+        "What the bound omits: a group's standard deviation is random and depends on the same "
+        "completions as the scores. This causes a bias of order 1/G in the expectation for one "
+        "group, which averaging over prompts does not remove. A squared bias of order 1/G^2 that "
+        f"does not fall with B is not O(1/(B G^2)). At G = {group_size} it is {excess:.3g} / "
+        f"(B G^2) at B = 1 and {1000 * excess:.3g} / (B G^2) at B = 1000, and the factor grows "
+        "without bound. For comparison, the variance is "
         f"{group_size**2 * std['variance']:.3g} / (B G^2).",
-        f"With normalisation G (B variance - C1) tends to {ratio:.3g} times the oracle's as G "
-        "grows; the variance itself tends to C1/B, as the oracle's does: the noise of the standard "
-        "deviation goes with that of the mean (Lemma 11), and biases that differ by prompt change "
-        "C1 at order 1/G. So the difference is of order 1/(B G); where the factor is below 1 the "
-        "oracle's variance is an upper bound, not what is there.",
-        "Coverage: no law of independent rewards keeps the standard deviation of every group above "
-        "some delta > 0, since an interval shorter than delta has a chance p > 0 and holds all G "
-        "rewards with chance p^G; here a group has zero variance with chance "
-        f"{percentage(std['zero_variance'], 2)} at G = {group_size}. Guards make the assumption "
-        f"hold to the letter {'and not' if with_guard > ROUNDING else 'and'} the theorem: "
-        f"squared bias is {percentage(std['bias2_share'], 3)} of ||target||^2 with zero-variance "
-        "groups at 0, "
-        f"{percentage(at_size['group_std_floor']['bias2_share'], 3)} with max(std, {floor:g}), "
-        f"{percentage(at_size['group_std_redrawn']['bias2_share'], 3)} with groups drawn again "
-        f"until std >= {floor:g}. Divided by sigma(x) itself, which training does not know, the "
-        "theorem holds.",
-        "With the KL term the same squared bias is "
-        f"{percentage(std['bias2_share_kl'], 3)} of ||target||^2: on-policy the KL term has no "
-        "bias, with groups drawn again "
-        f"{percentage(at_size['group_std_redrawn']['bias2_share_kl'], 3)}.",
+        f"With normalisation G (B variance - C1) tends to {ratio:.3g} times the value of the "
+        "oracle as G grows. The variance itself tends to C1/B, as for the oracle. The noise of the "
+        "standard deviation cancels part of the noise of the mean (Lemma 11), and biases that "
+        "differ between prompts change C1 at order 1/G. The difference from the oracle is "
+        "therefore of order 1/(B G). If the factor is below 1, the oracle's variance is only an "
+        "upper bound.",
+        "Coverage: with independent rewards the standard deviation of every group cannot exceed a "
+        "fixed delta > 0. Some interval shorter than delta has probability p > 0 and therefore "
+        "contains all G rewards with probability p^G. Here a group has zero variance with "
+        f"probability {percentage(std['zero_variance'], 2)} at G = {group_size}. Guards make the "
+        f"assumption hold literally {'but not' if with_guard > ROUNDING else 'and'} the theorem: "
+        f"the squared bias is {percentage(std['bias2_share'], 3)} of ||target||^2 if zero-variance "
+        "groups have advantage 0, "
+        f"{percentage(at_size['group_std_floor']['bias2_share'], 3)} with max(std, {floor:g}), and "
+        f"{percentage(at_size['group_std_redrawn']['bias2_share'], 3)} if groups are redrawn "
+        f"until std >= {floor:g}. If advantages are divided by sigma(x), which is unknown in "
+        "training, the theorem holds.",
+        "With the KL term the squared bias is "
+        f"{percentage(std['bias2_share_kl'], 3)} of ||target||^2, and "
+        f"{percentage(at_size['group_std_redrawn']['bias2_share_kl'], 3)} if groups are redrawn. "
+        "On-policy, the KL term itself has no bias.",
     ]
 
 
@@ -289,17 +294,21 @@ def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
 
 
 def _plain_claims(paths: PathErrors) -> list[Claim]:
-    """Make claims without normalisation; a ConfigError if the exact path has hardly any bias."""
+    """Make claims without normalisation.
+
+    Raises:
+        ConfigError: If the exact path has almost no bias.
+    """
     start, leading = paths.start, paths.leading
     assert leading is not None
     if not leading.exact > ROUNDING * start["token_variance"]:
         raise ConfigError(
-            f"reward_PY leaves a squared bias of {leading.exact:.3g} eta^2 along the exact "
-            "path: use rewards that no token decides alone, away from a stationary policy"
+            f"reward_PY gives a squared bias of only {leading.exact:.3g} eta^2 along the exact "
+            "path: use rewards that no single token determines, and a policy that is not stationary"
         )
     parts = {"": ""}
     if paths.setting.beta > 0:
-        parts |= {"_policy": ", without the KL term", "_kl": ", of the KL term alone"}
+        parts |= {"_policy": ", without the KL term", "_kl": ", only the KL term"}
     largest = max(start[f"{level}_bias2{x}"] for level in ("token", "sequence") for x in parts)
     variance = paths.random["sequence_variance"]
     claims = [
@@ -312,17 +321,17 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
         _variance_claim(paths),
         *(
             _zero_claim(
-                f"bias^2 / variance with the completion's ratio, {words}, at every learning rate",
+                f"bias^2 / variance with the ratio of the completion, {words}, over learning rates",
                 (paths.random[f"sequence_bias2{part}"] / variance).max(),
             )
-            for part, words in (("_policy", "without the KL term"), ("", "on the KL term too"))
+            for part, words in (("_policy", "without the KL term"), ("", "also on the KL term"))
         ),
     ]
     return _prefixed("without normalisation", claims)
 
 
 def _drift_claims(paths: PathErrors) -> list[Claim]:
-    """Make claims with normalisation, beyond what is there at learning rate 0."""
+    """Make claims with normalisation on the change since learning rate 0."""
     label = "||bias - bias at learning rate 0||^2"
     claims = [
         _exact_slope_claim(paths, "token_drift2", label),
@@ -333,50 +342,50 @@ def _drift_claims(paths: PathErrors) -> list[Claim]:
 
 
 def _prefixed(words: str, claims: list[Claim]) -> list[Claim]:
-    """Put words before what every claim says."""
+    """Prefix the text of every claim."""
     return [replace(claim, what=f"{words}: {claim.what}") for claim in claims]
 
 
 def _zero_claim(what: str, measured: float) -> Claim:
-    """Test that an enumerated quantity is 0."""
-    how = f"exact to rounding: at most {ROUNDING:g}"
+    """Make a claim that an enumerated quantity is 0."""
+    how = f"exact; agrees if at most {ROUNDING:g}, which is rounding error"
     return enumerated_claim(what, 0.0, measured, bool(measured <= ROUNDING), how)
 
 
 def _exact_slope_claim(paths: PathErrors, name: str, label: str) -> Claim:
-    """Test that an error is of order eta^2 along the exact path, which has no noise."""
+    """Make a claim that an error is of order eta^2 along the exact path."""
     slopes = np.diff(np.log(paths.exact[name])) / np.diff(np.log(paths.rates))
     how = (
-        f"between learning rates {paths.rates[0]:g} and {paths.rates[1]:g}, exact; within "
-        f"{SLOPE_TOLERANCE}, not decided where further off and coming closer as they fall"
+        f"between learning rates {paths.rates[0]:g} and {paths.rates[1]:g}, exact; agrees within "
+        f"{SLOPE_TOLERANCE}, otherwise undecided if approaching the prediction as they fall"
     )
     what = f"slope of log {label} on log learning rate, exact steps"
     return nearing_claim(what, 2.0, slopes[:2], SLOPE_TOLERANCE, how)
 
 
 def _place_claim(paths: PathErrors) -> Claim:
-    """Test the growth of the bias with the place of a minibatch in its batch.
+    """Make a claim on the growth of the bias with the position of a minibatch in the batch.
 
     After j updates the displacement is j eta times the target, to first order in eta.
     """
     last = paths.exact_by_place.shape[1] - 1
     ratio_E = paths.exact_by_place[:2, last] / paths.exact_by_place[:2, 1]
     how = (
-        f"exact, at learning rate {paths.rates[0]:g}; within {percentage(TOLERANCE)}, not decided "
-        "where coming closer; the first minibatch has no bias"
+        f"exact, at learning rate {paths.rates[0]:g}; agrees within {percentage(TOLERANCE)}, "
+        "otherwise undecided if approaching the prediction; the first minibatch has no bias"
     )
-    what = f"bias^2 of minibatch {last + 1} of a batch over that of the second, exact steps"
+    what = f"bias^2 of minibatch {last + 1} divided by that of minibatch 2, exact steps"
     return nearing_claim(what, float(last**2), ratio_E, TOLERANCE * last**2, how)
 
 
 def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2") -> Claim:
-    """Test that an error is of order eta^2 in the mean of the random paths."""
+    """Make a claim that the mean error over random paths is of order eta^2."""
     slope, at_larger_rates = paths.slope(name), paths.slope(name, at=1).estimate
     count = paths.random[name].shape[1]
     distance, before = max(slope.low - 2, 2 - slope.high, 0), abs(at_larger_rates - 2)
     how = (
-        f"the same of the mean over {count} paths, 95 % jackknife interval; "
-        f"2 within {SLOPE_TOLERANCE} of it, not decided where wider than 0.5 or coming closer"
+        f"slope for the mean over {count} paths, 95 % jackknife interval; agrees if 2 is within "
+        f"{SLOPE_TOLERANCE} of the interval, undecided if wider than 0.5 or approaching 2"
     )
     what = f"slope of log {label} on log learning rate, minibatch steps{part}"
     wide = slope.high - slope.low > 0.5
@@ -386,29 +395,29 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
 
 
 def _leading_claim(paths: PathErrors, limit_R: np.ndarray) -> Claim:
-    """Test the constant of order eta^2."""
+    """Make a claim on the coefficient of eta^2."""
     bias2_over_eta2 = paths.random["token_bias2"].mean(axis=1)[:2] / paths.rates[:2] ** 2
     how = (
-        f"exact given the paths, at learning rate {paths.rates[0]:g}; within "
-        f"{percentage(TOLERANCE)} of what the derivative of the bias says, not decided where "
-        "coming closer"
+        f"exact given the paths, at learning rate {paths.rates[0]:g}; agrees within "
+        f"{percentage(TOLERANCE)} of the value from the derivative of the bias, otherwise "
+        "undecided if approaching it"
     )
     what = "bias^2 / its leading term of order eta^2, mean over paths"
     return nearing_claim(what, 1.0, bias2_over_eta2 / limit_R.mean(), TOLERANCE, how)
 
 
 def _law_claim(paths: PathErrors, law: ScalingLaw) -> Claim:
-    """Compare the variance before any update with Proposition 3."""
+    """Make a claim that the variance before any update equals that of Proposition 3."""
     predicted = law.mse(paths.setting.num_prompts, paths.setting.group_size)
     variance = paths.start["token_variance_policy"]
     agrees = bool(abs(variance / predicted - 1) <= 1e-10)
-    how = "exact, B of a minibatch; the law of Proposition 3 by another route, to 1e-10"
+    how = "exact, B prompts of a minibatch; Proposition 3 computed separately, agrees to 1e-10"
     what = "variance at theta_old without the KL term, (C1 + C2/G + C3/(G(G-1)))/B"
     return enumerated_claim(what, predicted, variance, agrees, how)
 
 
 def _variance_claim(paths: PathErrors) -> Claim:
-    """Test the change of the variance by updates."""
+    """Make a claim that updates do not change the variance at small learning rates."""
     ratios_ER = paths.random["token_variance"] / paths.start["token_variance"]
     count, ratio = ratios_ER.shape[1], mean_interval(ratios_ER[0])
     inside = ratio.low - TOLERANCE <= 1 <= ratio.high + TOLERANCE
@@ -416,14 +425,14 @@ def _variance_claim(paths: PathErrors) -> Claim:
     agrees = True if inside else enumeration_converges(last, before, TOLERANCE)
     how = (
         f"exact given the path, at learning rate {paths.rates[0]:g}, 95 % t interval over {count} "
-        f"paths; 1 inside or within {percentage(TOLERANCE)}"
+        f"paths; agrees if 1 is within {percentage(TOLERANCE)} of the interval"
     )
     p_value = interval_p_value(ratio, count - 1, 1.0, TOLERANCE)
     return Claim("variance / variance at theta_old", 1.0, *ratio, verdict_of(agrees), how, p_value)
 
 
 def _length_claims(costs: ByLength) -> list[Claim]:
-    """Make claims on the cost of ratios of whole completions as these grow longer."""
+    """Make claims on the cost of completion ratios for longer completions."""
     moment, length = costs.values["ratio_second_moment"], int(costs.lengths[-1])
     distance = np.abs(moment / costs.growth**costs.lengths - 1).max()
     return [
@@ -435,7 +444,7 @@ def _length_claims(costs: ByLength) -> list[Claim]:
             "exact at every length, to 1e-10",
         ),
         enumerated_claim(
-            "growth by a token of variance with the completion's ratio / with tokens'",
+            "growth per token of variance with completion ratios / variance with token ratios",
             f">= {costs.growth:.4g}",
             costs.growth_of_ratio,
             costs.growth_of_ratio >= costs.growth,
@@ -445,7 +454,7 @@ def _length_claims(costs: ByLength) -> list[Claim]:
 
 
 def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
-    """Return panels of squared bias and MSE by learning rate, and of ratios by length."""
+    """Return panels of squared bias and MSE by learning rate and of ratios by length."""
     rate, biases = "learning rate", []
     if "none" in paths:
         plain, labels = paths["none"], {"token_bias2": "minibatch steps"}
@@ -453,8 +462,8 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
         assert leading is not None
         if plain.setting.beta > 0:
             labels["token_bias2_policy"] = "without the KL term"
-            labels["token_bias2_kl"] = "KL term alone"
-            labels["token_bias2_kl_old_prefixes"] = "KL term, prefixes of pi_old in the target"
+            labels["token_bias2_kl"] = "only the KL term"
+            labels["token_bias2_kl_old_prefixes"] = "KL term, target with prefixes of pi_old"
         random, exact = leading.random_R.mean() * rates**2, leading.exact * rates**2
         biases += [
             *(_band(label, plain, name) for name, label in labels.items()),
@@ -469,7 +478,7 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
         biases += [
             _band(label, normalised, "token_bias2"),
             PlotLine(label, normalised.rates, flat, predicted=True),
-            _band("its change since theta_old", normalised, "token_drift2"),
+            _band("with normalisation, change since theta_old", normalised, "token_drift2"),
         ]
     lengths, moment = costs.lengths, "E rho^2 of the completion"
     growth = [
@@ -485,28 +494,28 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
             for kind, words in (("none", "without"), ("group_std", "with"))
             if kind in paths
         ),
-        Panel("What the completion's ratio costs", length, "factor", growth, "y"),
+        Panel("Cost of completion ratios", length, "factor", growth, "y"),
     ]
 
 
 def _error_lines(paths: PathErrors) -> list[PlotLine]:
-    """Return lines of the mean squared errors of both levels."""
-    labels = {"token": "token ratios", "sequence": "completion's ratio"}
+    """Return lines of the mean squared error of both levels."""
+    labels = {"token": "token ratios", "sequence": "completion ratios"}
     lines = [_band(label, paths, f"{level}_mse") for level, label in labels.items()]
     flat = np.full(len(paths.rates), paths.start["token_variance"])
     return [*lines, PlotLine("variance at theta_old", paths.rates, flat, predicted=True)]
 
 
 def _band(label: str, paths: PathErrors, name: str) -> PlotLine:
-    """Return a line of the mean over random paths by learning rate, with its intervals."""
+    """Return a line of means over random paths, with intervals, by learning rate."""
     estimate, low, high = (list(ends) for ends in zip(*paths.mean(name), strict=True))
     return PlotLine(label, paths.rates, estimate, low, high)
 
 
 def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]:
-    """Return a row for each quantity at a learning rate, at a place in the batch or at a length.
+    """Return one row per quantity and learning rate, position in the batch or length.
 
-    Learning rate 0 is theta_old. Places are those of minibatches along the exact path at the
+    Learning rate 0 is theta_old. Positions are those of minibatches along the exact path at the
     smallest learning rate.
     """
     rows = []
@@ -529,17 +538,24 @@ def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]
 
 
 def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -> str:
-    """Summarise each normalisation in a sentence; `plain_verdict` is of all claims without it."""
+    """Summarise the result without and with normalisation.
+
+    Args:
+        paths: errors by kind of normalisation.
+        start: exact values at learning rate 0.
+        plain_verdict: worst verdict of the claims without normalisation.
+    """
     answers = []
     if "none" in paths:
         plain = paths["none"]
         slope, ratio = plain.slope("token_bias2").estimate, plain.random["token_variance"][0]
         change = abs(ratio.mean() / plain.start["token_variance"] - 1)
         answers.append(
-            f"Without normalisation the theorem {VERDICT_PREDICATES[plain_verdict]}: squared bias "
-            f"is {plain.start['token_bias2']:.1g} at learning rate 0 and falls with it like its "
-            f"power {slope:.3f}; at {plain.rates[0]:g} the variance is {percentage(change, 2)} off "
-            "the on-policy one, the oracle's and a term of order 1/(B G^2)."
+            f"Without normalisation the theorem {VERDICT_PREDICATES[plain_verdict]}. The squared "
+            f"bias is {plain.start['token_bias2']:.1g} at learning rate 0 and is proportional to "
+            f"the learning rate to the power {slope:.3f}. At learning rate {plain.rates[0]:g} the "
+            f"variance differs by {percentage(change, 2)} from the on-policy variance, which is "
+            "the oracle's variance plus a term of order 1/(B G^2)."
         )
     if "group_std" in paths:
         answers.append(_start_answer(start))
@@ -547,7 +563,7 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
 
 
 def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
-    """Return limits, surprises and reasons."""
+    """Return limitations, surprises and reasons."""
     lines = []
     if "group_std" in paths:
         normalised, rate = paths["group_std"], paths["group_std"].rates[-1]
@@ -555,10 +571,10 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
             normalised.mean(f"token_bias2{suffix}")[-1].estimate for suffix in ("", "_own_sigma")
         )
         lines.append(
-            "With normalisation the target has sigma(x) of pi_old, whose groups advantages are of: "
+            "With normalisation the target uses sigma(x) of pi_old, which writes the groups. The "
             f"squared bias is {normalised.start['token_bias2']:.3g} at theta_old and {of_old:.3g} "
-            f"at learning rate {rate:g}, {of_current:.3g} against a target with sigma(x) of "
-            "pi_theta; the difference of the two targets is of order eta."
+            f"at learning rate {rate:g}. Relative to a target with sigma(x) of pi_theta it is "
+            f"{of_current:.3g}. The two targets differ by order eta."
         )
     if "none" not in paths:
         return lines
@@ -569,38 +585,44 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
     noise, several = leading.random_R.mean() / leading.exact, costs.lengths > 1
     lines += [
         "Without normalisation. " + _crossing(plain, leading.random_R.mean()),
-        f"The smaller error is {_smaller_error(plain)} (learning rates).",
-        "Both levels have the same error at the same theta_k in minibatches of as many prompts as "
-        "follow; with more, the completion's ratio is better, where 0 with any number: "
-        f"{_prompt_list(plain.rates, plain.tie())} (learning rates).",
-        "The same by completion length, each token shifted alike: "
-        f"{_prompt_list(costs.lengths[several], costs.tie[several])} (tokens).",
-        "As the learning rate falls the levels differ by their variances, at order eta, and the "
-        "sign of that difference depends on policy and rewards; squared bias is of order eta^2.",
-        f"As the learning rate falls, squared bias of minibatch steps is {noise:.3g} times that of "
-        "exact steps: the rest is noise in theta_k.",
-        f"{percentage(share, 1)} of the on-policy variance is C1/B, from which prompts were "
-        "drawn: no group size reduces it, so `oracle variance / (B G)` holds with G C1 inside the "
-        "oracle's.",
-        "Given theta_k the minibatch is fresh, as within one pass over a batch of prompts drawn "
-        "independently; a second pass over the same completions may bias any ratio, and is not "
-        "measured here.",
+        f"Smaller error, by learning rate: {_smaller_error(plain)}.",
+        "Number of prompts in a minibatch at which both levels have the same error at the same "
+        "theta_k, by learning rate: "
+        f"{_prompt_list(plain.rates, plain.tie())}. With more prompts the ratio of the completion "
+        "has the smaller error; 0 means that it does for any number of prompts.",
+        "The same number by completion length in tokens, with the same shift for each token: "
+        f"{_prompt_list(costs.lengths[several], costs.tie[several])}.",
+        "As the learning rate falls, the errors of the two levels differ by their variances, at "
+        "order eta, since the squared bias is of order eta^2. The sign of the difference depends "
+        "on policy and rewards.",
+        f"As the learning rate falls, the squared bias after minibatch steps is {noise:.3g} times "
+        "that after exact steps. The excess is due to noise in theta_k.",
+        f"{percentage(share, 1)} of the on-policy variance is C1/B, the variance between prompts. "
+        "No group size reduces it, so `oracle variance / (B G)` holds only if the oracle's "
+        "variance includes G C1.",
+        "Given theta_k the minibatch is independent of the earlier ones, as within one pass over a "
+        "batch of prompts drawn independently. A second pass over the same completions may bias "
+        "the estimate with any ratio; it is not measured here.",
     ]
     if setting.beta > 0:
         of_reference, to_reference = setting.divergence_cosines
         lines += [
-            "The KL term's target has prefixes of pi_theta, held fixed; with prefixes of pi_old "
-            "its bias is that of the missing token ratio alone (rows token_bias2_kl_old_prefixes).",
-            f"At theta_old what the KL term descends has cosine {of_reference:.4f} with the "
-            "gradient of KL(pi_ref||pi) of completions and "
-            f"{to_reference:.4f} with that of KL(pi||pi_ref).",
+            "The target of the KL term has prefixes of pi_theta, held fixed. With prefixes of "
+            "pi_old, the bias comes only from the missing token ratio (rows "
+            "token_bias2_kl_old_prefixes).",
+            "At theta_old the gradient of the KL term has cosine "
+            f"{of_reference:.4f} with the gradient of KL(pi_ref||pi) of completions and "
+            f"{to_reference:.4f} with the gradient of KL(pi||pi_ref).",
         ]
     return lines
 
 
 def _smaller_error(paths: PathErrors) -> str:
-    """Describe which level has the smaller error where, by 95 % t intervals of differences."""
-    token, sequence = "that of token ratios", "that of the completion's ratio"
+    """List the learning rates at which each level has the smaller error.
+
+    The comparison uses 95 % t intervals of the differences.
+    """
+    token, sequence = "token ratios", "completion ratios"
     rates: dict[str, list[str]] = {token: [], sequence: [], "not significantly different": []}
     difference_ER = paths.random["sequence_mse"] - paths.random["token_mse"]
     for rate, difference_R in zip(paths.rates, difference_ER, strict=True):
@@ -611,21 +633,21 @@ def _smaller_error(paths: PathErrors) -> str:
 
 
 def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
-    """Return numbers of prompts with the places that they belong to."""
+    """Return the numbers of prompts with the positions to which they belong."""
     return ", ".join(f"{max(b, 0):.3g} at {a:g}" for a, b in zip(at, prompts, strict=True))
 
 
 def _crossing(paths: PathErrors, limit: float) -> str:
-    """Return the learning rate at which mean squared bias is the mean variance.
+    """Return a sentence with the learning rate at which mean squared bias equals mean variance.
 
-    The mean squared bias is `limit` eta^2 at first.
+    The mean squared bias is `limit` eta^2 at small eta.
     """
     if paths.crossing is not None:
-        return f"Squared bias equals the variance at learning rate {paths.crossing:.3g}."
+        return f"The squared bias equals the variance at learning rate {paths.crossing:.3g}."
     share_E, rate = paths.bias_share_E, np.sqrt(paths.start["token_variance"] / limit)
     return (
-        f"Squared bias is {share_E[0]:.3g} to {share_E[-1]:.3g} of the variance; its leading "
-        f"term would equal the on-policy variance at learning rate {rate:.3g}."
+        f"The squared bias is {share_E[0]:.3g} to {share_E[-1]:.3g} times the variance. Its "
+        f"leading term would equal the on-policy variance at learning rate {rate:.3g}."
     )
 
 
@@ -635,14 +657,15 @@ def run(experiment: Experiment) -> Evidence:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse completions of one token, and prompts of one reward."""
+    """Refuse completions of one token and prompts with a single reward."""
     if experiment.problem.length < 2:
-        raise ConfigError(f"the policy's tokens={experiment.problem.length}: use at least 2")
+        raise ConfigError(f"problem.length={experiment.problem.length}: use at least 2 tokens")
     for prompt, reward_Y in enumerate(build_sequences(experiment.problem)[2]):
         if np.ptp(reward_Y) == 0:
             raise ConfigError(
-                f"problem.difficulties={experiment.problem.difficulties} leaves prompt {prompt} "
-                f"with reward {reward_Y[0]:g} alone: use less for it, or more problem.reward_levels"
+                f"problem.difficulties={experiment.problem.difficulties} gives all completions of "
+                f"prompt {prompt} the reward {reward_Y[0]:g}: lower its difficulty or raise "
+                "problem.reward_levels"
             )
 
 

@@ -1,4 +1,4 @@
-"""Theorem 7: the group size that is best at a fixed number of rollouts."""
+"""Theorem 7: the best group size at a fixed number of rollouts."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 STATEMENT = (
     "At n = B G rollouts per step, or n = B G T in total, the bounds on the gap depend on B and G "
-    "through the bound on the gradient's mean squared error alone, (G C1 + C2 + C3/G) / (B G), so "
-    "the bounds are smallest at G* = sqrt(C3/C1) for every n, number of steps and learning "
-    "rate. Ours: with the exact last term, C3/(G-1), at G* = 1 + sqrt(C3/C1)."
+    "only through the bound on the gradient's mean squared error, (G C1 + C2 + C3/G) / (B G). The "
+    "bounds are therefore smallest at G* = sqrt(C3/C1) for every n, number of steps and learning "
+    "rate. With the exact last term, C3/(G-1), they are smallest at G* = 1 + sqrt(C3/C1) (our "
+    "result)."
 )
 CHOICE_MEANINGS = {
     "paper": "G nearest to the paper's G* = sqrt(C3/C1)",
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
-    "recursion": "best G of the quadratic recursion (ours)",
+    "recursion": "best G of our quadratic recursion",
 }
-# Relative distance of a numerical minimiser from the formula.
+# Largest relative distance of a numerical minimiser from the formula.
 MINIMISER_TOLERANCE = 1e-4
 
-# Learning rate, n of a step, T: a cell, with every G.
+# Cell of the design: learning rate, rollouts per step n, and number of steps T, with every G.
 GridPoint = tuple[Rate, int, int]
-# gap_R of each G.
+# Gaps [R] by G.
 Gaps = dict[int, np.ndarray]
 
 
 def plan(design: Theorem7Config) -> list[Simulation]:
-    """Plan GRPO at every learning rate, n, and G that divides n.
+    """Plan GRPO at every learning rate, every n and every G that divides n.
 
-    n is the number of a step, or total / T at each T.
+    n is the number of rollouts per step, or total / T for each T.
     """
     batches = [(n, tuple(design.steps)) for n in design.rollouts]
     batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
@@ -59,7 +60,7 @@ def plan(design: Theorem7Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the best G of each n, T and learning rate with theory's."""
+    """Compare the best G at each n, T and learning rate with the predictions."""
     cells: dict[GridPoint, Gaps] = {}
     for run in runs:
         for place, step in enumerate(run.simulation.steps):
@@ -82,10 +83,10 @@ def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]
 
 
 def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
-    """Return the p-value of "`choice` has the smallest mean gap".
+    """Return the p-value of the hypothesis that `choice` has the smallest mean gap.
 
-    The tests are one-sided paired t tests, Bonferroni over the others. Keys are G, or pairs (T, G).
-    Replicates of the same number start from the same random numbers.
+    The tests are one-sided paired t tests with Bonferroni's correction over the other keys. Keys
+    are G or pairs (T, G). Replicates with the same number start from the same random numbers.
     """
     others = [gap_R for other, gap_R in gaps.items() if other != choice]
     p_values = (mean_p_value(gaps[choice] - gap_R, above=True) for gap_R in others)
@@ -93,21 +94,21 @@ def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
 
 
 def may_be_best(gaps: Gaps) -> set[int]:
-    """Return the group sizes that are best or not significantly worse than the best, at 5 %."""
+    """Return the group sizes for which the hypothesis of being best is not rejected at 5 %."""
     return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY_ERROR}
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
-    """Return the p-value of "a G of each cell is best there".
+    """Return the p-value of the hypothesis that the given G is best in every cell.
 
-    It is Bonferroni's over the cells, which share replicates.
+    Bonferroni's correction is over the cells, which share replicates.
     """
     p_values = [p_value_of_best(cells[key], size) for key, size in sizes.items()]
     return min(1.0, len(p_values) * min(p_values))
 
 
 def predicted_sizes(problem: Problem, point: GridPoint, sizes: Sequence[int]) -> dict[str, int]:
-    """Return the G that is best at (rate, n, T) by each theory: see CHOICE_MEANINGS."""
+    """Return the G that each theory predicts to be best in a cell; see `CHOICE_MEANINGS`."""
     rate, n, step = point
     law = scaling_at(problem, problem.best_K)
     model = {
@@ -121,12 +122,12 @@ def predicted_sizes(problem: Problem, point: GridPoint, sizes: Sequence[int]) ->
 
 
 def paper_error(law: ScalingLaw, size: float) -> float:
-    """Return n times the paper's bound on the gradient's mean squared error."""
+    """Return n times the paper's bound on the mean squared error of the gradient."""
     return size * law.c1 + law.c2 + law.c3 / size
 
 
 def model_gap(problem: Problem, estimator: Estimator, rate: Rate, step: int) -> float:
-    """Return the gap after `step` steps by the quadratic recursion."""
+    """Return the gap after `step` steps from the quadratic recursion."""
     first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
     return float(quadratic_recursion(first, problem.curvature_KK, sigma, rate.values(step))[-1])
 
@@ -134,12 +135,12 @@ def model_gap(problem: Problem, estimator: Estimator, rate: Rate, step: int) -> 
 def smallest_bound(
     problem: Problem, law: ScalingLaw, error: Callable[[ScalingLaw, float], float], point: GridPoint
 ) -> float:
-    """Return the real G at which Lemma 6's recursion is smallest.
+    """Return the real-valued G that minimises the bound from Lemma 6's recursion.
 
     Args:
-        problem: with mu and L.
-        law: C1, C2, C3.
-        error: n times the gradient's mean squared error at G.
+        problem: test problem, which defines mu and L.
+        law: scaling law with C1, C2, C3.
+        error: function that returns n times the mean squared error of the gradient at G.
         point: learning rate, n and T.
     """
     rate, n, step = point
@@ -154,7 +155,7 @@ def smallest_bound(
 
 
 def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
-    """Test the theorem as it is stated: the minimum of Lemma 6's bounds, over all real G."""
+    """Make claims on the theorem as stated, on the minimiser of Lemma 6's bounds over real G."""
     law = scaling_at(problem, problem.best_K)
     root = float(np.sqrt(law.c3 / law.c1))
     forms = {
@@ -167,14 +168,14 @@ def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
         furthest = max(minimisers, key=lambda size: abs(size / gstar - 1))
         claims.append(
             enumerated_claim(
-                what=f"G of the smallest bound, {words}: of all (n, T, rate) the furthest from G*; "
-                "the bound holds G in s^2 alone, with C1, C2, C3 at the maximum",
+                what=f"G of the smallest bound, {words}: furthest from G* of all (n, T, rate); the "
+                "bound depends on G only through s^2, with C1, C2, C3 at the maximum",
                 predicted=gstar,
                 measured=furthest,
                 agrees=abs(furthest / gstar - 1) < MINIMISER_TOLERANCE,
-                how=f"Lemma 6's recursion minimised over real G in {len(points)} cells, relative "
-                f"distance below {MINIMISER_TOLERANCE:g}: algebra, of constants that are not "
-                "suprema over a path",
+                how=f"Lemma 6's recursion minimised over real G in {len(points)} cells; agrees at "
+                f"a relative distance below {MINIMISER_TOLERANCE:g}. This is a test of the "
+                "algebra: the constants are not suprema over a path",
             )
         )
     return claims
@@ -185,11 +186,11 @@ def _cell_claims(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[Claim]:
-    """Test what the bounds suggest of the gap itself: its own best G, in every cell."""
+    """Make claims on the best G for the gap itself in every cell, which the bounds suggest."""
     clear = [point for point, gaps in cells.items() if len(best[point]) < len(gaps)]
     how = (
-        f"{len(clear)} of {len(cells)} cells (n, T, rate) tell some G from the best; paired t "
-        "tests, Bonferroni over the other G and over cells for the p-value"
+        f"in {len(clear)} of {len(cells)} cells (n, T, rate) some G is significantly worse than "
+        "the best; paired t tests, Bonferroni over the other G and, for the p-value, over cells"
     )
     common = sorted(set.intersection(*(set(gaps) for gaps in cells.values())))
     constant = {
@@ -221,13 +222,13 @@ def _cell_claims(
 def _everywhere_claim(
     best: dict[GridPoint, set[int]], p_values: dict[int, float], verdict: str, how: str
 ) -> Claim:
-    """Test that a single group size may be best in every cell.
+    """Make a claim that a single group size may be best in every cell.
 
     Args:
-        best: the sizes that may be best in each cell.
-        p_values: of every size that all cells have, "it is best in all", see `p_value_of_all`.
-        verdict: unless rejected.
-        how: of the tests.
+        best: group sizes that may be best, by cell.
+        p_values: p-values from `p_value_of_all` by group size, for sizes that all cells have.
+        verdict: verdict unless the claim is rejected.
+        how: description of the tests.
     """
     everywhere = [size for size in p_values if all(size in sizes for sizes in best.values())]
     return Claim(
@@ -237,7 +238,7 @@ def _everywhere_claim(
         low=None,
         high=None,
         verdict=verdict,
-        how=f"{how}; the p-value is the largest of all G",
+        how=f"{how}; the p-value is the largest over all G",
         p_value=max(p_values.values()),
         when_rejected=DISAGREES,
         severity=f"{len(everywhere)} of {len(p_values)} group sizes may be best in every cell",
@@ -251,13 +252,16 @@ def total_claim(
     theories: dict[GridPoint, dict[str, int]],
     steps: Sequence[int],
 ) -> Claim:
-    """Test that the pair (T, G) of smallest mean gap at n T = total has the G nearest to G*.
+    """Make a claim that the pair (T, G) with the smallest mean gap has the G nearest to G*.
+
+    The pairs have the same total n T.
 
     Args:
-        total: n T.
-        cells: gaps of every G at (rate, n, T).
-        theories: the best G there by each theory.
-        steps: every T.
+        total: total number of rollouts, n T.
+        rate: learning rate.
+        cells: gaps by cell and G.
+        theories: predicted best G by cell and theory.
+        steps: numbers of steps, T.
     """
     points = {step: (rate, total // step, step) for step in steps}
     gaps = {(step, size): x for step, point in points.items() for size, x in cells[point].items()}
@@ -268,15 +272,15 @@ def total_claim(
     nearest = {step: theories[point]["paper"] for step, point in points.items()}
     expected = nearest[lowest[0]]
     return Claim(
-        what=f"{rate.name}, n T = {total} in all: G of the smallest mean gap over (T, G)",
+        what=f"{rate.name}, n T = {total} in total: G of the smallest mean gap over (T, G)",
         predicted=float(expected),
         measured=float(lowest[1]),
         low=None,
         high=None,
         verdict=AGREES if any(p <= FAMILY_ERROR for p in by_size.values()) else OPEN,
         how=f"smallest at T = {lowest[0]}, B = {total // lowest[0] // lowest[1]}; paired t tests "
-        f"of every pair with all others (Bonferroni over {len(gaps) - 1}), the p-value is the "
-        "largest over T of the G nearest to the paper's G*",
+        f"of every pair against all others (Bonferroni over {len(gaps) - 1}); the p-value is the "
+        "largest over T, each with the G nearest to the paper's G*",
         p_value=max(p_values[pair] for pair in nearest.items()),
         when_rejected=DISAGREES,
         alternatives={f"G = {size}": p for size, p in by_size.items() if size != expected},
@@ -290,7 +294,7 @@ def _rows(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[dict]:
-    """Return a row for each G of a cell."""
+    """Return one row per G of a cell."""
     rate, n, step = point
     rows = []
     for size, gap_R in sorted(cells[point].items()):
@@ -307,7 +311,7 @@ def _rows(
 
 
 def _answer(claims: list[Claim]) -> str:
-    """Summarise where bounds and mean gap are smallest."""
+    """Summarise the group sizes at which the bounds and the mean gap are smallest."""
     paper, ours = claims[:2]
     hits = {
         kind: f"{claim.measured:.0f} of {str(claim.predicted).split()[-1]}"
@@ -317,22 +321,23 @@ def _answer(claims: list[Claim]) -> str:
     }
     sizes = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
     return (
-        f"The bounds are smallest at G* = {paper.measured:.3g} in the paper's form and at "
-        f"{ours.measured:.3g} in the exact one, in every cell. The mean gap itself may be smallest "
-        f"at the G nearest to them in {hits['paper']} and {hits['bounds']} cells, at the exact "
-        f"recursion's in {hits['recursion']};{sizes}"
+        f"In every cell the bounds are smallest at G* = {paper.measured:.3g} in the paper's form "
+        f"and at {ours.measured:.3g} in the exact form. The mean gap itself may be smallest at the "
+        f"G nearest to these values in {hits['paper']} and {hits['bounds']} cells, and at the best "
+        f"G of the exact recursion in {hits['recursion']} cells;{sizes}"
     )
 
 
 def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
-    """Return notes on G* along training, on its weighting, and on the best sizes of the cells."""
+    """Return notes on G* during training, on its weighting and on the best sizes in the cells."""
     start, end = (scaling_at(problem, u).best_size() for u in (problem.start_K, problem.best_K))
     notes = [
-        "the theorem says where the bounds are smallest; they suggest that the gap itself is "
-        "smallest there too, which is also tested",
-        f"exact G* of C1 and C3 at the start: {start:.3g}, at the maximum: {end:.3g}",
-        "the bounds weigh all directions of the noise alike, the gap weighs them by curvature: "
-        "where both are not proportional the best G depends on the learning rate",
+        "The theorem gives the minimiser of the bounds. The bounds suggest that the gap itself is "
+        "smallest at the same G, which is also tested.",
+        f"The exact G* from C1 and C3 is {start:.3g} at the start and {end:.3g} at the maximum.",
+        "The bounds weight all directions of the noise equally, but the gap weights them by "
+        "curvature. Unless both weightings are proportional, the best G depends on the learning "
+        "rate.",
     ]
     for rate in rates:
         if rate.kind == "decaying":
@@ -340,18 +345,19 @@ def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[in
                 problem, problem.best_K, limit_weighting(problem.curvature_KK, rate.value)
             )
             notes.append(
-                f"exact G* weighted as the limit of {rate.name} does: {law.best_size():.3g}"
+                f"With the weighting of the limit of {rate.name}, the exact G* is "
+                f"{law.best_size():.3g}."
             )
     counts = Counter(comma_list(sorted(sizes)) for sizes in best.values())
     parts = [f"G = {sizes} in {count} of {len(best)}" for sizes, count in counts.most_common()]
     notes.append(
-        f"best or not significantly different from it, of rates, n and T: {'; '.join(parts)}"
+        f"Group sizes that are not significantly worse than the best, by cell: {'; '.join(parts)}."
     )
     return notes
 
 
 def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
-    """Return panels of the gap against G: by rate and T of the budgets, by rate and total."""
+    """Return panels of the gap against G, by learning rate and either T or the total n T."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
     axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]

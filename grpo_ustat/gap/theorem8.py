@@ -1,4 +1,4 @@
-"""Theorem 8: the law of T times the gap against its mixture of chi-squares."""
+"""Theorem 8: the law of T times the gap and its limit, a mixture of chi-squares."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
     "With eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges in law to "
-    "sum_j w_j chi2_1; the weights come from the curvature and from the covariance of the gradient "
-    "estimator at the limit. Where those differ along the flat set this is the law given the limit "
+    "sum_j w_j chi2_1. The weights depend on the curvature and on the covariance of the gradient "
+    "estimator at the limit. If these differ along the flat set, this is the law given the limit "
     "that is reached."
 )
 QUANTILES = (np.arange(40) + 0.5) / 40
-# Points between which quantiles of different limits are interpolated.
+# Number of points between which quantiles are interpolated if the limits differ.
 LIMIT_POINTS = 2000
-# In place of each limit's own.
+# Alternative in which all replicates have the same law.
 ONE_LAW = "the mean weight for all"
-# As shares of the weights.
+# Alternative weights as multiples of the weights.
 OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
 
 
 def plan(design: Theorem8Config) -> list[Simulation]:
-    """Plan vanilla, GRPO at every G, and the oracle: each has a limit of its own."""
+    """Plan vanilla, GRPO at every G, and the oracle, whose limits differ."""
     first, (rate,) = design.group_sizes[0], learning_rates(design)
     baselines = [("none", first), *(("leave_one_out", size) for size in design.group_sizes)]
     baselines.append(("oracle", first))
@@ -47,10 +47,11 @@ def plan(design: Theorem8Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the law of (T + offset) times the gap with its limit; the last T decides.
+    """Compare the law of (T + offset) times the gap at the last T with its limit.
 
-    Where J has maximisers that differ, each replicate is compared with the law of its own limit,
-    which its last step names to O(T^(-1/2)): its probability integral transform is uniform.
+    If curvature or noise differ between the maximisers of J, each replicate is compared with the
+    law of the limit that it reaches. The last step determines this limit to O(T^(-1/2)). The
+    probability integral transform of a replicate is then uniform.
     """
     claims, rows, panels = [], [], []
     for run in runs:
@@ -66,15 +67,15 @@ def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]
         rows=rows,
         answer=f"{agreement(claims)} comparisons with the limit agree at T = {design.steps[-1]}.",
         notes=[
-            exits_text(runs),
-            f"the gap is scaled by T + {design.offset}, which has the same limit as T",
-            "the distribution function of the mixture is gx2's, Ruben's method",
+            f"{exits_text(runs)}.",
+            f"The gap is scaled by T + {design.offset}, which gives the same limit as T.",
+            "The distribution function of the mixture is computed with gx2 by Ruben's method.",
         ],
     )
 
 
 def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
-    """Return a row for each recorded step."""
+    """Return one row per recorded step."""
     band = float(stats.kstwo.ppf(CONFIDENCE, run.replicates))
     rows = []
     for place, step in enumerate(run.steps_S):
@@ -93,19 +94,20 @@ def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
 
 
 def label_of(estimator: Estimator) -> str:
-    """Return the label of an estimator with its batch."""
+    """Return the label of an estimator with B and G."""
     return f"{estimator.name}, B = {estimator.num_prompts}, G = {estimator.group_size}"
 
 
 def limit_weights_at(
     problem: Problem, estimator: Estimator, rate: Rate, u_KR: np.ndarray
 ) -> np.ndarray:
-    """Return w_j of the limit that each replicate tends to, [K, R]; [K, 1] if J has one limit only.
+    """Return the weights w_j of each replicate's limit, [K, R], or [K, 1] if there is one limit.
 
     Args:
-        problem: its curvature and noise at each limit are enumerated.
-        rate: c / (t + offset).
-        u_KR: the replicates' coordinates.
+        problem: test problem whose curvature and noise are enumerated at each limit.
+        estimator: gradient estimator.
+        rate: learning rate, c / (t + offset).
+        u_KR: coordinates of the replicates.
     """
     limit_KR, k = problem.limits(u_KR), problem.curved
     sigma_KKR = noise_everywhere(problem, limit_KR, estimator)
@@ -117,27 +119,27 @@ def limit_weights_at(
 
 
 def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
-    """Return P(sum_j w_j chi2_1 <= x), by each replicate's own weights or by one set for all.
+    """Return P(sum_j w_j chi2_1 <= x) with the weights of each replicate or common weights.
 
     Args:
-        weights_KR: of `limit_weights_at`.
-        values_R: x; of any shape whose last axis is replicates.
+        weights_KR: weights from `limit_weights_at`.
+        values_R: values x of any shape whose last axis runs over replicates.
 
     Raises:
-        ValueError: weights that differ between replicates and are more than one each.
+        ValueError: If the weights differ between replicates and each replicate has several.
     """
     if weights_KR.shape[1] == 1:
         return mixture_cdf(weights_KR[:, 0], values_R)
     if len(weights_KR) > 1:
         raise ValueError(
-            f"{len(weights_KR)} weights for each limit: where limits differ the law is known "
-            "of one weight alone"
+            f"{len(weights_KR)} weights for each limit: if limits differ, only one weight per "
+            "limit is supported"
         )
     return stats.chi2.cdf(values_R / weights_KR[0], 1)
 
 
 def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
-    """Return the Kolmogorov-Smirnov distance from the uniform law, and the level of it.
+    """Return the Kolmogorov-Smirnov distance from the uniform law and the level at which it occurs.
 
     >>> round(ks_distance(np.array([0.1, 0.2, 0.9]))[0], 6), ks_distance(np.array([0.5]))
     (0.466667, (0.5, 0.5))
@@ -147,20 +149,20 @@ def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
 
 
 def ks_p_value(uniform_R: np.ndarray) -> float:
-    """Return the p-value that values are uniform, exact for continuous ones."""
+    """Return the p-value of the hypothesis that values are uniform, exact for continuous values."""
     return float(stats.kstwo.sf(ks_distance(uniform_R)[0], len(uniform_R)))
 
 
 def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
-    """Return the two-sided p-value that `sum_j w_j chi2_1 / sum_j w_j` has the mean of its weights.
+    """Return the two-sided p-value of the mean of `sum_j w_j chi2_1 / sum_j w_j`.
 
-    The law of the total is known, and skew: a chi-square of three cumulants in common with it (Hall
-    1983, Buckley-Eagleson 1988), exact for a single weight. Student's t errs in the tails where
-    Holm's correction looks.
+    The skewed law of the total is approximated by a chi-square with the same first three cumulants
+    (Hall 1983, Buckley-Eagleson 1988), which is exact for a single weight. Student's t is
+    inaccurate in the tails, which matter for Holm's correction.
 
     Args:
-        ratio_R: scaled gaps over the sums of their weights.
-        weights_KR: of `limit_weights_at`; [K, 1] are those of all.
+        ratio_R: scaled gaps divided by the sums of their weights.
+        weights_KR: weights from `limit_weights_at`; [K, 1] means common weights.
     """
     share_KR = np.broadcast_to(weights_KR / weights_KR.sum(axis=0), (len(weights_KR), ratio_R.size))
     first, second, third = (
@@ -172,9 +174,12 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
 
 
 def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Test the law at the last step; nothing is decided if it is off and nearing with T."""
+    """Make a claim on the law at the last step.
+
+    The claim is undecided if the law is rejected but approaches the limit with T.
+    """
     last_R, one_limit = run.scaled_gap(-1), weights_KR.shape[1] == 1
-    # Weights that are larger by a factor are the same as an x that is smaller by it.
+    # Multiplying the weights by a factor is equivalent to dividing x by it.
     shares_F = np.array([1.0, *OTHER_WEIGHTS])
     uniform_R, *others_FR = limit_cdf(weights_KR, last_R / shares_F[:, None])
     alternatives = {
@@ -185,7 +190,7 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
         alternatives[ONE_LAW] = ks_p_value(limit_cdf(_mean_weights(weights_KR), last_R))
     distance, level = ks_distance(uniform_R)
     nearing = _nearing(run, lambda gap_R: (limit_cdf(weights_KR, gap_R) <= level) - level)
-    kind = "from the limit" if one_limit else "of its own limit, from the uniform law"
+    kind = "from the limit law" if one_limit else "of the transform from the uniform law"
     return Claim(
         what=f"{label_of(run.estimator)}: Kolmogorov-Smirnov distance {kind}",
         predicted=f"<= {stats.kstwo.ppf(CONFIDENCE, len(last_R)):.3g}",
@@ -201,7 +206,10 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 
 
 def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Test the mean at the last step; nothing is decided if it is off and nearing with T."""
+    """Make a claim on the mean at the last step.
+
+    The claim is undecided if the mean is rejected but approaches the limit with T.
+    """
     last_R, sums_R = run.scaled_gap(-1), weights_KR.sum(axis=0)
     ratio_R = last_R / sums_R
     alternatives = {
@@ -213,11 +221,11 @@ def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
         alternatives[ONE_LAW] = mean_law_p_value(last_R / mean_K1.sum(), mean_K1)
     nearing = _nearing(run, lambda gap_R: gap_R / sums_R - 1)
     return Claim(
-        f"{label_of(run.estimator)}: mean of the scaled gap over the sum of the weights",
+        f"{label_of(run.estimator)}: mean of the scaled gap divided by the sum of the weights",
         1.0,
         *mean_interval(ratio_R),
         verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} interval of Student's t, p-value by the law of the mean, "
+        how=f"{percentage(CONFIDENCE)} Student's t interval, p-value from the law of the mean, "
         f"{_sample(run)}",
         p_value=mean_law_p_value(ratio_R, weights_KR),
         when_rejected=OPEN if nearing else DISAGREES,
@@ -227,8 +235,8 @@ def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 
 def _sample(run: Trajectories) -> str:
     return (
-        f"at T = {run.steps_S[-1]}, {run.replicates} replicates; where rejected, not decided "
-        "if it significantly falls with T like T^(-1/4)"
+        f"at T = {run.steps_S[-1]}, {run.replicates} replicates; if rejected, undecided if the "
+        "distance falls significantly with T, at least as fast as T^(-1/4)"
     )
 
 
@@ -241,23 +249,26 @@ def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) ->
 
 
 def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
-    """Return weights [K, 1] for a reader who takes limits that differ to be the same."""
+    """Return the mean weights over replicates, [K, 1], for the alternative of a common law."""
     return weights_KR.mean(axis=1, keepdims=True)
 
 
 def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Test that a replicate's transform does not depend on its limit: given it, it is uniform."""
+    """Make a claim that the transform of a replicate does not depend on its limit.
+
+    The transform is uniform given the limit.
+    """
     last_R = run.scaled_gap(-1)
     along_R = problem.limits(run.u_SKR[-1])[problem.curved]
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
     of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
     correlation = float(trend.statistic)
-    # Half width of the interval of Fisher's z.
+    # Half-width of the interval of Fisher's z.
     half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
     return Claim(
-        what=f"{label_of(run.estimator)}: rank correlation of the limit's w with the transform "
-        "given it",
+        what=f"{label_of(run.estimator)}: rank correlation of the limit's coordinate w with the "
+        "transform",
         predicted=0.0,
         measured=correlation,
         low=low,
@@ -271,7 +282,7 @@ def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) ->
 
 
 def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
-    """Return the panel of quantiles against quantiles, with intervals of order statistics."""
+    """Return the quantile-quantile panel with intervals from order statistics."""
     sorted_R = np.sort(run.scaled_gap(-1))
     limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
     ranks = [
@@ -281,7 +292,7 @@ def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
     points = np.quantile(sorted_R, QUANTILES)
     curves = [
         PlotLine("measured", limit, points, low, high),
-        PlotLine("as predicted", limit, limit, predicted=True),
+        PlotLine("predicted", limit, limit, predicted=True),
     ]
     if weights_KR.shape[1] > 1:
         one_law = limit_quantiles(_mean_weights(weights_KR), 2 * sorted_R[-1])
@@ -291,9 +302,9 @@ def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
-    """Return quantiles at QUANTILES, below `top`, of the law of all replicates.
+    """Return the quantiles at `QUANTILES` of the law over all replicates, for values below `top`.
 
-    It is the mean of their own laws.
+    This law is the mean of the laws of the replicates.
     """
     if weights_KR.shape[1] == 1:
         return mixture_quantiles(weights_KR[:, 0], QUANTILES)

@@ -1,4 +1,4 @@
-"""`grpo-ustat train`: GRPO fine-tuning."""
+"""Command `grpo-ustat train`, GRPO fine-tuning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_run() -> Run:
-    """Return the function that makes one run; importing it imports torch."""
+    """Import torch and return the function that makes one run."""
     from grpo_ustat.train.trainer import fit
 
     return fit
@@ -31,7 +31,7 @@ COMMAND = Command("train", load_run, show_costs, "train")
 
 
 def main() -> None:
-    """Console entry."""
+    """Run the command."""
     run_command(COMMAND)
 
 

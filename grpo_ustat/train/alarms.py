@@ -1,7 +1,7 @@
-"""Alarms: a line with meaning and remedy for each well-known failure of a run.
+"""Alarms that explain well-known failures of a run and their remedies.
 
-An alarm is raised if a condition on the metrics row has held for some consecutive steps. It is
-printed once a run; result.json counts the steps at which it held.
+An alarm is raised if a condition on the metrics row has held for a number of consecutive steps. It
+is printed once per run, and result.json counts the steps at which the condition held.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.terminal.streams import percentage
 
-# A larger share is most of the completions.
+# Share of completions above which a failure counts as affecting most of them.
 MAJORITY = 0.5
-# Share of a step's completions above which rewards no longer mean what they say.
+# Share of unjudged completions in a step above which rewards are no longer reliable.
 MAX_UNJUDGED = 0.01
-# Mean nats a token between sampler and trainer, by the type of the computation.
+# Largest mean difference between sampler and trainer in nats per token, by computing type.
 MAX_LOGPROB_GAP = {
     "float64": 1e-8,
     "float32": 1e-3,
@@ -30,13 +30,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Alarm:
-    """A failure that a step's metrics row shows."""
+    """Failure that is detected in a step's metrics row."""
 
     # Number of consecutive steps with the condition until the alarm is printed.
     steps: int
-    # The condition on a step's row.
+    # Condition on a step's row.
     holds: Callable[[TrainConfig, Row], bool]
-    # The meaning and the remedy.
+    # Text with the meaning and the remedy.
     text: Callable[[TrainConfig, Row], str]
 
 
@@ -46,9 +46,9 @@ def check_alarms(
     """Return the lines of the alarms to print at this step.
 
     Args:
-        row: the step's metrics.
-        streaks: consecutive steps at which each condition has held; updated.
-        alarms: steps at which each alarm has held; updated.
+        row: metrics of the step.
+        streaks: numbers of consecutive steps at which each condition has held; updated in place.
+        alarms: numbers of steps at which each alarm has held; updated in place.
     """
     lines = []
     for name, alarm in ALARMS.items():
@@ -65,7 +65,7 @@ def check_alarms(
 
 
 def computing_type(config: TrainConfig) -> str:
-    """Return the type in which forward passes compute."""
+    """Return the number type of forward passes."""
     return "bfloat16" if config.bf16 else config.model.dtype
 
 
@@ -87,7 +87,7 @@ ALARMS = {
         lambda config, row: row["completions/extraction_failure_ratio"] > MAJORITY,
         lambda config, row: (
             f"no answer was found in {percentage(row['completions/extraction_failure_ratio'])} of "
-            "the completions, which earn nothing: read some in "
+            "the completions, which get reward 0: read some in "
             "completions.parquet, and ask for the expected format in prompt.template"
         ),
     ),
@@ -96,8 +96,8 @@ ALARMS = {
         lambda config, row: _unjudged(row) > MAX_UNJUDGED * config.budget.rollouts,
         lambda config, row: (
             f"{_unjudged(row)} answers of a step with {config.budget.rollouts} could not be judged "
-            f"({row['judge/timeouts']} timed out, {row['judge/failures']} failed) and earned "
-            "nothing: read them in completions.parquet; on a busy machine lower "
+            f"({row['judge/timeouts']} timed out, {row['judge/failures']} failed) and got "
+            "reward 0: read them in completions.parquet; on a busy machine lower "
             "launch.judge_workers or raise dataset.judge_seconds"
         ),
     ),
@@ -106,7 +106,7 @@ ALARMS = {
         lambda config, row: row["frac_reward_zero_std"] == 1,
         lambda config, row: (
             "every group of 3 steps was a zero-variance group (frac_reward_zero_std = 1, mean "
-            f"reward {row['reward']:.3g}), so there is no gradient: take questions "
+            f"reward {row['reward']:.3g}), so there is no gradient: use questions "
             f"that the policy solves sometimes, or raise group_size={config.group_size}"
         ),
     ),
@@ -133,11 +133,11 @@ ALARMS = {
         ),
     ),
     "zero_learning_rate": Alarm(
-        # A warm-up may begin at 0.
+        # Two steps are required, since a warm-up may begin at 0.
         2,
         lambda config, row: row["learning_rate"] == 0,
         lambda config, row: (
-            "the learning rate was 0 in 2 steps, which change nothing: check schedule="
+            "the learning rate was 0 in 2 steps, which do not change the policy: check schedule="
             f"{config.schedule.lr_scheduler_type} and its warmup_steps="
             f"{config.schedule.warmup_steps} against max_steps={config.max_steps}"
         ),

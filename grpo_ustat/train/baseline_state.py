@@ -1,9 +1,9 @@
-"""State that baselines carry from batch to batch.
+"""State that baselines keep from batch to batch.
 
-In every step `context` comes before the batch's advantages and `update` after them, both under the
-policy that sampled the batch. So the context does not depend on the current batch, and a baseline
-that reads only the context is unbiased given the past. All ranks add the batch of all ranks and
-hold the same state.
+In every step `context` is called before the advantages of the batch are computed and `update`
+after, both under the policy that sampled the batch. The context therefore does not depend on the
+current batch, and a baseline that reads only the context is unbiased given the past. Every rank
+adds the batches of all ranks, so that all ranks have the same state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_ustat.train.update import token_logprobs
 
 
 class RunningMean(BaselineState):
-    """Moving average of rewards, which starts at 0, so that the first step has no baseline."""
+    """Moving average of past rewards, which starts at 0."""
 
     def __init__(self, decay: float):
         self.decay, self.running = decay, 0.0
@@ -44,7 +44,7 @@ class RunningMean(BaselineState):
         return {"running": self.running}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """Move the average towards the batch's mean reward."""
+        """Move the average towards the mean reward of the batch."""
         self.running = running_update(self.running, batch.rewards_PG, self.decay)
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -57,7 +57,7 @@ class RunningMean(BaselineState):
 
 
 class RewardHistory(BaselineState):
-    """Moments of all rewards and of all group means since the first step, for EBPO's shrinkage."""
+    """Moments of all rewards and all group means since the first step, for EBPO."""
 
     def __init__(self):
         self.history_23 = np.zeros((2, 3))
@@ -92,9 +92,9 @@ class Tracker(BaselineState):
 
     def __init__(self, rho_min: float, rho_max: float, half_distance: float):
         self.rho_min, self.rho_max, self.half_distance = rho_min, rho_max, half_distance
-        # alpha and beta of each prompt id.
+        # Counts alpha and beta by prompt id.
         self.counts: dict[str, tuple[float, float]] = {}
-        # Tokens and log-probabilities of the first completion of the last visit.
+        # Tokens and log-probabilities of the first completion of the last visit, by prompt id.
         self.completions: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def context(
@@ -130,7 +130,7 @@ class Tracker(BaselineState):
     def distances(self, run: TrainContext, rollouts: Rollouts) -> dict[str, float]:
         """Return the policy's change D on the stored completion of each of this rank's prompts.
 
-        D is in nats per token; 0 at a first visit.
+        D is in nats per token and is 0 at the first visit of a prompt.
         """
         result = {prompt.id: 0.0 for prompt in rollouts.prompts}
         visited = [p for p, prompt in enumerate(rollouts.prompts) if prompt.id in self.completions]
@@ -165,9 +165,9 @@ class Tracker(BaselineState):
 class Critic(BaselineState):
     """Linear value head on the policy's last hidden state at the prompt's last token.
 
-    It is fitted by ridge least squares to the mean rewards of past batches, the batch of k steps
-    ago at weight decay^k. Before the first batch it predicts 0. Hidden states come from the policy
-    of their step.
+    The head is fitted by ridge least squares to the mean rewards of past batches. The batch of k
+    steps ago has weight decay^k. Before the first batch the head predicts 0. Hidden states are
+    those of the policy at the step of the batch.
     """
 
     def __init__(self, decay: float, ridge: float):
@@ -188,7 +188,7 @@ class Critic(BaselineState):
         return {"critic_P": self.features_PD @ weights_D}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """Add the batch's mean rewards to the least squares."""
+        """Add the mean rewards of the batch to the least-squares sums."""
         x_PD, width = self.features_PD, self.features_PD.shape[1]
         if not len(self.moment):
             self.gram, self.moment = np.zeros((width, width)), np.zeros(width)
@@ -196,16 +196,16 @@ class Critic(BaselineState):
         self.moment = self.decay * self.moment + x_PD.T @ batch.rewards_PG.mean(axis=1)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the sums of the least squares."""
+        """Return the least-squares sums."""
         return {"gram": self.gram, "moment": self.moment}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        """Restore the sums of the least squares."""
+        """Restore the least-squares sums."""
         self.gram, self.moment = state["gram"], state["moment"]
 
 
 def make_baseline_state(baseline: BaselineConfig) -> BaselineState:
-    """Make the state of a baseline; most baselines have none."""
+    """Build the state of a baseline; most baselines have no state."""
     options = dict(baseline.options)
     options.pop("epsilon", None)
     kinds = {
@@ -226,7 +226,7 @@ def check_successes(rewards_PG: np.ndarray) -> None:
     """Refuse rewards that cannot be counted as successes.
 
     Raises:
-        UnfitRewards: one is outside [0, 1].
+        UnfitRewards: If a reward is outside [0, 1].
     """
     low, high = rewards_PG.min(), rewards_PG.max()
     if low < 0 or high > 1:
@@ -249,10 +249,12 @@ def first_completions(
 def completion_logprobs(
     run: TrainContext, rollouts: Rollouts, prompts: list[int], tokens: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """Compute token log-probabilities of one completion of each listed prompt, under the policy.
+    """Compute the policy's token log-probabilities for one completion of each listed prompt.
 
     Args:
-        prompts: their indices in `rollouts.prompts`.
+        run: training run.
+        rollouts: rollouts with the prompts.
+        prompts: indices of the prompts in `rollouts.prompts`.
         tokens: token ids of the completions.
     """
     lengths = [len(row) for row in tokens]
@@ -274,14 +276,14 @@ def completion_logprobs(
 
 @torch.inference_mode()
 def prompt_features(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
-    """Return [P, D + 1], float64: each prompt's features for the critic.
+    """Return the features of each prompt for the critic, [P, D + 1], float64.
 
-    They are the last hidden state at the prompt's last token, and a constant 1.
+    The features are the last hidden state at the last token of the prompt and a constant 1.
     """
     policy, prompt_tokens = run.policy, rollouts.prompt_tokens
 
     def hidden_states() -> np.ndarray:
-        """Compute [P, D] in parts that fit the token budget."""
+        """Compute the hidden states [P, D] in parts that fit the token budget."""
         size = max(1, run.token_budget.tokens // max(map(len, prompt_tokens)))
         parts = []
         for start in range(0, len(prompt_tokens), size):

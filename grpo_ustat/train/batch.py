@@ -1,4 +1,4 @@
-"""The batch of one step across ranks, and the inputs of a baseline besides its rewards."""
+"""Batch of one step across ranks, and inputs of a baseline other than rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_ustat.train.context import Batch, SamplingCost, TrainContext
 
 
 def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
-    """Return an entry for each of the step's prompts, in their order, on every rank.
+    """Gather an entry for each prompt of the step, in order, on every rank.
 
     Rank r of w passes the entries of `prompts[r::w]`.
     """
@@ -31,10 +31,10 @@ def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
 def sample_batch(
     run: TrainContext, prompts: list[Prompt], count: int, sampling: Sampling, step: int = 0
 ) -> Batch:
-    """Sample `count` completions of each prompt, and reward them.
+    """Sample `count` completions of each prompt and compute their rewards.
 
-    Each rank samples its share of the prompts, which may be empty; rewards and lengths of all ranks
-    are gathered.
+    Each rank samples its share of the prompts, which may be empty. Rewards and lengths are gathered
+    from all ranks.
     """
     own_prompts = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
     rollouts, rows = None, []
@@ -51,7 +51,7 @@ def sample_batch(
 def sample_extra(
     run: TrainContext, prompts: list[Prompt], count: int, step: int, greedy: bool = False
 ) -> tuple[Rollouts | None, SamplingCost]:
-    """Sample completions outside the batch for this rank's prompts; return them and their cost.
+    """Sample completions outside the batch for this rank's prompts, and return them with the cost.
 
     Without prompts the completions are None. The cost is the sum over ranks.
     """
@@ -69,7 +69,7 @@ def sample_extra(
 def baseline_context(
     run: TrainContext, batch: Batch, step: int
 ) -> tuple[BaselineContext, SamplingCost]:
-    """Return the inputs of the baseline besides rewards, for all P prompts, and their cost."""
+    """Return the inputs of the baseline other than rewards, for all P prompts, and their cost."""
     needs = BASELINES[run.config.baseline.name].needs
     fields, cost = run.baseline_state.context(run, batch, step)
     if "lengths_PG" in needs:
@@ -94,7 +94,7 @@ def baseline_context(
 
 
 def optimal_baseline(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
-    """Compute `b* = sum q z / sum q` per prompt, q the squared score norms; 0 if every q is 0."""
+    """Compute `b* = sum q z / sum q` per prompt, with q = ||score||^2; 0 if all q are 0."""
     count = rollouts.lengths_PG.size
     longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
 

@@ -1,7 +1,7 @@
-"""Checkpoints: the model in the format of save_pretrained, and all other state of a run.
+"""Checkpoints: the model in the format of save_pretrained and all other state of a run.
 
 No random state is stored, because every draw is keyed by the step. Files are safetensors, JSON and
-npz without pickle, so loading a checkpoint runs no code from it.
+npz without pickle, so that loading a checkpoint does not run code from it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 
 
 def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | None) -> bool:
-    """Write the rows so far and `checkpoint-<step>/`; return True if the disk accepted it.
+    """Write all rows so far and `checkpoint-<step>/`; return True if the write succeeded.
 
-    A failed write is counted, with a warning; the run goes on, and the checkpoint before stays.
+    A failed write causes a warning and is counted. The run continues, and the previous checkpoint
+    is kept.
 
     Raises:
-        FloatingPointError: see `check_finite`.
+        FloatingPointError: If a weight or optimizer state is not finite.
     """
     step, failed, texts = progress.step, 0, {}
     if log and step == run.config.max_steps:
@@ -78,12 +79,12 @@ def write_checkpoint(
 ) -> Path:
     """Publish `checkpoint-<step>/`.
 
-    It contains model, tokenizer, `moments` (see `fsdp2`), state, the baseline's state, and further
-    texts by file name. With adapters the model part is in PEFT's format: only the adapters, which
-    name their base model.
+    It contains the model, the tokenizer, `moments` (see `fsdp2`), the state of the run and of the
+    baseline, and further texts by file name. With adapters, the model part is in PEFT's format and
+    contains only the adapters and the name of their base model.
 
     Raises:
-        FloatingPointError: see `check_finite`; nothing is published.
+        FloatingPointError: If a weight or optimizer state is not finite; nothing is published.
     """
     check_finite(policy, moments)
 
@@ -104,21 +105,21 @@ def write_checkpoint(
 
 
 def drop_old(run: TrainContext, step: int) -> None:
-    """Remove checkpoints beyond `save_total_limit`, also those of a killed launch."""
+    """Remove checkpoints beyond `save_total_limit`, including those of a killed launch."""
     path, limit = run.folder.path, run.config.save_total_limit
     attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 
 
 def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None) -> None:
-    """Refuse weights, and state of an optimizer, that are not finite.
+    """Refuse weights or optimizer state that are not finite.
 
     Raises:
-        FloatingPointError: the message names the first such tensor.
+        FloatingPointError: If a tensor is not finite; the message names the first one.
     """
     tensors = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
     tensors |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
     for name, value in tensors.items():
-        # `aminmax` keeps a value that is not a number.
+        # `aminmax` propagates NaN.
         ends = value.aminmax() if value.numel() else ()
         if not all(map(torch.isfinite, ends)):
             raise FloatingPointError(f"{name} is not finite: lower learning_rate")

@@ -1,4 +1,4 @@
-"""Objects of a training run, completions of a step, and progress of the run."""
+"""Objects of a training run, completions of a step and progress of the run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class Batch:
 
     # All P prompts.
     prompts: list[Prompt]
-    # This rank's completions, of `prompts[rank::world]`; None if the rank has none.
+    # Completions of this rank, for `prompts[rank::world]`; None if the rank has none.
     rollouts: Rollouts | None
-    # This and the next three are of all prompts, the same on every rank. Rewards by each function.
+    # Rewards of each function. This and the next three arrays cover all prompts and are the same on
+    # every rank.
     rewards_PGF: np.ndarray
     lengths_PG: np.ndarray
     ended_PG: np.ndarray
-    # True if the text states an answer, right or wrong.
+    # True if an answer, right or wrong, was found in the text.
     answered_PG: np.ndarray
-    # Tokens of the prompts.
+    # Numbers of tokens of the prompts.
     prompt_lengths_P: np.ndarray
     reward_weights_F: np.ndarray
 
@@ -45,21 +46,21 @@ class Batch:
 
     @property
     def own_rollouts(self) -> Rollouts:
-        """Completions of this rank in a training step, which are never empty there."""
+        """Completions of this rank in a training step, in which every rank has some."""
         assert self.rollouts is not None
         return self.rollouts
 
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """Number of further completions that a baseline sampled, and their tokens, over all ranks."""
+    """Numbers of further completions and tokens that a baseline sampled, over all ranks."""
 
     rollouts: int = 0
     tokens: int = 0
 
 
 class BaselineState:
-    """State of a baseline from batch to batch; this class, for most baselines, has none."""
+    """State of a baseline from batch to batch; this base class has no state."""
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
@@ -68,7 +69,7 @@ class BaselineState:
         return {}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """Add the batch, after its advantages were computed."""
+        """Add the batch to the state after its advantages were computed."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the whole state as arrays, for a checkpoint."""
@@ -87,12 +88,12 @@ class TrainContext:
     accelerator: Accelerator
     # Full copy on every rank; under FSDP2 it is only read, not trained.
     policy: Policy
-    # The policy that FSDP2 trains, in shards; None without FSDP2.
+    # Sharded policy that FSDP2 trains; None without FSDP2.
     sharded_policy: Policy | None
-    # Samples completions; call `refresh` after every change of the policy's weights.
+    # Engine that samples completions. Call `refresh` after every change of the policy's weights.
     engine: Engine
-    # Frozen copy of the policy before training; None without a penalty, or with adapters, which can
-    # be switched off instead.
+    # Frozen copy of the policy before training. It is None without a penalty, and with adapters,
+    # which can be disabled instead.
     reference: Policy | None
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -100,16 +101,16 @@ class TrainContext:
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
     baseline_state: BaselineState
-    # Number of tokens that a backward pass may take.
+    # Budget of tokens in a backward pass.
     token_budget: TokenBudget
-    # True if updates read a prompt once for its group.
+    # True if updates read each prompt once per group.
     share_prompts: bool
-    # True if updates that do not share prompts read rows padded at the end, without a mask.
+    # True if updates without shared prompts read rows that are padded at the end, without a mask.
     contiguous: bool
 
     @property
     def trained_policy(self) -> Policy:
-        """Policy with the parameters of the optimizer: in shards under FSDP2."""
+        """Policy whose parameters the optimizer updates, which is sharded under FSDP2."""
         return self.policy if self.sharded_policy is None else self.sharded_policy
 
     def own_rows(self, values_P: np.ndarray) -> np.ndarray:
@@ -117,7 +118,7 @@ class TrainContext:
         return values_P[self.accelerator.process_index :: self.accelerator.num_processes]
 
     def all_ranks_sum(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of the ranks' arrays, exact for integers."""
+        """Return the sum of an array over ranks, which is exact for integers."""
         if self.accelerator.num_processes == 1:
             return values
         total = torch.from_numpy(values).to(self.accelerator.device)
@@ -127,32 +128,32 @@ class TrainContext:
 
 @dataclass
 class TrainProgress:
-    """Progress of a run; stored in each checkpoint."""
+    """Progress of a run, which is stored in each checkpoint."""
 
-    # Steps done.
+    # Number of finished steps.
     step: int = 0
-    # Completions of the steps.
+    # Number of completions in these steps.
     rollouts: int = 0
-    # Further completions that the baseline sampled.
+    # Number of further completions that the baseline sampled.
     value_rollouts: int = 0
-    # Tokens of all completions.
+    # Number of tokens in all completions.
     tokens: int = 0
-    # Tokens as TRL counts them, prompts included.
+    # Number of tokens as TRL counts them, including prompts.
     num_tokens: int = 0
-    # Time spent in steps.
+    # Seconds spent in steps.
     seconds: float = 0.0
-    # Time that the latest checkpoint took to write.
+    # Seconds spent writing the latest checkpoint.
     seconds_save: float = 0.0
-    # Checkpoints that could not be written.
+    # Number of checkpoints that could not be written.
     failed_saves: int = 0
-    # Share of the last step's completions that were cut.
+    # Share of truncated completions in the last step.
     clipped_ratio: float = 0.0
     # Rows of eval.csv.
     evals: list[dict[str, Any]] = field(default_factory=list)
-    # Mean reward of each test question in the first and in the last evaluation by the first
+    # Mean reward of each test question in the first and the last evaluation with the first
     # decoding.
     rewards_first: list[float] = field(default_factory=list)
     rewards_last: list[float] = field(default_factory=list)
-    # See `alarms.check_alarms`.
+    # Counts of `alarms.check_alarms`.
     streaks: dict[str, int] = field(default_factory=dict)
     alarms: dict[str, int] = field(default_factory=dict)

@@ -22,10 +22,10 @@ from grpo_ustat.train.context import Batch, TrainContext, TrainProgress
 
 
 def sample_eval(run: TrainContext, decoding: str) -> Batch:
-    """Sample completions of all test questions: one greedy, or `eval.num_generations` each.
+    """Sample one greedy completion or `eval.num_generations` completions per test question.
 
-    Draws are keyed only by the prompt, so evaluations at different steps have the same randomness
-    and their differences are paired.
+    Draws are keyed only by the prompt. Evaluations at different steps therefore use the same random
+    numbers, and their differences are paired.
     """
     greedy = decoding == "greedy"
     count = 1 if greedy else run.config.eval.num_generations
@@ -36,14 +36,15 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
 def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:
     """Make one row of eval.csv; all rows of a run have the same keys.
 
-    Its numbers use only the task's judge, see `quantity`, with intervals over questions, see
-    `mean_reward`. Rewards other than 0 and 1 have no pass@k, because none of them means "right".
+    The numbers use only the task's reward (see `quantity`), with intervals over questions (see
+    `mean_reward`). There is no pass@k for rewards other than 0 and 1, because they do not define
+    right answers.
 
     Args:
         step: number of updates before the evaluation.
         decoding: `sampled` or `greedy`.
         batch: completions of the evaluation.
-        num_generations: largest k of the columns pass@k, k = 2, 4, 8 ...; a column is None if the
+        num_generations: largest k of the columns pass@k, k = 2, 4, 8 ... A column is None if the
             row has fewer completions. pass@1 is the accuracy.
     """
     rewards_PK = batch.rewards_PGF[..., 0]
@@ -66,8 +67,8 @@ def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> di
 def name_jointly(rows: list[dict[str, Any]]) -> None:
     """Give all evaluations of a run the same quantity.
 
-    It is a mean reward once any evaluation has a reward other than 0 and 1, also for the
-    evaluations before.
+    The quantity is the mean reward, also for earlier evaluations, as soon as any evaluation has a
+    reward other than 0 and 1.
     """
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         for row in rows:
@@ -76,10 +77,10 @@ def name_jointly(rows: list[dict[str, Any]]) -> None:
 
 
 def held_out_gain(progress: TrainProgress) -> Interval:
-    """Return the mean of the last evaluation minus that of the first, paired by question.
+    """Return the mean of the last evaluation minus the mean of the first, paired by question.
 
-    Both are by the first decoding. Accuracies use `matched_difference`, mean rewards
-    `paired_difference`.
+    Both evaluations use the first decoding. Accuracies use `matched_difference`, and mean rewards
+    use `paired_difference`.
     """
     names = (row["quantity"] for row in progress.evals)
     difference = matched_difference if joint_quantity(names) == ACCURACY else paired_difference

@@ -1,9 +1,9 @@
-"""FSDP2: parameters, their gradients and the optimizer's state in shards, one on each rank.
+"""FSDP2: parameters, gradients and optimizer state in shards, one on each rank.
 
 The trained model exists twice. Gradients are computed with the sharded one, whose layers gather
 their parameters as they run, in collectives that every rank must enter equally often (`rounds`).
-Sampling, evaluation, log-probabilities, scores and checkpoints read a full copy on each rank,
-without collectives, so there ranks may have unequal work. The copy's memory is released while
+Sampling, evaluation, log-probabilities, scores and checkpoints read a full copy on each rank
+without collectives, so that ranks may have unequal work. The copy's memory is released while
 gradients are computed (`release_full_copy`): a rank holds the shards and either all weights or
 those of one layer. Under bf16=true the copy has linear layers in bfloat16, in which autocast
 computes them; work that needs the exact weights gathers them for its duration (`exact_full_copy`).
@@ -94,8 +94,8 @@ def shard(policy: Policy, device: torch.device) -> Policy:
 def release_full_copy(run: TrainContext) -> Iterator[None]:
     """Release the memory of the full copy of the weights within the block.
 
-    At the end it is filled from the shards. Without FSDP2 nothing happens. After an error the copy
-    stays empty, because filling it would wait for ranks that may not take part.
+    At the end of the block the copy is filled from the shards. Without FSDP2 nothing happens. After
+    an error the copy remains empty, because filling it would wait for ranks that may not take part.
     """
     if run.sharded_policy is None:
         yield
@@ -125,8 +125,9 @@ def gather_weights(run: TrainContext, exact: bool = False) -> None:
     """Fill the full copy from the shards; all ranks call it together, under FSDP2.
 
     Args:
-        exact: False: under bf16=true linear layers are gathered in bfloat16. That halves the bytes
-            and gives the same numbers, because autocast rounds them at every call.
+        exact: True to gather all weights exactly. By default linear layers are gathered in bfloat16
+            under bf16=true, which halves the bytes and gives the same results, because autocast
+            rounds the weights at every call.
     """
     narrow: set[int] = set()
     if run.policy.bf16 and not exact:
@@ -134,7 +135,7 @@ def gather_weights(run: TrainContext, exact: bool = False) -> None:
         for module in run.policy.model.modules():
             parameters = {id(p) for p in module.parameters(recurse=False)}
             (linear if type(module) is torch.nn.Linear else other).update(parameters)
-        # An output layer that is also the embedding stays as it is.
+        # An output layer that is also the embedding is not narrowed.
         narrow = linear - other
     for full, shard in parameter_pairs(run):
         full.data = full_tensor(shard.to(torch.bfloat16) if id(full) in narrow else shard)
@@ -156,9 +157,10 @@ def parameter_pairs(run: TrainContext) -> Iterator[tuple[torch.Tensor, torch.Ten
 def rounds(
     run: TrainContext, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Fsdp2Reader, list[np.ndarray]]]:
-    """Yield readers of this rank's completions with one part each, as many as on the busiest rank.
+    """Yield readers of this rank's completions with one part each, equally many on every rank.
 
-    A rank without work left gets empty parts, so that it takes part in the collectives and adds 0.
+    Ranks with less work than the busiest rank get empty parts, with which they take part in the
+    collectives and add 0.
     """
     assert run.sharded_policy is not None
     micro_batches = plan(rollouts, index, run.token_budget.tokens, share=False)
@@ -190,7 +192,7 @@ class Fsdp2Reader:
     """Reader of prompts and completions by the sharded model: one forward, one backward pass.
 
     The output layer's parameters stay gathered from the forward to the end of the backward pass.
-    Their gradients from between are summed over ranks with the others.
+    Their gradients are summed over ranks with the others.
 
     Args:
         sharded_policy: see `shard`.
@@ -305,7 +307,7 @@ def load_moments(
 def named_parameters(
     policy: Policy, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the optimizer's parameters, shards or not, by their names in the full copy."""
+    """Return the optimizer's parameters, sharded or not, by their names in the full copy."""
     (group,) = optimizer.param_groups
     return dict(zip(trained_names(policy), group["params"], strict=True))
 
@@ -321,7 +323,7 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the value in shards like the parameter's; every rank passes the full value."""
+    """Return the value sharded like the parameter; every rank passes the full value."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -1,10 +1,10 @@
-"""C1, C2, C3 and G* during training, from the rollouts of a step before its update.
+"""Estimates of C1, C2, C3 and G* during training, from the rollouts of a step before its update.
 
-A study computes these quantities from a pool (see `estimators.scaling`), from the leave-one-out
-gradients ghat_x of each prompt's group and the squared score norms q. Here they come from the P
-groups of a step, N = G. That needs one more forward and backward pass over the step's completions,
-and no further sampling. With bf16=true the completions are sampled in bfloat16, but the scores are
-computed in float32.
+A study computes these quantities from a pool (see `estimators.scaling`), using the leave-one-out
+gradients ghat_x of each prompt's group and the squared score norms q. Here they are computed from
+the P groups of a step, with N = G. This needs one more forward and backward pass over the step's
+completions but no further sampling. With bf16=true the completions are sampled in bfloat16, but the
+scores are computed in float32.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ REPORTED = (
 def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
     """Return `monitor/...` of a metrics row: C1, C2, C3, G* and corr(q, Z) with intervals.
 
-    The intervals are over prompts. The constants are those of the population from which the step's
-    prompts are drawn and of the rewards as judged by the task. A bound that is not finite is None,
-    and `..._reason` gives the reason.
+    The intervals are over prompts. The constants refer to the population from which the step's
+    prompts are drawn and to the rewards of the task. A bound that is not finite is None, and
+    `..._reason` gives the reason.
 
-    `monitor/mse` is the error of leave_one_out's gradient from a step of so many prompts and
-    completions, `(G C1 + C2 + C3/(G-1)) / n`, unbiased. `monitor/noise_scale` is the number of
-    rollouts at which it equals ||grad J||^2 (`..._tokens`: tokens, each prompt counted once a
-    group; `..._best`: at G*), `monitor/prompt_share` the part of it that comes from the draw of
-    prompts, `monitor/noise_share` its part of E||ghat||^2, see `estimators.scaling`. If the
-    estimate of ||grad J||^2 is not above 0 a noise scale has at most a lower end; averages over
-    steps are ratios of averages, `ScalingLaw.of_steps`. `monitor/heavy_tails` is 1 if the intervals
-    are likely to cover less than 90 % (see `intervals.Tails`), else 0.
+    `monitor/mse` is an unbiased estimate of the error of leave_one_out's gradient from a step of
+    this size, `(G C1 + C2 + C3/(G-1)) / n`. `monitor/noise_scale` is the number of rollouts at
+    which this error equals ||grad J||^2. `..._tokens` is the noise scale in tokens, with each
+    prompt counted once per group, and `..._best` is the noise scale at G*. `monitor/prompt_share`
+    is the share of the error that comes from the draw of prompts. `monitor/noise_share` is the
+    share of the error in E||ghat||^2; see `estimators.scaling`. If the estimate of ||grad J||^2 is
+    not positive, a noise scale has at most a lower bound. Averages over steps are ratios of
+    averages; see `ScalingLaw.of_steps`. `monitor/heavy_tails` is 1 if the intervals are likely to
+    cover less than 90 % (see `intervals.Tails`), and 0 otherwise.
 
-    The row is the same on any number of ranks; parameters and gradients do not change. If memory
-    does not suffice for one completion at a time on some rank, all intervals are None, a warning is
-    printed, and training goes on with the same micro-batches.
+    The row is the same for any number of ranks. Parameters and gradients do not change. If some
+    rank lacks the memory for one completion at a time, all intervals are None, a warning is
+    printed, and training continues with the same micro-batches.
     """
     start, error, heavy = time.perf_counter(), math.nan, None
     size = batch.rewards_PG.shape[1]
@@ -94,10 +95,10 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
 
 
 def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | None]:
-    """Return score norms and leave-one-out gradient of each of this rank's prompts, in order.
+    """Return the score norms and leave-one-out gradient of each of this rank's prompts, in order.
 
-    If memory runs out, a prompt is read again with fewer completions at once; None if one
-    completion is too many.
+    If memory runs out, a prompt is read again with fewer completions at once. The result is None if
+    even one completion does not fit.
     """
     rollouts, budget = batch.own_rollouts, TokenBudget(run.token_budget.tokens)
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)

@@ -1,4 +1,4 @@
-"""Row of a step in metrics.jsonl, under TRL's names, over the completions of all ranks."""
+"""Row of a step in metrics.jsonl with TRL's names, over the completions of all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict[str, Any]:
     """Compute the fields of rewards and lengths.
 
-    With several reward functions, `reward` and the fields after it are of their weighted sum, and
+    With several reward functions, `reward` and the following fields refer to the weighted sum, and
     each function has `rewards/NAME/mean` and `.../std`. As in TRL, standard deviations are over the
-    whole batch with divisor n - 1, and lengths of terminated completions are 0 if all were cut.
-    `frac_reward_zero_std` counts groups of exactly equal rewards; `..._expected`, only for 0/1
-    rewards, is `zero_variance_share_if_equal`.
+    whole batch with divisor n - 1, and lengths of terminated completions are 0 if all were
+    truncated. `frac_reward_zero_std` is the share of groups with exactly equal rewards.
+    `..._expected` exists only for 0/1 rewards and is `zero_variance_share_if_equal`.
     """
     rewards_PG, size = batch.rewards_PG, batch.rewards_PG.shape[1]
     row = {
@@ -66,8 +66,8 @@ def _std(rewards_PG: np.ndarray) -> float:
 def judge_failures(run: TrainContext) -> dict[str, int]:
     """Count the completions of all ranks that could not be judged since the last call.
 
-    They earned nothing. The keys are `judge/timeouts` and `judge/failures`; empty if the judge
-    cannot fail.
+    These completions got reward 0. The keys are `judge/timeouts` and `judge/failures`. The result
+    is empty if the judge cannot fail.
     """
     own_counts = run.task.take_counts()
     if not own_counts:
@@ -87,9 +87,9 @@ def num_tokens(batch: Batch) -> int:
 def update_metrics(stats: UpdateStats, rollouts: Rollouts, fixed: FixedLogprobs) -> dict[str, Any]:
     """Compute the fields of the step's updates and of the sampler, over all ranks.
 
-    Only fields that the objective and the sampler have are present. Entropy is a mean over all
-    tokens. `sampling_logp_difference` is between the sampler's log-probabilities and the trainer's
-    before the update, over the tokens that the trainer read.
+    Only fields that apply to the objective and the sampler are present. Entropy is a mean over all
+    tokens. `sampling_logp_difference` compares the log-probabilities of the sampler and of the
+    trainer before the update, over the tokens that the trainer read.
     """
     own_sums, mask_PGT = Counter(stats.sums), rollouts.mask_PGT
     if rollouts.entropy_PGT is not None:
@@ -127,8 +127,8 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """Make the rows of completions.parquet: the step's first `log_completions` completions.
 
-    They are complete groups of the first prompts, which are in random order; every rank returns the
-    same rows.
+    The rows come in whole groups from the first prompts, which are in random order. Every rank
+    returns the same rows.
     """
     count = run.config.log_completions
     if not count:

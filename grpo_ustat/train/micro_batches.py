@@ -17,10 +17,10 @@ from grpo_ustat.terminal.console import warn
 
 Result = TypeVar("Result")
 
-# Share of the allowed tokens from which a part's products are large enough. A GPU pays for
-# thousands of launches in each pass, so there a part ends early only if padding costs as much.
+# Share of the allowed tokens at which the matrix products of a part are large enough. On a GPU each
+# pass costs thousands of kernel launches, so that a part ends early only if padding costs as much.
 MIN_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
-# Ratio to a part's longest completion; shorter ones begin a new part.
+# Smallest ratio to a part's longest completion; shorter completions begin a new part.
 MIN_LENGTH_RATIO = 0.9
 
 
@@ -41,7 +41,8 @@ def plan(
 
     Args:
         index: flat indices of the completions that count.
-        tokens: padded prompt and completion tokens at a time; a single row may exceed them.
+        tokens: largest number of padded prompt and completion tokens at a time, which only a
+            single row may exceed.
         share: True if a micro-batch reads each of its prompts once.
         device: type of the device, see `MIN_FILL`.
     """
@@ -75,12 +76,12 @@ def _parts(
     Once a part has enough tokens, it also ends before a tail that needs much padding.
 
     Args:
-        rows: (number, head, tail): the row, its prompt tokens and its completion tokens.
-        tokens: most padded tokens of a part.
-        enough: padded tokens of a part that is large enough.
+        rows: tuples (number, head, tail) of row number, prompt tokens and completion tokens.
+        tokens: largest number of padded tokens of a part.
+        enough: number of padded tokens at which a part is large enough.
 
     Yields:
-        The numbers of each part.
+        Row numbers of each part.
     """
     numbers: list[int] = []
     longest_head = longest_tail = 0
@@ -98,13 +99,13 @@ def _parts(
 
 
 class OutOfMemory(ConfigError):
-    """Lack of memory even for one completion at a time."""
+    """Error for lack of memory even with one completion at a time."""
 
 
 class TokenBudget:
-    """Budget of padded tokens of a backward pass, halved when memory runs out.
+    """Budget of padded tokens in a backward pass, which is halved when memory runs out.
 
-    The size of micro-batches changes no gradient.
+    The size of micro-batches does not change gradients.
 
     Args:
         tokens: `micro_batch_tokens`.
@@ -117,11 +118,11 @@ class TokenBudget:
         """Return the result of the work; if memory runs out, try again with half as many tokens.
 
         Args:
-            work: reads `tokens` at each try.
+            work: function that reads `tokens` at each try.
             what: name of the work, for the warning.
 
         Raises:
-            OutOfMemory: nothing is left to halve.
+            OutOfMemory: If the budget cannot be halved any more.
         """
         while True:
             try:
@@ -129,7 +130,8 @@ class TokenBudget:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            # Outside the handler, because the error holds all that was allocated.
+            # This is outside the handler, because the error keeps references to the allocated
+            # tensors.
             if self.tokens < 2:
                 raise OutOfMemory(
                     "out of memory with one completion at a time: use "

@@ -1,7 +1,7 @@
-"""Model card of a finished run: README.md of its last checkpoint, in the Hub's format.
+"""Model card of a finished run: README.md of the last checkpoint, in the format of the Hub.
 
-The checkpoint also gets the full configuration, which repeats the run. Both are written before its
-manifest, which covers them.
+The checkpoint also contains the full configuration, with which the run can be repeated. Both files
+are written before the manifest, which covers them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Rows of a table of steps, and of launches at its end.
+# Largest number of rows in the table of steps and in the table of launches.
 MAX_ROWS = 10
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
@@ -49,9 +49,9 @@ hydra:
 
 
 def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
-    """Return the texts of card and configuration by file name.
+    """Return the texts of the card and the configuration by file name.
 
-    After an error the result is empty, with a warning, so that the checkpoint is still written.
+    An error causes a warning and an empty result, so that the checkpoint is still written.
     """
     try:
         rows, _ = read_rows(run.folder.path / "metrics.jsonl")
@@ -83,7 +83,7 @@ def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]])
 
 
 def front_matter(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields by which the Hub sorts models, without unknown ones."""
+    """Return the metadata fields for the Hub, without unknown ones."""
     name, lora = config.model.model_name_or_path, config.lora.r > 0
     paths = (getattr(config.dataset, key, None) for key in ("path", "test_path"))
     fields = {
@@ -109,7 +109,7 @@ def is_local(name: str | None) -> bool:
 
 
 def license_of(name: str) -> str | None:
-    """Return the license in the base model's card; for embedded policies this package's license."""
+    """Return the license from the base model's card, or this package's for embedded policies."""
     if name.startswith(EMBEDDED):
         return "apache-2.0"
     with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
@@ -120,7 +120,7 @@ def license_of(name: str) -> str | None:
 
 
 def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Write held-out accuracy or mean reward by step, and its change from first to last."""
+    """Write held-out accuracy or mean reward by step, and the change from first to last."""
     config, name = run.config, progress.evals[0]["quantity"]
     header = ("step", "decoding", name, "95 % interval", "questions", "cut")
     cells = [
@@ -152,7 +152,7 @@ def steps_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -
 
 
 def thinned(rows: list[Any]) -> list[Any]:
-    """Select about `MAX_ROWS` of the rows, with the first and the last."""
+    """Select about `MAX_ROWS` evenly spaced rows, including the first and the last."""
     if len(rows) <= MAX_ROWS:
         return rows
     places = np.unique(np.linspace(0, len(rows) - 1, MAX_ROWS).round().astype(int))
@@ -160,7 +160,7 @@ def thinned(rows: list[Any]) -> list[Any]:
 
 
 def data_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Describe the questions; local data are identified by their fingerprint, not their place."""
+    """Describe the questions; local data are identified by a fingerprint instead of a path."""
     dataset, dropped = run.config.dataset, run.task.dropped
     facts = {
         "data set": f"{dataset.name} (kind {dataset.kind}, seed {dataset.seed})",
@@ -223,7 +223,7 @@ def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any])
 
 
 def repeat_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Write commit, configuration, command and package versions."""
+    """Write the commit, the configuration, the command and the package versions."""
     state = json.loads((run.folder.path / "code.json").read_text())
     commit = state["commit"] or "not from a git clone"
     changed = "; with uncommitted changes, see `diff` in the run folder's code.json"
@@ -241,20 +241,20 @@ def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
     lines = [
         f"One run with seed {config.seed}: the intervals generalise to new questions, not to new "
         "seeds.",
-        f"Trained and measured on {plain(config.dataset.name)} alone, in the prompt "
-        f"{plain(config.prompt.name)}; nothing is known of other tasks, languages or safety.",
-        "It was rewarded for final answers: what stands before them may be wrong.",
+        f"The model was trained and evaluated only on {plain(config.dataset.name)} with the prompt "
+        f"{plain(config.prompt.name)}. Other tasks, other languages and safety were not tested.",
+        "The reward depends only on final answers; the reasoning before them may be wrong.",
     ]
     if on_hub(config.model.model_name_or_path):
-        lines.append("Whether its base model has seen the test questions is not known.")
+        lines.append("It is unknown if the base model was trained on the test questions.")
     if progress.clipped_ratio > 0.05:
         lines.append(
-            f"{percentage(progress.clipped_ratio)} of the last step's completions were cut."
+            f"{percentage(progress.clipped_ratio)} of the last step's completions were truncated."
         )
     for name, count in progress.alarms.items():
-        lines.append(f"Alarm {plain(name)} rang in {count} steps.")
+        lines.append(f"Alarm {plain(name)} was active in {count} steps.")
     if progress.failed_saves:
-        lines.append(f"{progress.failed_saves} checkpoints could not be written on the way.")
+        lines.append(f"{progress.failed_saves} checkpoints could not be written.")
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -1,4 +1,4 @@
-r"""Objective of an update, as a function of the log-probabilities of completion tokens.
+r"""Objective of an update as a function of the log-probabilities of completion tokens.
 
 With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that sampled
 it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the weight of its tokens by
@@ -10,9 +10,9 @@ it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the weigh
     sequence         sum_i 1/n         clip( exp(1/L_i sum_t (l_it - o_it)), A_i ) Zheng et al. 2025
     whole_sequence   sum_i 1/n         clip( exp(sum_t (l_it - o_it)), A_i )  the unbiased reference
 
-`sequence` has the gradient `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`: it divides by n L_i. Some
-loss types have a form of their own, with `sg` a factor that is not differentiated (TRL 1.16's
-`GRPOTrainer._compute_loss`, with its default constants):
+`sequence` has the gradient `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`, divided by n L_i. Some
+loss types have their own form, in which `sg` marks a factor that is not differentiated (TRL 1.16's
+`GRPOTrainer._compute_loss` with its default constants):
 
     cispo    sum_i w_i sum_t sg min(rho_it, epsilon_high) A_i l_it            MiniMax-M1 2025
     sapo     sum_i w_i sum_t 4/tau sigmoid(tau (rho_it - 1)) A_i              arXiv 2511.20347
@@ -21,12 +21,13 @@ loss types have a form of their own, with `sg` a factor that is not differentiat
              (k, lambda) = (2, 3) where A_i >= 0, else (3, 2); W_i = exp(sum_t (l_it - o_it))
     luspo    sum_i L_i/n       clip( exp(1/L_i sum_t (l_it - o_it)), A_i )    arXiv 2602.05261
 
-with rho_it = exp(l_it - o_it). n and the sums are over the update's minibatch on all ranks.
-Completions that `mask_truncated_completions` excludes have L_i = 0, but n counts them (Yu et al.
-2025); those that a filter excludes (`row_weights.rows_that_count`) are in no sum, and n does not
-count them. With `top_entropy_quantile` q < 1 the sum over t is only of tokens whose entropy, under
-the current policy, is at or above the quantile 1 - q of all the update's tokens; w_i and penalty
-are as before (Wang et al. 2025, arXiv 2506.01939; TRL takes the quantile of each micro-batch).
+Here rho_it = exp(l_it - o_it). The sums and n are over the update's minibatch on all ranks.
+Completions that `mask_truncated_completions` excludes have L_i = 0 but count in n (Yu et al. 2025).
+Completions that a filter excludes (`row_weights.rows_that_count`) are in no sum and do not count in
+n. With `top_entropy_quantile` q < 1, the sum over t includes only tokens whose entropy under the
+current policy is at or above the quantile 1 - q of all tokens of the update, while w_i and the
+penalty do not change (Wang et al. 2025, arXiv 2506.01939; TRL uses the quantile of each
+micro-batch).
 
 `clip(rho, A)` is `rho A`, with epsilon
 `min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). At the policy that
@@ -63,20 +64,21 @@ from grpo_ustat.estimators.token_weights import (
 
 @dataclass(frozen=True)
 class Part:
-    """B completions of an update, with the constants of their loss."""
+    """Part of an update with B completions and the constants of their loss."""
 
     advantage_B: torch.Tensor
     # 1 on completion tokens.
     mask_BT: torch.Tensor
-    # Log-probabilities under the policy that sampled them; None while that is the current policy.
+    # Log-probabilities under the policy that sampled the completions; None while it is the current
+    # one.
     old_BT: torch.Tensor | None
     # Log-probabilities under the reference model, None without one.
     reference_BT: torch.Tensor | None
-    # w_i, see `estimators.row_weights.token_weights`.
+    # Weights w_i; see `estimators.row_weights.token_weights`.
     weight_B: torch.Tensor
-    # n, see `update.Minibatch`.
+    # Number n of completions; see `update.Minibatch`.
     num_rollouts: int
-    # 1 on the tokens of `top_entropy_quantile`; None: all.
+    # 1 on the tokens that `top_entropy_quantile` selects; None if all tokens are used.
     chosen_BT: torch.Tensor | None = None
 
 
@@ -84,7 +86,7 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
     """Return the term of these completions in the objective, without entropy bonus, a scalar.
 
     Args:
-        logprob_BT: l, with its graph.
+        logprob_BT: log-probabilities l with their graph.
     """
     assert logprob_BT.shape == part.mask_BT.shape
     token_BT, advantage_B1 = part.weight_B[:, None] * part.mask_BT, part.advantage_B[:, None]

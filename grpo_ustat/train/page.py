@@ -1,4 +1,4 @@
-"""Page of a training run: held-out results, steps, the monitored gradient."""
+"""Page of a training run: held-out results, steps and the monitored gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.streams import best_size
 
-# Keys of metrics.jsonl, and their columns.
+# Columns of the table of steps, by key of metrics.jsonl.
 METRICS = {
     "step": "step",
     "reward": "reward",
@@ -37,7 +37,7 @@ NOISE_COLUMNS = {
     "noise_scale": "noise scale, rollouts", "noise_share": "noise in a step",
     "prompt_share": "of it from prompts",
 }  # fmt: skip
-# Rows of the table of steps.
+# Largest number of rows in the table of steps.
 MAX_STEPS = 200
 
 
@@ -156,7 +156,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], all_pass_at: bool = True
 
     Args:
         rows: rows of `eval.csv`.
-        all_pass_at: show each pass@k; False: only that of the largest k.
+        all_pass_at: True to show every pass@k, False to show only the largest k.
     """
     name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in rows)
     pass_at = [key for key in rows[0] if key.startswith("pass@") and key[5:].isdigit()]
@@ -181,18 +181,18 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], all_pass_at: bool = True
 
 
 def following(run: RunRecord) -> str:
-    """Return the command that judges the group size of a finished run; "" for another run."""
+    """Return the command that assesses the group size of a finished run, or "" if unfinished."""
     return command_line("advise", str(run.folder)) if run.result else ""
 
 
 def steps_done(run: RunRecord) -> int:
-    """Count the steps with a row."""
+    """Return the number of steps taken."""
     last = run.metrics[-1]["step"] if run.metrics else 0
     return (run.result or {}).get("steps") or last
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the warnings, and the numbers of dropped questions."""
+    """Return the warnings and the numbers of dropped questions."""
     result = run.result or {}
     _, warnings = summary_and_warnings(result.get("summary", ""))
     dropped = result.get("left_out") or {}

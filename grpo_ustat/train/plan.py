@@ -1,4 +1,4 @@
-"""Description of a planned run of `train` for costs: its sampling, updates and stored files."""
+"""Description of a planned run of `train` for cost estimates: sampling, updates and files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from grpo_ustat.costs.duration import Plan, conditions
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.status import PlannedRun
 
-# Numbers that the optimizer stores for a parameter.
+# Number of values that the optimizer stores per parameter.
 MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}
-# Share of micro_batch_tokens in a pass; between 1/8 and 1 if answers differ in length.
+# Assumed share of micro_batch_tokens in a pass, which is 1/8 to 1 if answers differ in length.
 PASS_FILL = 1 / 4
 
 
@@ -59,13 +59,14 @@ def plan(planned: PlannedRun) -> Plan:
 
 
 def training_cost(config: TrainConfig) -> Cost:
-    """Compute the cost of n completions a step, and of the evaluations.
+    """Compute the cost of n completions per step and of the evaluations.
 
-    Evaluations are at step 0, every eval_steps and the last step. Values per step and prompt are at
-    most: budget.value_completions for `oracle` and `optimal`, one greedy completion for `remax`;
-    `spo` draws budget.value_completions at a prompt's first visit. A gradient and the optimizer's
-    moments are counted for each weight, but not for adapters, which have few parameters. There are
-    save_total_limit + 1 checkpoints while one is written, then save_total_limit.
+    Evaluations are at step 0, every eval_steps and the last step. Per step and prompt, `oracle` and
+    `optimal` draw at most budget.value_completions completions, and `remax` draws one greedy
+    completion; `spo` draws budget.value_completions at the first visit of a prompt. A gradient and
+    the optimizer's moments are counted for each weight, but not for adapters, which have few
+    parameters. There are save_total_limit + 1 checkpoints while one is written, and
+    save_total_limit afterwards.
     """
     needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
     visits = config.prompts_per_step * config.max_steps
@@ -107,7 +108,7 @@ def training_cost(config: TrainConfig) -> Cost:
 
 
 def batch_in_words(config: TrainConfig) -> str:
-    """Describe the division of a step's batch: `n = P x G`, shares, updates, backward passes."""
+    """Describe the division of a step's batch into shares, updates and backward passes."""
     rollouts, prompts = config.budget.rollouts, config.prompts_per_step
     ranks, objective = config.launch.num_processes, config.objective
     size = objective.update_size(rollouts)

@@ -34,12 +34,12 @@ from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext
 from grpo_ustat.train.micro_batches import TokenBudget
 
-# Time for the slowest rank; by default NCCL waits 10 minutes.
+# Time to wait for the slowest rank. The default of NCCL is 10 minutes.
 RANK_TIMEOUT = timedelta(hours=2)
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
-    """Make all objects of a run; checks that do not need the weights come before their loading."""
+    """Build all objects of a run; checks that do not need the weights come before loading them."""
     accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config.model)
@@ -61,8 +61,8 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
         if config.objective.top_entropy_quantile < 1:
             raise RefusedByRank(
                 f"objective.top_entropy_quantile={config.objective.top_entropy_quantile} under "
-                "FSDP2: it reads entropies from the full policy before each update, but FSDP2 "
-                "holds shards: use launch.accelerate=ddp, or objective.top_entropy_quantile=1"
+                "FSDP2: entropies are read from the full policy before each update, but FSDP2 "
+                "keeps shards: use launch.accelerate=ddp, or objective.top_entropy_quantile=1"
             )
         sharded_policy = fsdp2.shard(policy, accelerator.device)
     optimizer, scheduler = make_optimizer(config, sharded_policy or policy)
@@ -137,7 +137,7 @@ def join_ranks(config: TrainConfig) -> Accelerator:
 
 
 def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
-    """Refuse a data set with too few questions for a step, or for the ranks of an evaluation."""
+    """Refuse a data set with too few questions for a step or for the ranks of an evaluation."""
     if train < config.prompts_per_step:
         raise RefusedByRank(
             f"{config.prompts_per_step} prompts a step (budget.rollouts / group_size), but "
@@ -153,9 +153,9 @@ def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
 def make_optimizer(
     config: TrainConfig, policy: Policy
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Make the configured optimizer of the trained parameters, and its learning-rate schedule.
+    """Build the configured optimizer of the trained parameters and its learning-rate schedule.
 
-    The schedule advances once a step, for any number of updates, so its state is the step.
+    The schedule advances once per step for any number of updates, so that its state is the step.
     """
     options, schedule = config.optimizer, config.schedule
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -178,7 +178,7 @@ def make_optimizer(
 
 
 def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
-    """Return True if updates read a prompt once for its group; print the reason if they cannot."""
+    """Return True if updates can read each prompt once per group; otherwise print the reason."""
     if not config.share_prompts:
         return False
     if config.gradient_checkpointing:
@@ -195,7 +195,7 @@ def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
 def check_same_start(run: TrainContext, step: int) -> None:
     """Refuse ranks that start from different weights or steps.
 
-    Later steps apply the same updates to all of them, and no collective compares the weights again.
+    Later steps apply the same updates on all ranks, and no collective compares the weights again.
     """
     if run.accelerator.num_processes == 1:
         return
@@ -210,7 +210,7 @@ def check_same_start(run: TrainContext, step: int) -> None:
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """Hash the bits of all parameters as a sum of integers, exact in any order on any device."""
+    """Hash the bits of all parameters as a sum of integers, which is exact on any device."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     total = 0
     for place, parameter in enumerate(model.parameters(), start=1):

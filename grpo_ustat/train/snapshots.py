@@ -1,9 +1,9 @@
-"""Numbered folders of a run that are complete or absent, and verified by their checksums.
+"""Numbered folders of a run that are either complete or absent and are verified by checksums.
 
-A snapshot is first written to a hidden folder; its files are synced to the disk, then their sizes
-and checksums go into a manifest, and the folder is renamed. Only then older ones are removed, each
-renamed before it is emptied. So a folder `checkpoint-<step>` is never incomplete, and once there is
-a complete snapshot, there is one at every later moment.
+A snapshot is first written to a hidden folder. The files are synced to the disk, their sizes and
+checksums are written to a manifest, and the folder is renamed. Only then are older snapshots
+removed, and each is renamed before it is emptied. A folder `checkpoint-<step>` is therefore never
+incomplete, and once there is a complete snapshot, there is one at any later time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FORMAT = 1
 
 
 class DamagedSnapshot(ValueError):
-    """Mismatch between a snapshot's files and its manifest; the message names the file."""
+    """Error for files of a snapshot that do not match the manifest; the message names the file."""
 
 
 def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a staging folder and make it `checkpoint-<step>`.
 
     Raises:
-        Exception: any error of `write` or of the disk; the staging folder is removed.
+        Exception: If `write` or the disk fails; the staging folder is removed.
     """
     target = folder / f"{PREFIX}{step}"
     staging = hidden_path(target)
@@ -43,7 +43,7 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
         write(staging)
         _seal(staging, step)
         if target.exists():
-            # The old one did not verify; otherwise this run would have continued from it.
+            # The existing folder did not verify; otherwise this run would have continued from it.
             _remove(target, ".replaced")
         os.replace(staging, target)
     except BaseException:
@@ -56,8 +56,8 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
 def prune(folder: Path, step: int, limit: int | None) -> None:
     """Keep the newest `limit` snapshots up to the complete one of `step`; remove staging folders.
 
-    Later snapshots are removed too: they did not verify, or `step` would not have been written
-    after them. Folders without a manifest and links stay.
+    Later snapshots are also removed, since they did not verify: otherwise `step` would not have
+    been written after them. Links and folders without a manifest are kept.
     """
     for staging in folder.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(staging)
@@ -74,7 +74,7 @@ def prune(folder: Path, step: int, limit: int | None) -> None:
 def newest_whole(folder: Path) -> Path | None:
     """Return the latest snapshot that verifies, or None if there are no snapshots.
 
-    A warning names each later one with the damaged file and the fault.
+    A warning names each later snapshot with the damaged file and the fault.
     """
     snapshots = _numbered(folder)[::-1]
     for _, path in snapshots:
@@ -97,7 +97,7 @@ def verify(snapshot: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        DamagedSnapshot: a file differs; the message names it and the difference.
+        DamagedSnapshot: If a file differs; the message names the file and the difference.
     """
     for name, entry in _manifest(snapshot)["files"].items():
         file = snapshot / name
@@ -131,7 +131,7 @@ def _seal(staging: Path, step: int) -> None:
 
 
 def _manifest(snapshot: Path) -> dict[str, Any]:
-    """Return the content of a snapshot's manifest; refuse a damaged one, or another format."""
+    """Return the content of a snapshot's manifest; refuse a damaged manifest or another format."""
     if not (snapshot / MANIFEST).is_file():
         raise DamagedSnapshot(
             f"{MANIFEST} is missing: the folder is incomplete, or of a version without manifests"

@@ -59,14 +59,14 @@ from grpo_ustat.train.update import fixed_logprobs, penalised_rewards, update
 
 
 def fit(config: TrainConfig, folder: RunFolder) -> float:
-    """Train, or show the finished run that the folder already holds.
+    """Train, or show the finished run that the folder already contains.
 
     Returns:
-        The final held-out accuracy, or mean reward.
+        Final held-out accuracy or mean reward.
     """
     console = Console(quiet=not is_main())
     with name_lost_ranks():
-        # Ranks join before they agree on anything.
+        # Ranks must join before they communicate.
         join_ranks(config)
         result = main_only(finished_result, config, folder)
         if result is not None:
@@ -74,7 +74,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
             console.print(text, soft_wrap=True)
         else:
             with folder.lock(), name_lost_ranks():
-                # Another process may have finished it meanwhile.
+                # Another process may have finished the run in the meantime.
                 result = main_only(finished_result, config, folder) or train(config, folder)
     console.print(f"{wrapped(result['summary'])}\n", soft_wrap=True)
     console.print(evaluation_table(result["evals"], all_pass_at=False))
@@ -92,7 +92,7 @@ def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | 
 
 
 def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> None:
-    """Refuse a run folder that is already past `max_steps`."""
+    """Refuse a run folder with more than `max_steps` steps."""
     if step > config.max_steps:
         raise ConfigError(
             f"{folder.path} is at step {step}, already past max_steps={config.max_steps}: "
@@ -101,12 +101,12 @@ def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> Non
 
 
 def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
-    """Set up, continue from the newest checkpoint, take all steps, and write the results.
+    """Set up, continue from the newest checkpoint, take all steps and write the results.
 
-    `result.json` is written last, once all other files are on the disk.
+    `result.json` is written last, after all other files are on the disk.
 
     Returns:
-        The content of `result.json`.
+        Content of `result.json`.
     """
     with StopRequest() as stop:
         with waiting(f"loading {config.model.name} and {config.dataset.name}", visible=is_main()):
@@ -154,11 +154,11 @@ def loop(
 ) -> None:
     """Evaluate, save and take a step, until the last step or a signal to stop.
 
-    The step decides which actions are due, so a resumed run takes the same ones.
+    Only the step determines which actions are due, so that a resumed run takes the same actions.
 
     Raises:
-        Stopped: after a checkpoint, because of a signal to any rank.
-        NotSaved: the last checkpoint could not be written.
+        Stopped: After a checkpoint, if any rank received a signal.
+        NotSaved: If the last checkpoint could not be written.
     """
     config, saved_step, grace_known, row = run.config, progress.step, False, {}
     while True:
@@ -198,7 +198,7 @@ def loop(
     if saved_step < progress.step:
         raise NotSaved(
             f"{run.folder.path}: the last checkpoint could not be written (reason above): make "
-            "room on the disk, then the same command goes on from the checkpoint before"
+            "room on the disk, then the same command continues from the previous checkpoint"
         )
 
 
@@ -206,14 +206,14 @@ def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
     """Return True on all ranks if any rank has received a signal to stop.
 
     Raises:
-        Held: another process took the run folder over.
+        Held: If another process has taken over the run folder.
     """
     main_only(run.folder.check_lock)
     return bool(run.all_ranks_sum(np.array([stop.received])).any())
 
 
 def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
-    """Choose the step's P distinct prompts, which depend only on seed and step."""
+    """Choose P distinct prompts for the step, depending only on seed and step."""
     rng = generator(config.seed, "prompts", step)
     return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
 
@@ -224,10 +224,10 @@ def train_step(
     """Take one step: from prompts to an update of the policy.
 
     Returns:
-        The step's row of metrics.jsonl, and its rows of completions.parquet.
+        Row of metrics.jsonl and rows of completions.parquet for the step.
 
     Raises:
-        FloatingPointError: a metric, or a weight after the update, is not finite.
+        FloatingPointError: If a metric, or a weight after the update, is not finite.
     """
     start, step, config = time.perf_counter(), progress.step, run.config
     with name_failed_step(run, step + 1):
@@ -277,7 +277,7 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
     """Measure held-out rewards with each decoding, unless a resumed run already has them.
 
     Raises:
-        FloatingPointError: a reward is not finite.
+        FloatingPointError: If a reward is not finite.
     """
     if progress.evals and progress.evals[-1]["step"] == progress.step:
         return
@@ -300,9 +300,9 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
 def train_result(
     config: TrainConfig, progress: TrainProgress, left_out: dict[str, int]
 ) -> TrainResult:
-    """Make the result, with a summary of the change in held-out accuracy or mean reward.
+    """Build the result with a summary of the change in held-out accuracy or mean reward.
 
-    The summary is of the first decoding listed.
+    The summary uses the first decoding in the list.
     """
     evals = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
     first, last = evals[0], evals[-1]
@@ -345,19 +345,19 @@ def train_result(
 def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
     """Print the duration of a stop and the time that SLURM or the parent process grants.
 
-    It is a warning if a kill would lose steps. Without SLURM and without a parent of ranks there is
-    no limit, and nothing is printed. The time after `scancel` causes no warning, because a
-    cancelled job does not continue.
+    The line is a warning if a kill would lose steps. Without SLURM and without a parent process
+    there is no limit, and nothing is printed. The time after `scancel` does not cause a warning,
+    because a cancelled job does not continue.
 
     Args:
-        seconds_step, seconds_save: time of the latest step and of the checkpoint after it.
+        seconds_step, seconds_save: seconds of the latest step and of the checkpoint after it.
         grace_seconds: `launch.grace_seconds`.
     """
     cluster, limits = slurm.grace(), {}
     if PARENT_VARIABLE in os.environ:
         limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
     if cluster.preempted:
-        # 0 is SLURM's default, also where nothing is ever preempted.
+        # SLURM's default is 0, also if jobs are never preempted.
         limits["after a preemption (GraceTime)"] = cluster.preempted
     waits = [f"{seconds:g} s {event}" for event, seconds in limits.items()]
     if cluster.killed is not None:

@@ -1,6 +1,7 @@
-"""Updates of the policy: the exact gradient of the objective and steps of the optimizer.
+"""Updates of the policy: exact gradients of the objective and steps of the optimizer.
 
-Ranks hold complete groups and communicate only to sum gradients, so their work may be unequal.
+Ranks hold complete groups and communicate only to sum gradients, so that they may have unequal
+work.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.micro_batches import plan
 from grpo_ustat.train.objective import Part
 
-# Nats between entropies that count as equal: completions with the same beginning have the same
-# entropies there, up to the rounding of the passes that read them.
+# Largest difference in nats between entropies that count as equal. Completions with the same
+# beginning have the same entropies there, up to rounding in the passes that read them.
 TIE = 1e-6
 
 
@@ -46,25 +47,25 @@ TIE = 1e-6
 class FixedLogprobs:
     """Log-probabilities of this rank's N completions, fixed during a step's updates.
 
-    They are 0 on padding, and None if the objective does not need them.
+    The values are 0 on padding, and None if the objective does not need them.
     """
 
-    # Under the policy that sampled the completions.
+    # Log-probabilities under the policy that sampled the completions.
     old_NT: torch.Tensor | None = None
-    # Under the reference model.
+    # Log-probabilities under the reference model.
     reference_NT: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The completions of one update."""
+    """Completions of one update."""
 
-    # Flat indices of this rank's completions in it.
+    # Flat indices of this rank's completions in the update.
     index: np.ndarray
-    # w_i of all of this rank's completions, see `estimators.row_weights.token_weights`; 0 for
-    # excluded ones.
+    # Weights w_i of all completions of this rank, which are 0 for excluded completions; see
+    # `estimators.row_weights.token_weights`.
     weight_N: np.ndarray
-    # n, the number of completions of the update that count, on all ranks.
+    # Number n of completions that count in the update, on all ranks.
     num_rollouts: int
 
 
@@ -95,9 +96,9 @@ def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
 
 
 def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> np.ndarray:
-    """Return the rewards that the baseline gets, [P, G] of all prompts.
+    """Return the rewards that the baseline receives, [P, G] for all prompts.
 
-    They are `Z - beta sum_t K1` if the penalty is in the reward, else Z.
+    The rewards are `Z - beta sum_t K1` if the penalty is in the reward, and Z otherwise.
     """
     objective = run.config.objective
     if not objective.beta or objective.kl_in != "reward":
@@ -111,19 +112,20 @@ def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> 
 def update(
     run: TrainContext, batch: Batch, advantage_PG: np.ndarray, fixed: FixedLogprobs, step: int
 ) -> tuple[float, UpdateStats]:
-    """Make all updates of a step: each ascends the objective on a minibatch by one optimizer step.
+    """Make all updates of a step, each one optimizer step on a minibatch.
 
     Args:
-        run: its parameters change.
-        advantage_PG: advantages of all ranks' completions.
+        run: training run, whose parameters change.
+        batch: completions of the step.
+        advantage_PG: advantages of the completions of all ranks.
         fixed: log-probabilities of this rank's completions before the step.
-        step: keys the order of minibatches.
+        step: number of the step, which keys the order of minibatches.
 
     Returns:
-        The norm of the last update's gradient before clipping, and the step's measurements.
+        Norm of the last update's gradient before clipping, and measurements of the step.
 
     Raises:
-        FloatingPointError: a gradient is not finite; that update is not applied.
+        FloatingPointError: If a gradient is not finite; that update is not applied.
     """
     norm, stats, own_advantage_PG = 0.0, UpdateStats(), run.own_rows(advantage_PG)
     lengths_PG, rewards_PG = counted_lengths(run, batch), batch.rewards_PG
@@ -143,9 +145,9 @@ def update(
 
 
 def counted_lengths(run: TrainContext, batch: Batch) -> np.ndarray:
-    """Return the tokens of all ranks' completions, [P, G].
+    """Return the numbers of tokens of the completions of all ranks, [P, G].
 
-    They are 0 for a completion that `mask_truncated_completions` excludes.
+    The number is 0 for a completion that `mask_truncated_completions` excludes.
     """
     if run.config.objective.mask_truncated_completions:
         return np.where(batch.ended_PG, batch.lengths_PG, 0)
@@ -159,16 +161,16 @@ def minibatches(
     rewards_PG: np.ndarray | None = None,
     advantage_PG: np.ndarray | None = None,
 ) -> Iterator[Minibatch]:
-    """Yield the step's updates in order: complete groups, shuffled again in each iteration.
+    """Yield the updates of a step in order, with complete groups that each iteration reshuffles.
 
-    Micro-batches of `bnpo` are made of the update's rows in random order, as in TRL, independently
+    Micro-batches of `bnpo` contain the rows of the update in random order, as in TRL, independently
     of the number of ranks.
 
     Args:
         lengths_PG: see `counted_lengths`.
-        step: keys the orders.
-        rewards_PG, advantage_PG: of all ranks' completions, for the objective's filter of rows, see
-            `estimators.row_weights.rows_that_count`.
+        step: number of the step, which keys the orders.
+        rewards_PG, advantage_PG: rewards and advantages of the completions of all ranks, for the
+            objective's filter of rows; see `estimators.row_weights.rows_that_count`.
     """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
@@ -204,14 +206,14 @@ def minibatches(
 
 
 def trainable(policy: Policy) -> list[torch.nn.Parameter]:
-    """Return the trained parameters, each once."""
+    """Return the trained parameters without duplicates."""
     return [p for p in policy.model.parameters() if p.requires_grad]
 
 
 def sum_gradients(run: TrainContext) -> list[torch.Tensor]:
-    """Sum the gradients over ranks, in place, and return them.
+    """Sum the gradients over ranks in place and return them.
 
-    Their divisors are already those of the update on all ranks. Under FSDP2 each shard's gradient
+    The divisors in the gradients already refer to all ranks. Under FSDP2 the gradient of each shard
     is already the sum.
     """
     grads = []
@@ -235,7 +237,7 @@ def accumulate_gradient(
     fixed: FixedLogprobs,
     stats: UpdateStats,
 ) -> None:
-    """Set `grad` to the objective's gradient on this rank's completions, negated for descent.
+    """Set `grad` to the negated gradient of the objective on this rank's completions.
 
     Completions whose term is exactly 0 are skipped. If memory runs out, the gradient is computed
     again from smaller micro-batches.
@@ -247,7 +249,7 @@ def accumulate_gradient(
     stats.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
 
     def gradient_within_budget() -> UpdateStats:
-        """Compute the gradient from zero, at the present token budget."""
+        """Compute the gradient from zero at the current token budget."""
         run.optimizer.zero_grad()
         with recomputing(run.trained_policy.model):
             return backward_parts(run, rollouts, advantage_PG, index, minibatch, fixed, chosen_NT)
@@ -282,7 +284,8 @@ def backward_parts(
         for index_B in parts:
             window = reader.window(index_B)
             if len(index_B):
-                # An empty part is another rank's work, in which this rank takes part.
+                # With an empty part this rank only takes part in the collectives of another rank's
+                # work.
                 head = Head(reader.policy, reader.output, config.temperature)
                 dtype = torch.promote_types(window.hidden_BTD.dtype, torch.float32)
                 mask_BT = window.mask_BT.to(dtype)
@@ -304,11 +307,11 @@ def backward_parts(
                 logprob_BT = head.backward(window, -factor_BT, descent_entropy_BT)
                 if part.old_BT is None and rollouts.logprobs_PGT is not None:
                     stats.gap.append(logprob_gap(rollouts, index_B, logprob_BT, factor_BT))
-            # The window goes with its graph, before the next one is read.
+            # The window and its graph are released before the next window is read.
             del window
             progress.add(len(index_B))
         reader.backward()
-        # The prompts' graph goes with the reader, before the next prompts are read.
+        # The reader and the graph of its prompts are released before the next prompts are read.
         del reader
     return stats
 
@@ -316,7 +319,7 @@ def backward_parts(
 def readers(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Reader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
-    """Yield micro-batches: a reader of prompts, and parts of the completions that continue them."""
+    """Yield micro-batches, each a reader of prompts and parts of their completions."""
     if policy is run.sharded_policy:
         yield from fsdp2.rounds(run, rollouts, index)
         return
@@ -334,7 +337,7 @@ def readers(
 def rows_like(
     mask_BT: torch.Tensor, values_NT: torch.Tensor | None, index_B: np.ndarray
 ) -> torch.Tensor | None:
-    """Return rows of some completions in the mask's width and type; None for None."""
+    """Return the rows of some completions with the width and type of the mask; None for None."""
     return None if values_NT is None else values_NT[index_B, : mask_BT.shape[1]].to(mask_BT)
 
 
@@ -357,11 +360,13 @@ def highest_entropies(
 ) -> torch.Tensor | None:
     """Mark the tokens with the highest entropies under the current policy, [N, T] of this rank.
 
-    They are at or above the quantile `1 - top_entropy_quantile` of an update's entropies. None if
-    all tokens count.
+    Marked tokens have entropies at or above the quantile `1 - top_entropy_quantile` of the update.
+    The result is None if all tokens count.
 
     Args:
-        index: completions of the update that count, on this rank.
+        run: training run.
+        rollouts: completions of this rank.
+        index: completions of this rank that count in the update.
     """
     share = run.config.objective.top_entropy_quantile
     if share == 1:
@@ -395,7 +400,7 @@ def read_tokens(
     index: np.ndarray,
     of_window: Callable[[Head, Window], torch.Tensor],
 ) -> torch.Tensor:
-    """Compute `of_window`, a number for each token, on this rank's completions.
+    """Compute `of_window`, which gives a number per token, on this rank's completions.
 
     The shape is [N, T], with 0 outside `index` and on padding.
     """
@@ -403,7 +408,7 @@ def read_tokens(
 
     @torch.no_grad()
     def read_within_budget() -> torch.Tensor:
-        """Compute [N, T] at the present token budget."""
+        """Compute the values [N, T] at the current token budget."""
         result_NT, progress = None, Progress("reading", len(index))
         for reader, parts in readers(run, policy, rollouts, index):
             for index_B in parts:

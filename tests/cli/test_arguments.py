@@ -28,19 +28,19 @@ TRAIN = {
         "-m group_size=4,8"
     ),
     ("group_size=4,8",): (
-        "group_size=4,8 names several values: add -m for a run of each, as in "
+        "group_size=4,8 has several values: add -m for a run of each, as in "
         "grpo-ustat train -m group_size=4,8"
     ),
     ("group_size",): "group_size has no value: write group_size=8",
     ("group_size", "=", "8"): "group_size has no value: write group_size=8",
     ("group_size=", "8"): (
-        "the argument 8 is no KEY=VALUE: write one, as in grpo-ustat train group_size=16 "
+        "the argument 8 is not KEY=VALUE: write one, as in grpo-ustat train group_size=16 "
         "max_steps=200"
     ),
     ("group_size", "=8"): "group_size has no value: write group_size=8",
     ("group_size = 8",): "group_size = 8: leave out the blanks, write group_size=8",
     ("group_size==8",): "group_size==8: a whole number is needed, such as group_size=8",
-    ("=8",): ("=8 is no KEY=VALUE: write one, as in grpo-ustat train group_size=16 max_steps=200"),
+    ("=8",): ("=8 is not KEY=VALUE: write one, as in grpo-ustat train group_size=16 max_steps=200"),
     ("--group_size", "8"): (
         "unknown flag --group_size: fields have no dashes, write group_size=..."
     ),
@@ -74,7 +74,7 @@ TRAIN = {
         f"unknown model 'qwen2_5_1_5': did you mean qwen2_5_1_5b_instruct? {MODEL}"
     ),
     ("model=",): f"model= has no value: {MODELS}",
-    ("tiny",): "the argument tiny is no KEY=VALUE: write model=tiny",
+    ("tiny",): "the argument tiny is not KEY=VALUE: write model=tiny",
     ("model",): "model has no value: write model=NAME, a name that --help model lists",
     ("objective.loss_type=dappo",): (
         "unknown objective.loss_type 'dappo': did you mean dapo? "
@@ -100,7 +100,7 @@ TRAIN = {
     ("baseline=grpo",): (
         "unknown baseline 'grpo': write baseline=group_std, or objective=grpo for the loss"
     ),
-    ("rloo",): "the argument rloo is no KEY=VALUE: write baseline=leave_one_out",
+    ("rloo",): "the argument rloo is not KEY=VALUE: write baseline=leave_one_out",
     ("baseline=trl_dapo",): "unknown baseline 'trl_dapo': write objective=trl_dapo",
     ("dataset=few_shot",): "unknown dataset 'few_shot': write prompt=few_shot",
 }
@@ -124,7 +124,7 @@ MSE = {
     ),
     ("pool=[a",): "pool=[a: this cannot be read: check its brackets and quotes",
     ("group_sizes=4,8",): (
-        "group_sizes=4,8 names several values: write group_sizes=[4,8], or add -m for a run of "
+        "group_sizes=4,8 has several values: write group_sizes=[4,8], or add -m for a run of "
         "each, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
     ),
     ("baselines=oracle",): "baselines=oracle: a list is needed: baselines=[oracle]",
@@ -158,7 +158,7 @@ GAP = {
         "theorem.baselines"
     ),
     ("theorem=lemma6,theorem7",): (
-        "theorem=lemma6,theorem7 names several values: add -m for a run of each, as in "
+        "theorem=lemma6,theorem7 has several values: add -m for a run of each, as in "
         "grpo-ustat gap -m theorem=lemma6,theorem7"
     ),
     ("problem.kind=coin",): (
@@ -168,13 +168,13 @@ GAP = {
 }
 REPORT = {
     ("outputs/train", "outputs/mse", "name=x"): (
-        "the argument outputs/train is no KEY=VALUE: write one, as in grpo-ustat report "
+        "the argument outputs/train is not KEY=VALUE: write one, as in grpo-ustat report "
         "runs=outputs/train"
     ),
     ("--runs", "outputs/train"): ("unknown flag --runs: fields have no dashes, write runs=..."),
     ("steps=4",): "steps=4: a list is needed: steps=[4]",
     ("runs=a,b",): (
-        "runs=a,b names several values: write runs=[a,b], or if it is a single value, quote it: "
+        "runs=a,b has several values: write runs=[a,b], or if it is a single value, quote it: "
         "\"runs='a,b'\""
     ),
 }
@@ -310,7 +310,7 @@ def test_a_path_with_blanks_and_a_comma_is_one_value_as_it_is_said(tmp_path, mon
     model = tmp_path / SPACED
     model.mkdir()
     said = refusal("train", f"model={model}")
-    assert f"{model} holds no model: no config.json" in refusal("train", *next(typed(said)))
+    assert f"{model} contains no model: no config.json" in refusal("train", *next(typed(said)))
 
 
 @pytest.mark.parametrize("words, line", [

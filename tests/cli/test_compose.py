@@ -93,5 +93,5 @@ def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
 
 
 def test_another_command_is_no_configuration_of_this_one():
-    with pytest.raises(ConfigError, match="--config-name=train is a command of its own: .*train"):
+    with pytest.raises(ConfigError, match="--config-name=train is another command: .*train"):
         parse("mse", ["--config-name=train"])

@@ -106,10 +106,10 @@ def test_a_part_is_no_value_and_a_choice_no_number(word, line):
     (["-m", "objective=3,4"], "objective=3: a name is needed"),
     (["hydra=3"], "hydra=3: a name is needed"),
     (["hydra/launcher=3"], "hydra/launcher=3: a name is needed"),
-    (["hydra.verbose=3"], "hydra.verbose=3: true or false is needed"),
-    (["hydra.run.dir=${nothing}"], "hydra.run.dir depends on what only a running job knows"),
-    (["hydra.run.dir=x/${hydra.job.num}"], "hydra.run.dir depends on what only a running job"),
-    (["-m", "seed=0,1", "hydra.sweep.dir=${nope}"], "hydra.sweep.dir depends on what only"),
+    (["hydra.verbose=3"], "hydra.verbose=3: use true or false"),
+    (["hydra.run.dir=${nothing}"], "hydra.run.dir is known only in a running job"),
+    (["hydra.run.dir=x/${hydra.job.num}"], "hydra.run.dir is known only in a running job"),
+    (["-m", "seed=0,1", "hydra.sweep.dir=${nope}"], "hydra.sweep.dir is known only"),
 ])  # fmt: skip
 def test_what_hydra_would_end_in_a_traceback_is_one_line(words, line):
     with pytest.raises(ConfigError, match=re.escape(line)):

@@ -161,7 +161,7 @@ def test_help_can_be_searched(capsys):
     text = capsys.readouterr().out
     assert "objective.epsilon=null" in text and "objective.epsilon_high=null" in text
     assert "dr_grpo" in text and "temperature" not in text and "grpo-ustat" not in text
-    with pytest.raises(ConfigError, match="--help says nothing about 'qwertz'"):
+    with pytest.raises(ConfigError, match="--help has no match for 'qwertz'"):
         show_help("train", words("qwertz"))
 
 

@@ -144,7 +144,7 @@ def test_a_sweep_over_models_has_a_run_for_each(model_folder):
     ("./nowhere", "model_name_or_path=./nowhere: there is no folder /"),
     ("~/a/nowhere", "model_name_or_path=~/a/nowhere: there is no folder /"),
     ("a/b/c", "model_name_or_path=a/b/c is neither a folder nor org/name"),
-    ("G=8", "model_name_or_path=G=8 holds no model: no config.json in /"),
+    ("G=8", "model_name_or_path=G=8 contains no model: no config.json in /"),
 ])  # fmt: skip
 def test_a_place_without_a_model_is_refused(folder, message, model_folder):
     with pytest.raises(ConfigError, match=message):
@@ -157,7 +157,7 @@ def test_of_a_run_in_place_of_a_model_the_newest_checkpoint_is_named(tmp_path, m
     for step, file in ((8, "config.json"), (20, "adapter_config.json"), (30, "optimizer.pt")):
         (tmp_path / f"run/checkpoint-{step}").mkdir(parents=True)
         (tmp_path / f"run/checkpoint-{step}" / file).write_text("{}")
-    with pytest.raises(ConfigError, match="holds no model: no config.json in /") as refused:
+    with pytest.raises(ConfigError, match="contains no model: no config.json in /") as refused:
         parse("mse", [f"{key}=run"])
     assert str(refused.value).endswith(f"; its newest checkpoint is {key}=run/checkpoint-20")
 

@@ -46,7 +46,7 @@ def test_a_part_and_what_it_refers_to(capsys):
             ("--cfg job -p hydra.run", "--package=hydra.run: --cfg job has no such part"),
             ("--cfg job bogus=1", "unknown key bogus"),
             ("--cfg job model=nosuch", "unknown model 'nosuch': choose from hub"),
-            ("--cfg job seed=1,2", "seed=1,2 names several values"),
+            ("--cfg job seed=1,2", "seed=1,2 has several values"),
             ("-m --cfg job seed=1,2", "--multirun and --cfg exclude each other: leave one out"),
             ("--cfg job --info plugins", "--cfg and --info exclude each other: leave one out"),
             (

@@ -52,7 +52,7 @@ def test_texts_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
     assert (
         f"longest of 3 train prompts: 17 tokens (q0); with max_completion_length=96 {total}" in out
     )
-    assert f"can reach {total} tokens, the model has positions for 64" in err.replace("\n", " ")
+    assert f"can reach {total} tokens, but the model has 64 positions" in err.replace("\n", " ")
 
 
 @pytest.mark.slow

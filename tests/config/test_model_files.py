@@ -80,12 +80,12 @@ def test_adapters_whose_base_is_themselves_are_one_line(tmp_path):
 
 @pytest.mark.parametrize("base, changes", [(7, {}), (["x"], {}), ("x/y", {"revision": 3})])
 def test_adapters_that_name_no_text_are_one_line(base, changes, tmp_path):
-    with pytest.raises(ConfigError, match="must be texts"):
+    with pytest.raises(ConfigError, match="must be strings"):
         check_model(adapters(tmp_path / "a", base, **changes))
 
 
 def test_adapters_without_safetensors_are_refused_whatever_else_is_there(tmp_path):
     folder = adapters(tmp_path / "a", "x/y")
     (tmp_path / "a/adapter_model.safetensors").rename(tmp_path / "a/adapter_model.bin")
-    with pytest.raises(ConfigError, match=r"without adapter_model.safetensors"):
+    with pytest.raises(ConfigError, match=r"no adapter_model.safetensors"):
         check_model(folder)

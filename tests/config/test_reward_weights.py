@@ -16,16 +16,16 @@ from grpo_ustat.config.schema import ConfigError
         (
             ["brevity"],
             None,
-            "must begin with task, .*: use reward_funcs=\\[task,brevity\\], and reward_weights="
+            "must begin with task, .*: use reward_funcs=\\[task,brevity\\] and reward_weights="
             "\\[0,1\\]",
         ),
         ([], None, "names no function: use reward_funcs=\\[task\\]"),
         (["task", "brevty"], None, "unknown reward_funcs 'brevty': did you mean brevity"),
-        (["task", "task"], None, "names task twice"),
+        (["task", "task"], None, "contains task twice"),
         (["task", "none.py:f"], None, "there is no file none.py"),
         (["task", "brevity"], [1.0], "has 1 weight for 2 functions"),
-        (["task"], [1.0, 2.0], "has 2 weights for 1 function, .*: name the other functions"),
-        (["task", "brevity"], [0.0, 0.0], "one at least other than 0"),
+        (["task"], [1.0, 2.0], "has 2 weights for 1 function, .*: add the other functions"),
+        (["task", "brevity"], [0.0, 0.0], "at least one must not be 0"),
         (["task", "brevity"], [1.0, float("inf")], "must be finite"),
     ],
 )
@@ -39,7 +39,7 @@ def test_functions_of_two_files_with_one_name_are_refused(tmp_path):
         (tmp_path / name).write_text("def score(prompt, completion):\n    return 1.0\n")
     names = ["task", f"{tmp_path}/a.py:score", f"{tmp_path}/b.py:score"]
     check_reward_funcs(names[:2], None)
-    with pytest.raises(ConfigError, match="names score twice"):
+    with pytest.raises(ConfigError, match="contains score twice"):
         check_reward_funcs(names, None)
     before = reward_funcs_fingerprint(names[:2])
     (tmp_path / "a.py").write_text("def score(prompt, completion):\n    return 0.5\n")
@@ -61,7 +61,7 @@ def test_functions_of_two_files_with_one_name_are_refused(tmp_path):
         (
             "mse",
             ["pool=x.parquet", "reward_funcs=[task,brevity]"],
-            "pool=x.parquet: rollouts made elsewhere are judged already",
+            "pool=x.parquet: imported rollouts already have rewards",
         ),
     ],
 )  # fmt: skip

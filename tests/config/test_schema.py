@@ -37,7 +37,7 @@ FINE = {"name": "own", "steps": 3, "inner": Inner([0.5], None), "more": {"x": In
         ({"inner": Inner([], math.nan)}, "inner.share=nan must be in [0, 1)"),
         (
             {"more": {"x": Inner([1.0, math.inf], 0.5)}},
-            "more.x.rates=[1.0, inf] holds inf, which must be above 0 and finite",
+            "more.x.rates=[1.0, inf] contains inf, which must be above 0 and finite",
         ),
     ],
 )

@@ -277,5 +277,5 @@ def test_a_run_whose_job_waits_is_left_to_it(tmp_path, monkeypatch, capsys, job,
     multirun._start_on_slurm("train", todo, {"submitit_folder": str(tmp_path / "jobs" / "%j")})
     assert submitted == (["seed=1"] if taken else ["seed=0", "seed=1"])
     assert awaited == [{"12_0"}]
-    told = "left to SLURM job 11_0, which is in the queue: seed=0\n" if taken else ""
+    told = "skipped, SLURM job 11_0 is in the queue: seed=0\n" if taken else ""
     assert capsys.readouterr().out == told

@@ -86,5 +86,7 @@ def test_the_sublevel_set_of_coins_is_its_ellipse():
 def test_coins_that_are_no_policy_are_refused():
     with pytest.raises(ValueError, match="must have mean 0 over prompts"):
         coins(slope_PK=np.array([[0.1, 0.0], [0.2, 0.0]]), style_PK=np.zeros((2, 2)), prompts=2)
-    with pytest.raises(ValueError, match="reach=0.3 lets a probability fall to .*: lower it"):
+    with pytest.raises(
+        ValueError, match="reach=0.3 gives a probability as small as .*: lower reach"
+    ):
         coins(reach=0.3)

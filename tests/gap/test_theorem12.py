@@ -90,7 +90,7 @@ def test_as_the_paper_states_it_it_disagrees(study):
 def test_without_the_penalty_its_claims_and_curves_are_gone(study):
     found = study(beta=0.0, normalisations=["none"])
     assert found.verdict == AGREES
-    assert not any("KL term alone" in claim.what for claim in found.claims)
+    assert not any("only the KL term" in claim.what for claim in found.claims)
     assert not any("KL" in curve.label for curve in found.panels[2].curves)
 
 
@@ -143,12 +143,12 @@ def test_ratios_of_one_and_two_tokens_by_hand():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"learning_rates": [1.0, 2.0, 1e6]}, "learning_rate=1000000.0 takes a parameter"),
+        ({"learning_rates": [1.0, 2.0, 1e6]}, "learning_rate=1000000.0 changes a parameter"),
         (
             {"reward_PY": np.ones((PROMPTS, 2**LENGTH)), "beta": 0.0},
-            "all rewards are 1.0: every group",
+            "all rewards are 1.0, so every group",
         ),
-        ({"floor": 0.9}, "no group of 2 has a std of 0.9: lower the floor"),
+        ({"floor": 0.9}, "no group of 2 has a std of at least 0.9: lower the floor"),
     ],
 )
 def test_what_has_no_answer_is_refused(study, changed, message):

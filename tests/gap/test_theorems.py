@@ -68,14 +68,14 @@ def test_lemma6_holds_nothing_against_a_bound_whose_time_has_not_come():
 def test_lemma6_finds_a_bound_that_is_too_low(monkeypatch):
     real = lemma.recursion
     monkeypatch.setattr(lemma, "recursion", lambda *given: 0.5 * real(*given))
-    assert DISAGREES in verdicts(small_lemma6(coins()), "recursion, largest")
+    assert DISAGREES in verdicts(small_lemma6(coins()), "to the recursion")
 
 
 def test_lemma6_finds_noise_that_is_not_as_predicted(monkeypatch):
     """A tenth less of it is seen by 400 replicates at some of 12 steps."""
     real = lemma.noise_everywhere
     monkeypatch.setattr(lemma, "noise_everywhere", lambda *given: 0.7 * real(*given))
-    assert verdicts(small_lemma6(coins()), "next step") == [DISAGREES, DISAGREES]
+    assert verdicts(small_lemma6(coins()), "next gap") == [DISAGREES, DISAGREES]
 
 
 def test_rows_name_what_stands_behind_them():
@@ -130,7 +130,7 @@ def test_a_total_is_shared_out_over_steps_and_named():
     assert shapes == {(16, 10, 8), (16, 10, 4), (16, 10, 2), (8, 20, 4), (8, 20, 2), (8, 20, 1)}
     assert {row["total"] for row in evidence.rows} == {160}
     assert evidence.rollouts == 50 * 3 * 2 * 160
-    assert len(verdicts(evidence, "n T = 160 in all")) == 1
+    assert len(verdicts(evidence, "n T = 160 in total")) == 1
 
 
 def test_a_total_whose_best_group_size_is_another_is_found_out(rng):

@@ -266,7 +266,7 @@ def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     ("def scores(p, t):\n return 1", "has no function 'score': did you mean scores. it has scores"),
     ("x = 1", "has no function 'score': it has none"),
     ("async def scores(p, t):\n return 1", "no function .score.: did you mean scores. it has"),
-    ("def score(:", "my.py line 1 is no Python"),
+    ("def score(:", "my.py line 1 is not valid Python"),
     ("def score(completions, **kwargs):\n return [1.0]",
      r"my.py:score takes \(completions, \*\*kwargs\): write score\(prompt, completion\), which re"),
     ("def score(prompts, completions, **kwargs):\n return [1.0]", r"takes \(prompts, completions"),
