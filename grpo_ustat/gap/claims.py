@@ -146,6 +146,7 @@ def interval_p_value(
         dof: degrees of freedom of the interval.
         tolerance: largest distance at which a value counts as equal to the prediction.
 
+    >>> around = Interval(1.0, 0.0, 2.0)  # its half-width is t_4's quantile of 97.5 %
     >>> [round(interval_p_value(around, 4, x), 3) for x in (1.0, 2.0, 3.0)]
     [1.0, 0.05, 0.005]
     >>> round(interval_p_value(around, 4, 3.0, tolerance=1.0), 3)

@@ -165,6 +165,7 @@ def normalised_moments(
         epsilon: constant added to std.
 
      = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
+    >>> coin = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
     >>> pair = normalised_moments(coin, 2, 0.0)  # s = +-1; U is 0 or 2, N 0 or sqrt 2
     >>> [round(float(x[0]), 4) for x in (pair.difference, pair.variance, pair.plain_variance)]
     [0.1716, 0.5, 1.0]

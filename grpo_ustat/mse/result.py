@@ -208,7 +208,9 @@ def _metric(
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
     study, pattern = config.study, config.study.parameters
-    parameters = "the adapter parameters" if config.scores_adapters else "all trainable parameters"
+    parameters = (
+        "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
+    )
     counted = parameters if pattern is None else f"the parameters that match {pattern}"
     tail_size, variance_carriers = population.tails
     return parts.Metric(

@@ -42,9 +42,9 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
         plain = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
         reason = single_line(error if plain else f"{type(error).__name__}: {error}", 300)
         if isinstance(error, json.JSONDecodeError):
-            reason = f"one of its JSON files is cut or damaged ({reason}): download it again"
+            reason = f"one of its JSON files is incomplete or damaged ({reason}): download it again"
         if isinstance(error, SafetensorError):
-            reason = f"a file of its weights is cut or damaged ({reason}): download it again"
+            reason = f"a weight file is incomplete or damaged ({reason}): download it again"
         if unreachable:
             reason = (
                 "it is not in the hub's local cache, and the hub does not answer: download it "

@@ -238,7 +238,7 @@ REFUSED = {
                           "unknown study.reference"),
     "a reference of nothing": (("study.reference=embedded:tiny",), "no loss has a penalty"),
     "corrections of our own rollouts": (("study.corrections=[token_mask]",),
-                                        "give pool=FILE.parquet with a column logprobs"),
+                                        "use pool=FILE.parquet with a column logprobs"),
     "no correction": (("study.corrections=[tokens]",), "token_truncate"),
     "twice": (("study.corrections=[token_mask,token_mask]",), "study.corrections"),
 }  # fmt: skip

@@ -344,7 +344,7 @@ def test_a_cut_file_is_one_line(name, kept, tmp_path):
     folder = altered(tmp_path / "model")
     whole = Path(folder, name).read_bytes()
     Path(folder, name).write_bytes(whole[: int(kept * len(whole)) if kept < 1 else kept])
-    with pytest.raises(ConfigError, match="is cut or damaged") as caught:
+    with pytest.raises(ConfigError, match="is incomplete or damaged") as caught:
         load_policy(folder)
     assert "\n" not in str(caught.value)
 
@@ -392,7 +392,7 @@ def test_weights_that_cannot_be_read_are_one_line_of_every_command(place, damage
     lines = set()
     for entry in ("mse", "train"):
         for dry_run in ("true", "false"):
-            with pytest.raises(ConfigError, match="cut or damaged") as caught:
+            with pytest.raises(ConfigError, match="incomplete or damaged") as caught:
                 compose(entry, "model=hub", f"model.model_name_or_path={typed}",
                         f"dry_run={dry_run}")  # fmt: skip
             lines.add(str(caught.value))

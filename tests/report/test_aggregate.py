@@ -30,7 +30,7 @@ REFUSED = {
     "a name that leads elsewhere": (["runs=a", "name=../x"], "use letters, digits"),
     "an unknown key": (["runs=a", "nme=x"], "did you mean name?"),
     "another entry's key": (["runs=a", "group_size=4"], "unknown key group_size"),
-    "a sweep": (["-m", "runs=a"], "report is no sweep"),
+    "a sweep": (["-m", "runs=a"], "remove -m"),
     "a step that is not evaluated": (["runs=a", "steps=[3]"], "evaluated at steps [0, 4, 8]"),
     "a run's own folder": (["runs=a", "'hydra.run.dir=a/seed-0'"], "is the folder of a run"),
     "runs that have not come to anything": (["runs=begun"], "nothing to show yet"),

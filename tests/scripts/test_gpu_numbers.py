@@ -170,7 +170,7 @@ def trained_in(folder):
 @pytest.mark.parametrize(
     "norm, space",
     [
-        ("Euclidean over the adapter parameters", "adapter"),
+        ("Euclidean over the adapters' parameters", "adapter"),
         ("Euclidean over all trainable parameters", "full"),
     ],
 )

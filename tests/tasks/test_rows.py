@@ -195,8 +195,8 @@ def test_a_place_without_rows_is_named(tmp_path):
     (tmp_path / "none").mkdir()
     written(tmp_path / "notes" / "notes.md", "# notes")
     train_only = written(tmp_path / "half" / "train.jsonl", LINES).parent
-    refused("none holds no rows that can be read", tmp_path / "none")
-    refused("notes holds no jsonl, json, CSV or Parquet file", tmp_path / "notes")
+    refused("none contains no readable rows", tmp_path / "none")
+    refused("notes contains no jsonl, json, CSV or Parquet file", tmp_path / "notes")
     refused("has no split 'test', only train: set dataset.train_split", train_only)
     refused("has no split 'dev', only train", train_only, train_split="dev")
     refused("dataset.path=.*nowhere: no such file or folder", tmp_path / "nowhere")
