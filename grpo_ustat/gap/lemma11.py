@@ -253,8 +253,8 @@ def _answer(exact: ExactValues) -> str:
     """Summarise the sense in which the lemma holds."""
     if not exact.first_order:
         return (
-            "On this policy the lemma also holds for limits at rate sqrt(G), because every prompt "
-            "has V = 1/2 or g = 0: the squared difference falls like 1/G^2."
+            "On this policy the lemma also holds for limits scaled by sqrt(G), because every "
+            "prompt has V = 1/2 or g = 0: the squared difference falls like 1/G^2."
         )
     moments, u_variance = exact.moments, exact.u_variance
     share, ratio = (
@@ -263,8 +263,8 @@ def _answer(exact: ExactValues) -> str:
     )
     return (
         "The lemma holds in the sense of consistency: the normalised estimate N and the "
-        "U-statistic U both tend to g/sigma. It does not hold for limits at rate sqrt(G), because "
-        "the squared difference falls only like 1/G. In the limit the squared difference is "
+        "U-statistic U both tend to g/sigma. It does not hold for limits scaled by sqrt(G), "
+        "because the squared difference falls only as 1/G. In the limit the squared difference is "
         f"{percentage(share, 1)} of the variance of U, and the variance of N is "
         f"{percentage(ratio, 1)} of the variance of U."
     )
@@ -289,7 +289,7 @@ def _notes(exact: ExactValues) -> list[str]:
     if fast.any():
         notes.append(
             f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0: for them the squared "
-            "difference falls like 1/G^2, and N and U have the same limit at rate sqrt(G)."
+            "difference falls like 1/G^2, and N and U have the same limit scaled by sqrt(G)."
         )
     if exact.epsilon and exact.first_order:
         floor = float(moments.floor(exact.epsilon).mean())

@@ -498,14 +498,14 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         names = [f"{x}{end}" for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")]
         columns = study_columns(study.run, study_keys) | {name: content[name] for name in names}
         data += [columns | point for point in content["curve"]]
-    interval_note = f"95 % intervals {scopes_text(studies)}, one seed."
+    interval_note = f"95 % intervals {scopes_text(studies)}, from one seed."
     law = (
         "G* = 1 + sqrt(C3/C1) is the best group size of leave_one_out for every n, with "
         "independently drawn questions."
     )
     crossover = (
-        "Vanilla has no baseline; -: no finite number. A_V and A_0: size of the gradient noise "
-        "with the oracle as baseline and without a baseline."
+        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V "
+        "and A_0: size of the gradient noise with the oracle baseline and with no baseline."
     )
     quantity = policies_quantity(studies)
     return Table(

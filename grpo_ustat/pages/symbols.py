@@ -52,7 +52,7 @@ BASELINE_WORDS = {"none": "vanilla (no baseline)"}
 
 
 def parts(text: str) -> Iterator[tuple[str, str | None]]:
-    """Split a text into pieces, each with the meaning of its symbol or None if it is not a symbol.
+    """Split text into pieces; pair each with its meaning if it is a symbol, else with None.
 
     >>> [piece for piece, meaning in parts("MSE at G = 4, G* and corr(q, Z) in GB") if meaning]
     ['MSE', 'G', 'G*', 'corr(q, Z)']

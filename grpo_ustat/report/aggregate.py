@@ -30,7 +30,7 @@ from grpo_ustat.pages.page import (
     render,
 )
 from grpo_ustat.pages.run_page import spaced
-from grpo_ustat.pages.tables import Table, shorten
+from grpo_ustat.pages.tables import Table, count_text, shorten
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report import accuracy
 from grpo_ustat.report.accuracy import AccuracyCell
@@ -199,13 +199,15 @@ def run_set_notes(run_set: RunSet) -> list[str]:
     lines += [f"duplicate: {line}" for line in run_set.twins]
     commits = Counter((run.commit or "unknown")[:8] for run in run_set.runs)
     if len(commits) > 1:
-        counts = ", ".join(f"{name} ({count} runs)" for name, count in commits.items())
+        counts = ", ".join(
+            f"{name} ({count_text(count, 'run')})" for name, count in commits.items()
+        )
         lines.append(f"the runs used different commits: {counts}")
     packages = [run.code.get("versions") or {} for run in run_set.runs]
     for package in dict.fromkeys(name for versions in packages for name in versions):
         of = Counter(str(versions.get(package, "unknown")) for versions in packages)
         if len(of) > 1:
-            counts = ", ".join(f"{name} ({count} runs)" for name, count in of.items())
+            counts = ", ".join(f"{name} ({count_text(count, 'run')})" for name, count in of.items())
             lines.append(f"the runs used different versions of {package}: {counts}")
     return lines
 

@@ -92,8 +92,8 @@ def check_sampling(policy: Policy) -> None:
     """Raise an error if a model cannot be sampled correctly with a transformers cache.
 
     Tokens sampled in one batch for prompts of unequal lengths must have the same probabilities as
-    in separately read rows. A model that reads the rows of a batch differently also raises an
-    error; see `check_reading`.
+    in separately read rows. The check also fails if the model reads a row differently in a batch
+    than alone; see `check_reading`.
 
     The check samples and reads a few short rows with fixed draws, which do not affect the draws of
     the run.

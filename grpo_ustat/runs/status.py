@@ -43,8 +43,8 @@ COLOURS = {
 }  # fmt: skip
 # Captions of the status table, by command.
 CAPTIONS = {
-    "train": "held-out {}, 95 % intervals generalising to new questions",
-    "mse": "{} of the policy and best G, 95 % intervals generalising to new questions{}",
+    "train": "held-out {} with 95 % intervals for new questions",
+    "mse": "{} of the policy and best G with 95 % intervals for new questions{}",
     "gap": "predictions that agree with measurement, that disagree, and that are not decided",
 }
 
@@ -163,6 +163,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     """Return a table for a terminal with one row per run, and counts of the states below it."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    runs = f"{len(states)} run{'s' * (len(states) != 1)}"
     name = joint_quantity(state.quantity for state in states if state.quantity is not None)
     counted = [state.questions for state in states if state.questions is not None]
     scope = ""
@@ -170,9 +171,10 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
         scope = f", of fewer than {MIN_QUESTIONS} conditional on them"
     table = Table(
         title=str(sweep.file),
-        caption=f"{summary} of {len(states)} runs; {CAPTIONS[sweep.command].format(name, scope)}",
+        caption=f"{runs}: {summary}; {CAPTIONS[sweep.command].format(name, scope)}",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        caption_justify="left",
     )
     table.add_column("run", overflow="fold")
     table.add_column("state")

@@ -118,7 +118,7 @@ def test_typing_it_again_runs_nothing_and_touches_no_run(typed, tmp_path):
     files = [file for file in tmp_path.glob("outputs/train/*/**/*") if file.is_file()]
     before = {file: file.stat().st_mtime_ns for file in files}
     code, out, err = typed("seed=0,1,2")
-    assert code == 0 and not err and out.count("done already") == 3 and "3 done of 3" in out
+    assert code == 0 and not err and out.count("done already") == 3 and "3 runs: 3 done" in out
     assert {file: file.stat().st_mtime_ns for file in files} == before
     assert files == [f for f in tmp_path.glob("outputs/train/*/**/*") if f.is_file()]
     code, _, _ = typed("seed=0,1,2,3")

@@ -160,5 +160,5 @@ def test_report_of_several_versions(folders, tmp_path):
         (place / f"{name}-train/code.json").write_text(code)
     lines = notes_of(place)
     (line,) = (line for line in lines if "versions of grpo-ustat" in line)
-    assert "1 (1 runs)" in line and "2 (1 runs)" in line
+    assert "1 (1 run)" in line and "2 (1 run)" in line
     assert not any("versions of torch" in line for line in lines)

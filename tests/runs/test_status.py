@@ -221,7 +221,7 @@ def test_the_table_of_a_sweep(tmp_path, capsys, monkeypatch):
     }
     assert rows["group_size=1"][4:] == ["1:23", "0.625", "[0.500,", "0.750]"]
     text = " ".join(" ".join(out).split())
-    assert "1 done, 1 running, 1 failed, 2 stopped, 1 missing of 6 runs" in text
+    assert "6 runs: 1 done, 1 running, 1 failed, 2 stopped, 1 missing" in text
     assert f"group_size=4 seed=2: {FAILED['error']}" in text
     assert f"group_size=2 seed=1: {lock.owner.host}, process {lock.owner.pid}" in text
 
@@ -233,7 +233,7 @@ def test_the_table_names_what_the_runs_have(quantity, tmp_path, capsys, monkeypa
     file = tmp_path / "tiny-done/seed-0/result.json"
     file.write_text(json.dumps(completed(TrainResult, result)))
     text = " ".join(" ".join(shown(capsys, monkeypatch, tmp_path)[1]).split())
-    assert f"held-out {quantity}, 95 % intervals" in text and "-0.625 [-0.750," in text
+    assert f"held-out {quantity} with 95 %" in text and "-0.625 [-0.750," in text
     (other,) = {"accuracy", "mean reward"} - {quantity}
     assert other not in text
 
@@ -265,7 +265,7 @@ def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monk
         ["theorem=theorem8", "missing"],
     ]
     text = " ".join(" ".join(out).split())
-    assert "1 done, 1 stopped, 1 missing of 3 runs" in text
+    assert "3 runs: 1 done, 1 stopped, 1 missing" in text
 
 
 def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch):
@@ -332,8 +332,8 @@ def test_runs_that_no_sweep_names_have_a_table_of_their_own_after_the_sweeps(
     assert len(sweeps_in(sweep.file)) == 1
     code, out, err = shown(capsys, monkeypatch, tmp_path)
     text = " ".join(" ".join(out).split())
-    assert code == 0 and not err and text.index("of 6 runs") < text.index("by_hand/seed-7 failed")
-    assert "(namedbynosweep)" in text.replace(" ", "") and "1 failed of 1 runs" in text
+    assert code == 0 and not err and text.index("6 runs: ") < text.index("by_hand/seed-7 failed")
+    assert "(namedbynosweep)" in text.replace(" ", "") and "1 run: 1 failed" in text
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"entry": "train", "runs": [3]}',

@@ -76,7 +76,7 @@ class Accumulator:
     def add_outer(
         self, name: str, shape: torch.Size, factors: Factors, first_row: int = 0, rows=None
     ) -> None:
-        """Add the gradient `sum_t left_t right_t'`, [R, C], of each of N completions.
+        """Add each completion's gradient `sum_t left_t right_t'`, [R, C], for N completions.
 
         Args:
             name, shape: name and shape of the parameter.

@@ -72,7 +72,7 @@ def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
     called: set[nn.Module] = set()
 
     def plain(module: nn.Module, forward: Any):
-        """Return a forward pass of the module that has no graph and records the call."""
+        """Return a replacement for `forward` that builds no graph and records each call."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             called.add(module)
