@@ -38,7 +38,7 @@ TRAIN = {
         "max_steps=200"
     ),
     ("group_size", "=8"): "group_size has no value: write group_size=8",
-    ("group_size = 8",): "group_size = 8: leave out the blanks, write group_size=8",
+    ("group_size = 8",): "group_size = 8: remove the blanks, write group_size=8",
     ("group_size==8",): "group_size==8: a whole number is needed, such as group_size=8",
     ("=8",): ("=8 is not KEY=VALUE: write one, as in grpo-ustat train group_size=16 max_steps=200"),
     ("--group_size", "8"): (

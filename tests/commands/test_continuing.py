@@ -78,16 +78,16 @@ REFUSED = {
     "a key that is not in the name": (["save_steps=1,2"], "two runs of the sweep share the folder"),
     "launch": (["launch.num_processes=1,2"], "share the folder .*launch.num_processes=1 and"),
     "max_steps": (["max_steps=4,6"], "share the folder .*max_steps=4 and max_steps=6"),
-    "the same twice": (["seed=0,0"], "share the folder .*: they differ in nothing"),
+    "the same twice": (["seed=0,0"], "share the folder"),
     "job.num": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.num}"],
-                "hydra.sweep.subdir depends on what only a running job knows"),
+                "hydra.sweep.subdir is known only in a running job"),
     "job.id": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.id}"],
-               "hydra.sweep.subdir depends on what only a running job knows"),
+               "hydra.sweep.subdir is known only in a running job"),
     "one folder for all": (["seed=0,1", "hydra.sweep.subdir=x"], "share the folder .*/x"),
     "a folder elsewhere": (["seed=0,1", "hydra.sweep.subdir=/elsewhere/${seed}"],
-                           "leads to /elsewhere/0, out of hydra.sweep.dir=outputs/train"),
+                           "gives /elsewhere/0, outside hydra.sweep.dir=outputs/train"),
     "a folder above": (["seed=0,1", "hydra.sweep.subdir=../${seed}"],
-                       "leads to outputs/train/../0, out of hydra.sweep.dir=outputs/train"),
+                       "gives outputs/train/../0, outside hydra.sweep.dir=outputs/train"),
 }  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_a_point_that_failed_is_named_and_tried_again(typed, tmp_path, monkeypat
     monkeypatch.setattr(job, "make_run", failing)
     code, out, err = typed("seed=0,1,2")
     assert code == 1 and starts(tmp_path) == {0: 1, 1: 1, 2: 1}
-    assert "2 done, 1 failed of 3 runs" in out and err.count("RuntimeError: CUDA error") == 1
+    assert "3 runs: 2 done, 1 failed" in out and err.count("RuntimeError: CUDA error") == 1
     last = "RuntimeError: was encountered [1/2]"
     assert f"seed=1 ({run_of(Path(), 1)}): {last}" in err
     monkeypatch.setattr(sys, "argv", ["sweep", "status", "outputs/train"])

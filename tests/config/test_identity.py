@@ -81,7 +81,7 @@ def test_a_pool_of_other_data_is_refused(tmp_path):
     PoolStore(tmp_path / "pool", draws_of(composed_study(folder))).open()
     PoolStore(tmp_path / "pool", draws_of(composed_study(folder))).open()
     kept(folder, rows(1, 20), rows(50, 5))
-    with pytest.raises(ConfigError, match="holds completions of data="):
+    with pytest.raises(ConfigError, match="completions for data="):
         PoolStore(tmp_path / "pool", draws_of(composed_study(folder))).open()
 
 

@@ -31,7 +31,7 @@ def test_every_shipped_file_composes(entry, group, name):
     assert isinstance(config, SCHEMAS[entry])
 
 
-BED_OF = {  # studies of problems of other kinds
+THEOREM_OF = {  # studies of problems of other kinds
     "sequences": "theorem12",
     "graded_sequences": "theorem12",
     "ridge_coins": "theorem8",
@@ -40,8 +40,8 @@ BED_OF = {  # studies of problems of other kinds
 
 def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
-    if group == "problem" and name in BED_OF:
-        return [f"study={BED_OF[name]}"]
+    if group == "problem" and name in THEOREM_OF:
+        return [f"theorem={THEOREM_OF[name]}"]
     if name == "hub" or "smollm2" in name:
         return ["model.model_name_or_path=org/name"]
     needs = {

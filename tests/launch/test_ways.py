@@ -392,7 +392,7 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace(tmp_path, through):
         code, said = run.end()
         assert code == 75 and 2 <= time.monotonic() - start < 60
         assert not any(map(alive, family))
-    assert "2 s after SIGUSR1 (launch.grace_seconds)" in said
+    assert "launch.grace_seconds" in said
     ends_as_undisturbed(tmp_path, through)
 
 

@@ -369,13 +369,15 @@ def test_no_sentence_has_an_empty_or_reversed_interval(rng, studies):
         rollouts = int(rng.choice([2, 64, 256, 4096]))
         decision = decision_sentence(unsaved_study(result), rollouts)
         text = f"{decision} {noise_text(scale, rollouts)}".strip()
-        seen |= set(re.findall("nearly all|at least|Twice|Half|use G|nine in ten|not known", text))
+        seen |= set(
+            re.findall("nearly all|at least|Doubling|Halving|use G|nine in ten|not known", text)
+        )
         assert "nan" not in text and "inf" not in text and "  " not in text
         for low, high in re.findall(r"\[(.*?), (.*?)\]", text):
             ends = [math.inf if x == "no upper end" else float(x.strip("% +")) for x in (low, high)]
             assert ends[0] <= ends[1], text
         assert len(text) <= 300, text
-    assert seen >= {"nearly all", "at least", "Twice", "Half", "use G", "nine in ten"}
+    assert seen >= {"nearly all", "at least", "Doubling", "Halving", "use G", "nine in ten"}
 
 
 def test_the_noise_of_a_training_run_is_that_of_its_second_half():

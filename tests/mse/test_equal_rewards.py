@@ -290,7 +290,7 @@ def test_imported_rollouts_of_equal_rewards_are_not_scored(tmp_path, monkeypatch
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["equal_rewards"] == {"reward": 1.0, "completions": 48, "right": 48}
     assert next_step(unsaved_study(result, asdict(config))) == (
-        "log other questions, some of them right and some wrong, and import these"
+        "log other questions, with some right and some wrong answers, and import them"
     )
 
 

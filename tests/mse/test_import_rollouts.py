@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -559,10 +558,6 @@ def test_groups_have_the_size_that_keeps_most_completions(tmp_path, capsys, size
                      f"pool={path}")  # fmt: skip
     pool, *_ = import_pool(config, tmp_path / "pool")
     assert pool.rewards_PN.shape == kept
-    told = re.findall(
-        r"(?<=with )\d+(?= comp)|\d+(?= completions dropped)", capsys.readouterr().out
-    )
-    assert sum(map(int, told)) == count - kept[0] * kept[1]
 
 
 def test_a_length_to_cut_at_is_of_a_file():
@@ -574,7 +569,7 @@ def test_a_length_to_cut_at_is_of_a_file():
 
 @pytest.mark.slow
 def test_sampling_methods_and_missing_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"pool=nowhere.parquet is no file"):
+    with pytest.raises(ValueError, match=r"pool=nowhere.parquet is not a file"):
         compose("mse", *SMALL, "pool=nowhere.parquet")
     path = tmp_path / "c.parquet"
     logged(path)

@@ -394,7 +394,7 @@ def test_a_study_of_adapters_says_so(tmp_path):
     (tmp_path / "run").mkdir()
     study(tmp_path / "run", *own)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["metric"]["norm"].endswith("over the adapter parameters")
+    assert result["metric"]["norm"].endswith("over the adapters' parameters")
     assert "Errors are for the adapter parameters" in result["summary"]
     names = [name for name, _ in trainable(load_policy(str(folder), merge_adapters=False).model)]
     assert result["metric"]["parameters"] < 204032 and all("lora_" in name for name in names)

@@ -122,7 +122,9 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
     both = [Study(RunRecord(tmp_path / name, name)) for name in ("a", "b")]
     for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
         assert group_size.joint_table(runs, ()).columns[1] == quantity
-        assert f"Intervals of {quantity} are for new" in " ".join(errors.joint_table(runs, ()).notes)
+        assert f"Intervals of {quantity} are for new" in " ".join(
+            errors.joint_table(runs, ()).notes
+        )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,10 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     assert f"Intervals of accuracy are {scope}." in errors.joint_table([one], ()).notes[0]
     if questions < 4:
         both = "for new questions or for these questions (fewer than 4)"
-        assert f"95 % intervals {both}, from one seed." in group_size.joint_table([one, other], ()).notes
+        assert (
+            f"95 % intervals {both}, from one seed."
+            in group_size.joint_table([one, other], ()).notes
+        )
         assert "these questions" in group_size.interval_note(one)
 
 

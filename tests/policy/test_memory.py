@@ -121,7 +121,7 @@ def test_dry_run_says_how_a_7b_model_is_scored():
     words = ("model=qwen2_5_math_7b", "model.dtype=bfloat16", "max_completion_length=3200")
     note, _ = plan_of(PlannedRun("", compose("mse", *words), None, None)).notes
     assert "N = 32" in note
-    by_layer = re.search(r"layer by layer ([\d.]+) GB", note)
+    by_layer = re.search(r"([\d.]+) GB layer by layer", note)
     assert 40 < float(by_layer[1]) < 64
     assert "budget.pool_completions=16" in note and "pool=DIR" in note
     unknown = PlannedRun("", compose("mse", "model=org/name"), None, None)

@@ -28,8 +28,8 @@ REFUSED = {
     "a list with one that is not there": (["runs=[a,b/seed-0]"], "runs=b/seed-0 matches nothing"),
     "no folders": (["runs=[]"], "name folders"),
     "a name that leads elsewhere": (["runs=a", "name=../x"], "use letters, digits"),
-    "an unknown key": (["runs=a", "nme=x"], "did you mean name?"),
-    "another entry's key": (["runs=a", "group_size=4"], "unknown key group_size"),
+    "an unknown key": (["runs=a", "nme=x"], "did you mean name"),
+    "another entry's key": (["runs=a", "group_size=4"], "report has no group_size"),
     "a sweep": (["-m", "runs=a"], "remove -m"),
     "a step that is not evaluated": (["runs=a", "steps=[3]"], "evaluated at steps [0, 4, 8]"),
     "a run's own folder": (["runs=a", "'hydra.run.dir=a/seed-0'"], "is the folder of a run"),
@@ -116,7 +116,7 @@ def test_a_report_of_everything(tmp_path):
     assert done.returncode == 0, done.stderr
     for line in (
         "runs/G-8/n-64/seed-1: stopped, step 4 of 8 (killed)",
-        "aaaaaaaa (10 runs), bbbbbbbb (1 runs)",
+        "aaaaaaaa (10 runs), bbbbbbbb (1 run)",
         "2 series",
     ):
         assert line in done.stdout

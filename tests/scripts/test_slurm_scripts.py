@@ -108,7 +108,7 @@ def test_a_job_has_time_to_save_before_its_limit(name):
 def test_a_warning_shorter_than_the_grace_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: name)  # an sbatch
     words = ["-m", "hydra/launcher=slurm", "seed=0,1", "hydra.launcher.signal_delay_s=119"]
-    with pytest.raises(ConfigError, match="119 s before .*launch.grace_seconds=120 to save"):
+    with pytest.raises(ConfigError, match="signal_delay_s=119 .*launch.grace_seconds=120"):
         parse("train", words)
     parse("train", [*words, "launch.grace_seconds=119"])
     parse("train", words[:-1])
@@ -128,7 +128,6 @@ def test_without_the_plugin_only_its_launchers_are_refused(tmp_path):
     assert refused.stderr == (
         "error: SLURM needs hydra-submitit-launcher: pip install -e '.[cli,slurm]'\n"
     )
-    assert "(pip install 'grpo-ustat[cli,slurm]')" in " ".join(run("--help").stdout.split())
     assert (
         "budget.rollouts=16 is not a multiple" in run("group_size=5", "budget.rollouts=16").stderr
     )

@@ -121,7 +121,7 @@ def test_what_adapters_are_and_what_they_are_added_to_is_another_run(tmp_path):
 
 
 WRONG = {
-    "base": (dict(base_model_name_or_path="/not/there"), "are of a model that is not there"),
+    "base": (dict(base_model_name_or_path="/not/there"), "base model of the LoRA adapters"),
     "embedded": (dict(base_model_name_or_path="embedded:x"), "choose from embedded:tiny"),
     "no base": (dict(base_model_name_or_path=None), "base_model_name_or_path is missing"),
     "kind": (dict(peft_type="IA3"), "peft_type=IA3 cannot be loaded: use LORA"),
