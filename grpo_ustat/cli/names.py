@@ -72,9 +72,8 @@ MEANT = {
     "seeds random_seed": "seed",
     "dry dryrun": "dry_run",
     "num_questions n_questions num_prompts P": "study.questions",
-    "rule rules": "baseline baselines",
     "lemma result proposition corollary": "theorem",
-    "bandit mdp bed testbed": "problem",
+    "bandit mdp": "problem",
     "exp figure table": "experiment",
     "paths source sources inputs": "runs",
 }

@@ -61,7 +61,7 @@ def test_what_ends_a_completion_is_told(monkeypatch, capsys, tmp_path):
     model = ["model=hub", f"model.model_name_or_path={path}"]
     out, _ = preview(monkeypatch, capsys, toys.QUESTIONS, [*model, "prompt=one_line"])
     assert "Arithmetic: [red]0+1[/red] = \N{LEFTWARDS ARROW TO BAR}" in out
-    assert "reference: 1\n" in out and "prompt.stop='\\n'" in out
+    assert "reference: 1\n" in out and "1 tokens contain prompt.stop='\\n'" in out
     with pytest.raises(ConfigError, match="in none of the tokenizer's 259 tokens"):
         preview(monkeypatch, capsys, toys.QUESTIONS, [*model, "prompt=plain_icl"])
 

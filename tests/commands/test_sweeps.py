@@ -218,7 +218,13 @@ def test_the_costs_shown_of_table_2_are_those_worked_by_hand(capsys):
     assert tables["G 128, n 4096, P 32"] == ["409 600", "30 000", "1 318.8 M", *one[3:]]
     assert tables["all"] == ["4 300 800", "540 000", "14 522.4 M", "143.2 GB", "1.7 TB"]
     text = " ".join(" ".join(line) for line in lines)
-    for size in ("weights 30.5 GB", "optimizer 91.4 GB", "values 16.5 GB", "15.2 GB", "5000"):
+    for size in (
+        "weights 30.5 GB",
+        "optimizer 91.4 GB",
+        "values 16.5 GB",
+        "15.2 GB",
+        "published 5000",
+    ):
         assert size in text
     for setting in (
         "objective algorithm1", "bf16 true", "temperature 1.0", "eval_steps 20", "decoding greedy",

@@ -31,7 +31,8 @@ def test_every_shipped_file_composes(entry, group, name):
     assert isinstance(config, SCHEMAS[entry])
 
 
-THEOREM_OF = {  # studies of problems of other kinds
+# Theorems that are tested on problems of other kinds than the default.
+THEOREM_OF = {
     "sequences": "theorem12",
     "graded_sequences": "theorem12",
     "ridge_coins": "theorem8",

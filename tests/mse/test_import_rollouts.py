@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -558,6 +559,9 @@ def test_groups_have_the_size_that_keeps_most_completions(tmp_path, capsys, size
                      f"pool={path}")  # fmt: skip
     pool, *_ = import_pool(config, tmp_path / "pool")
     assert pool.rewards_PN.shape == kept
+    printed = " ".join(capsys.readouterr().out.split())
+    dropped = map(int, re.findall(r"\d+(?= completions were dropped)", printed))
+    assert sum(dropped) == count - kept[0] * kept[1]
 
 
 def test_a_length_to_cut_at_is_of_a_file():

@@ -84,7 +84,7 @@ def test_a_study_of_an_earlier_policys_rollouts(tmp_path, capsys):
     assert "nats per token" in printed and " ".join(first.split()[:4]) in " ".join(printed.split())
     assert len(tables(view, [OFF_POLICY])) == 2
     page = (tmp_path / "run/report.html").read_text()
-    assert "elative efficiency" in page and "nats per token" in page
+    assert "rollouts that tiny_base wrote" in page and "nats per token" in page
     marked = [path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*.safetensors"))]
     (tmp_path / "run/result.json").unlink()
     assert study(tmp_path / "run", *words)["off_policy"] == found

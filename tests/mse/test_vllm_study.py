@@ -192,7 +192,8 @@ def test_a_sampler_of_other_weights_is_warned_of(weights, tmp_path, monkeypatch)
     study_run.run(weights, RunFolder(tmp_path, weights))
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["sampler"]["gap"] > MAX_LOGPROB_GAP
-    assert "WARNING: " in result["summary"] and "vllm" in result["summary"]
+    gap = f"differ from the model's by {result['sampler']['gap']:.2g} nats"
+    assert "WARNING: " in result["summary"] and gap in result["summary"]
 
 
 @pytest.mark.slow

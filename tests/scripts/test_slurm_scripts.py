@@ -128,6 +128,8 @@ def test_without_the_plugin_only_its_launchers_are_refused(tmp_path):
     assert refused.stderr == (
         "error: SLURM needs hydra-submitit-launcher: pip install -e '.[cli,slurm]'\n"
     )
+    shown = " ".join(run("--help", "all").stdout.split())
+    assert "(pip install 'grpo-ustat[cli,slurm]')" in shown
     assert (
         "budget.rollouts=16 is not a multiple" in run("group_size=5", "budget.rollouts=16").stderr
     )
