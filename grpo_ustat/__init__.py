@@ -1,4 +1,4 @@
-"""Quality of a GRPO policy gradient, the best group size, and training with it.
+"""Errors of GRPO policy gradients, the best group size, and training.
 
 Each name below is loaded on first use, so that `import grpo_ustat` is fast:
 
@@ -10,7 +10,7 @@ Each name below is loaded on first use, so that `import grpo_ustat` is fast:
 - `noise_scale_from_norms`: the gradient noise scale, estimated from norms of gradients.
 - `Baseline`: declares a user-defined baseline.
 - `load_run`: loads the folder of a finished or unfinished run.
-- `read_curves`: reads the curves of a study as a table.
+- `read_curves`: reads the error of each baseline and group size in a study as a table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "scaling_from_arrays",
 ]
 
-# Module that defines each name, and the extra that it needs.
+# Module that defines each name, and the extra (optional dependencies) that the name needs.
 _HOMES = {
     "Baseline": ("grpo_ustat.estimators.baselines", ""),
     "GradientNoiseCallback": ("grpo_ustat.integrations.trl", "trl"),

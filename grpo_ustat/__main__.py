@@ -11,7 +11,7 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
 from grpo_ustat.config.command_line import install_line
 
-# Package that provides each module of the extra [cli].
+# Package that provides each module needed by the extra [cli].
 EXTRA_PACKAGES = {
     "accelerate": "accelerate",
     "datasets": "datasets",
@@ -35,7 +35,7 @@ EXTRA_PACKAGES = {
 
 
 def main() -> None:
-    """Run the verb; it parses the rest of the command line."""
+    """Run the verb, which parses the rest of the command line."""
     verb, *arguments = sys.argv[1:] or [""]
     if verb in ("", "-h", "--help", "help"):
         print(help_text(), file=sys.stdout if verb else sys.stderr)
@@ -74,8 +74,8 @@ def _call(verb: str) -> None:
             raise
         _refuse(line)
     finally:
-        # Modules and configurations live until exit. Without this call the garbage collector would
-        # scan them for a tenth of a second at exit.
+        # Modules and configurations live until exit. Without this call, the garbage collector would
+        # scan them at exit for a tenth of a second.
         if "torch" not in sys.modules:
             gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Immutable records that rooms exchange, with the axes of arrays in their names.
+"""Immutable records that the subpackages exchange; array names contain the axes.
 
 Axes: P prompts, G completions of one group, N completions of one prompt's pool, T completion
 tokens, B rows of a batch, F reward functions. Array names end in their axes: `rewards_PG`,
@@ -22,14 +22,14 @@ Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 # Largest absolute value of a reward; squares and products of larger rewards may overflow.
 MAX_REWARD = 1e50
-# Smallest number of questions for which there is an interval for new questions.
+# Minimum number of questions for an interval for new questions.
 MIN_QUESTIONS = 4
 # Names of a mean reward; it is called accuracy if all rewards are 0 or 1.
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"
 
 
 def is_number(value: Any, largest: float = math.inf) -> TypeGuard[float]:
-    """Return True for a finite real number of absolute value at most `largest` that fits a float.
+    """Return True for a finite real number that fits a float, up to `largest` in absolute value.
 
     >>> is_number(1), is_number(10**400), is_number("1"), is_number(1e60, MAX_REWARD)
     (True, False, False, False)
@@ -56,7 +56,7 @@ def joint_quantity(quantities: Iterable[str]) -> str:
 class Question:
     """Question of a data set."""
 
-    # Stable id that depends only on the question; it keys all random draws.
+    # Stable id that depends only on the question; part of the key of all random draws.
     id: str
     # Question without the prompt template.
     text: str
@@ -67,7 +67,7 @@ class Question:
     solution: str
     # Other columns of the question's row, by name.
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
-    # File and row number, for errors; empty if there is no file.
+    # File and row number, for error messages; empty if there is no file.
     where: str = field(default="", compare=False)
 
 
@@ -75,7 +75,7 @@ class Question:
 class Prompt:
     """Question in the form that the policy reads."""
 
-    # Id of the question; `answer`, `kind`, `columns` and `where` are also taken from it.
+    # Id of the question; `answer`, `kind`, `columns` and `where` are also copied from the question.
     id: str
     # Rendered prompt.
     text: str
@@ -127,7 +127,8 @@ class Rollouts:
 class BaselineContext:
     """Inputs of a baseline in addition to rewards; a field is None if no baseline needs it."""
 
-    # V(x) of each prompt for the oracle, estimated from completions outside the group.
+    # Expected reward V(x) of each prompt for the oracle baseline, estimated from completions
+    # outside the group.
     value_P: Array | None = None
     # Completion lengths in tokens, including the end token; at least 1.
     lengths_PG: Integers | None = None
@@ -146,7 +147,7 @@ class BaselineContext:
     history: Array | None = None
     # Rewards of every reward function; `rewards_PG` is their weighted sum.
     rewards_PGF: Array | None = None
-    # Weights of the reward functions in that sum.
+    # Weights of the reward functions in this sum.
     reward_weights_F: Array | None = None
 
 
@@ -165,28 +166,28 @@ class ScorePool:
     # are exact if the model has at most R parameters.
     features_PNR: npt.NDArray[np.float32]
     # Wider sketches of `sum_i (z_i - zbar) s_i`, where zbar is a prompt's mean reward. The dtype is
-    # float32, as stored, or float64. None if `centred_sums_PFR` is set.
+    # float32 (as stored) or float64. None if `centred_sums_PFR` is set.
     centred_sums_PR: Array | None
     # Reward of the greedy completion; None if no baseline needs it.
     greedy_P: Array | None = None
     # Mean absolute difference between the sampler's and the model's log-probabilities, in nats per
     # token, measured on some of the completions; None if the model itself sampled.
     sampler_gap: float | None = None
-    # Number of completions by the package versions that scored them; empty if unknown.
+    # Number of completions that were scored with each set of package versions; empty if unknown.
     packages: dict[str, int] = field(default_factory=dict[str, int])
     # True if the completion ended with the end token; None if all completions did.
     ended_PN: Mask | None = None
-    # Rewards of every reward function. This and the next two are None if there is a single reward
-    # function with weight 1.
+    # Rewards of every reward function. This field and the next two fields are None if there is a
+    # single reward function with weight 1.
     rewards_PNF: Array | None = None
     # `centred_sums_PR` for every reward function.
     centred_sums_PFR: Array | None = None
     # Weights of the reward functions in the weighted sum.
     reward_weights_F: Array | None = None
-    # Number K of metrics of the scores. Question x uses metric x mod K, and inner products of
-    # different questions are meaningful only within the same metric.
+    # Number K of metrics that define inner products of scores. Question x uses metric x mod K, and
+    # inner products across questions are meaningful only within the same metric.
     metrics: int = 1
-    # Kinds of vectors of a completion, see `estimators.token_weights.KINDS`. With several kinds,
+    # Kinds of vectors of a completion; see `estimators.token_weights.KINDS`. With several kinds,
     # the axes N of `gram_PNN` and `features_PNR` contain the vectors of the first kind, then the
     # vectors of the other kinds.
     kinds: tuple[str, ...] = ("all",)
@@ -197,7 +198,7 @@ class ScorePool:
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
     def gradients_of(self, rows: slice) -> Array:
-        """Return sketches of the leave-one-out gradients of some questions, in float64.
+        """Return sketches of the leave-one-out gradients of the questions in `rows`, in float64.
 
         They are `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`.
         """

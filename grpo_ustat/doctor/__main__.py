@@ -29,11 +29,11 @@ from grpo_ustat.terminal.streams import visible
 
 EXAMPLES = {
     "": "all checks",
-    "--output /scratch/outputs": "of another disk",
-    "--only torch disk": "some of them",
+    "--output /scratch/outputs": "all checks, on another disk",
+    "--only torch disk": "selected checks",
 }
 COLOURS = {"ok": "32", "warning": "33", "failed": "1;31"}
-# Characters before a message.
+# Width of a check's status and name, in characters.
 INDENT = 18
 
 
@@ -43,11 +43,15 @@ def main() -> None:
     parser = VerbParser("doctor", (__doc__ or "").partition("\n")[0], EXAMPLES)
     parser.add_argument(
         "--output", type=Path, default=Path("outputs"), metavar="DIR",
-        help="output folder of runs, whose disk and file locks are tested (default: outputs)",
+        help="folder for run outputs; its disk and file locks are tested (default: outputs)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.add_argument(
-        "--only", nargs="+", metavar="CHECK", choices=names, help=f"some of: {', '.join(names)}"
+        "--only",
+        nargs="+",
+        metavar="CHECK",
+        choices=names,
+        help=f"checks to run: {', '.join(names)}",
     )
     options = parser.parse_args()
     checks = [check for check in CHECKS if options.only is None or check.name in options.only]
@@ -58,7 +62,7 @@ def main() -> None:
 
 
 def show(checks: Sequence[Check], folder: Path) -> int:
-    """Print each check's result and fix as it ends; return the number of failed checks.
+    """Print each check's result and fix when the check ends; return the number of failures.
 
     On a terminal, messages are wrapped and indented. Elsewhere, each message is a single line.
     """
@@ -107,7 +111,8 @@ def examine(checks: Sequence[Check], folder: Path) -> Iterator[tuple[str, Findin
             finding = answer_within(check.seconds, lambda check=check: _run(check, folder))
         if finding is None:
             finding = failed(
-                f"no answer in {check.seconds:g} s", "see if a disk, a device or the network hangs"
+                f"no answer in {check.seconds:g} s",
+                "check whether a disk, a device or the network hangs",
             )
         status, message, fix = finding
         yield (
@@ -121,7 +126,7 @@ def _run(check: Check, folder: Path) -> Finding:
     """Run a check; convert an error into a failed finding."""
     try:
         return check.run(folder)
-    # A library may also raise SystemExit.
+    # Libraries can also raise SystemExit.
     except BaseException as error:
         module, function = check.run.__module__, check.run.__name__
         code = f"import {module} as m, pathlib as p; m.{function}(p.Path('outputs'))"
@@ -132,7 +137,7 @@ def _run(check: Check, folder: Path) -> Finding:
 
 
 def shareable(text: str) -> str:
-    """Return the text on one line, without secrets or escapes, and with `~` for the home folder.
+    """Return the text on one line without secrets or escapes, with `~` for the home folder.
 
     >>> shareable("key=abcdef at https://me:pass@host and hf_abcdefghij0123456789")
     'key=*** at https://***@host and ***'

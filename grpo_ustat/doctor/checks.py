@@ -42,23 +42,22 @@ SCONTROL_SECONDS = 10.0
 # Importing torch and starting CUDA takes 5 s.
 CUDA_SECONDS = 20.0
 SUM_SECONDS = 30.0
-# Largest accepted relative error of a float32 product; with TF32 the error is 3e-4.
+# Largest accepted relative error of a float32 matrix product; with TF32 the error is 3e-4.
 FLOAT32_ERROR = 1e-3
-# Accepted range of the relative error of a product in bfloat16, which has 8 bits.
+# Accepted range of the relative error of a matrix product in bfloat16, whose precision is 8 bits.
 BF16_ERROR = (3e-4, 2e-2)
-# In bytes. Loading torch needs the first; training a small model needs less than the second.
+# Memory in bytes. Loading torch needs `MIN_MEMORY`, and training a small model needs less than
+# `ENOUGH_MEMORY`.
 MIN_MEMORY, ENOUGH_MEMORY = 1e9, 4e9
 TRIAL_BYTES = 2**24
 MIN_DISK_BYTES = 5e9
 # At this speed, a checkpoint with 0.5 B parameters takes 5 minutes.
 MIN_BYTES_PER_SECOND = 20e6
-OTHER_FOLDER = "choose another folder with --output DIR, and hydra.run.dir=DIR for runs"
-# Deadline and memory of a judge, as in conf/dataset/math.yaml; extra seconds on busy machines.
+OTHER_FOLDER = "choose another folder: --output DIR for this command, hydra.run.dir=DIR for runs"
+# Deadline and memory limit of an answer judge, as in conf/dataset/math.yaml, and extra seconds that
+# are allowed on busy machines.
 JUDGE_SECONDS, JUDGE_MEMORY_GB, JUDGE_SPARE_SECONDS = 2.0, 2.0, 4.0
-JUDGE_FIX = (
-    "pip install -c constraints.txt 'math-verify[antlr4-9-3]'; sets without dataset=math do "
-    "without it"
-)
+JUDGE_FIX = "pip install -c constraints.txt 'math-verify[antlr4-9-3]'; only dataset=math needs it"
 # Code that locks a file until its process is killed.
 LOCK_CODE = (
     "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB);"
@@ -70,7 +69,8 @@ RANK_CODE = "import sys; from grpo_ustat.doctor.checks import add_up; add_up(sys
 class Finding(NamedTuple):
     """Result of a check."""
 
-    # warning: runs work, but a setting is likely a mistake. failed: runs will fail or be wrong.
+    # `warning`: runs work, but a setting is probably a mistake. `failed`: runs will fail or give
+    # wrong results.
     status: Literal["ok", "warning", "failed"]
     message: str
     # Suggested fix; empty if the status is ok.
@@ -83,17 +83,17 @@ def ok(message: str) -> Finding:
 
 
 def warning(message: str, fix: str) -> Finding:
-    """Return a finding that runs work but a setting is likely a mistake."""
+    """Return a finding for a setting that is probably a mistake but does not stop runs."""
     return Finding("warning", message, fix)
 
 
 def failed(message: str, fix: str) -> Finding:
-    """Return a finding that runs will fail or give wrong results."""
+    """Return a finding for a problem that makes runs fail or give wrong results."""
     return Finding("failed", message, fix)
 
 
 def check_code(_: Path) -> Finding:
-    """Report version and commit of this package, interpreter and system."""
+    """Report the version and commit of this package, and the versions of Python and the system."""
     from grpo_ustat.runs.folder import code_state
 
     state = code_state()
@@ -105,7 +105,7 @@ def check_code(_: Path) -> Finding:
 
 
 def check_packages(_: Path) -> Finding:
-    """Compare versions of required packages, and of installed extras, with their ranges."""
+    """Check that the versions of required and installed optional packages are in range."""
     from packaging.requirements import Requirement
 
     def problems(requirements: Iterable[Requirement]) -> dict[Requirement, str]:
@@ -121,7 +121,7 @@ def check_packages(_: Path) -> Finding:
         declared = [Requirement(text) for text in requires(PACKAGE) or ()]
     except PackageNotFoundError:
         return warning(
-            f"{PACKAGE} runs from its sources without being installed, so versions of packages "
+            f"{PACKAGE} runs from its sources without being installed, so package versions "
             "cannot be checked",
             "pip install -c constraints.txt -e '.[cli]'",
         )
@@ -134,13 +134,15 @@ def check_packages(_: Path) -> Finding:
             optional.append(requirement)
     for level, prefix, group in ((failed, "", needed), (warning, "optional: ", optional)):
         if wrong := problems(group):
-            message = ", ".join(f"{x.name} is {here}, needed is {x}" for x, here in wrong.items())
+            message = ", ".join(
+                f"{x.name} is {here}, but {x} is needed" for x, here in wrong.items()
+            )
             fix = " ".join(f"'{requirement}'" for requirement in wrong)
             return level(prefix + message, f"pip install -c constraints.txt {fix}")
     names = ("torch", "transformers", "accelerate", "hydra-core", "math-verify")
     versions = ", ".join(f"{name} {installed_version(name)}" for name in names)
     extras = ", ".join(sorted({x.name for x in optional})) or "none"
-    return ok(f"{len(needed)} in range: {versions}; optional: {extras}")
+    return ok(f"{len(needed)} packages in range: {versions}; optional: {extras}")
 
 
 def installed_version(name: str) -> str | None:
@@ -179,7 +181,9 @@ def check_torch(_: Path) -> Finding:
     if gpus:
         message += f": {'; '.join(map(_gpu, gpus))}"
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            return warning(f"{message}; bfloat16 is only emulated", "use bf16=false: it is faster")
+            return warning(
+                f"{message}; bfloat16 is only emulated", "use bf16=false, which is faster"
+            )
         return ok(message)
     if driver is None:
         return ok(f"{torch.__version__}, CPU only: launch.device=cpu")
@@ -189,8 +193,8 @@ def check_torch(_: Path) -> Finding:
             "install a torch with CUDA (https://pytorch.org), without -c constraints.txt",
         )
     return failed(
-        f"{torch.__version__} cannot use this machine's GPU: it is built for CUDA {built_for} "
-        f"and the driver is {driver}",
+        f"{torch.__version__} cannot use this machine's GPU: it is built for CUDA {built_for}, "
+        f"but the driver is {driver}",
         "install a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be "
         "empty",
     )
@@ -200,7 +204,7 @@ def check_torch(_: Path) -> Finding:
 def cuda_error() -> str | None:
     """Return the reason why CUDA does not start; None if it starts, or if there is no CUDA or GPU.
 
-    CUDA is started in another process, because a start that hangs or crashes would end this one.
+    CUDA is started in another process, because a crash or a hang would also affect this process.
     """
     import torch
 
@@ -213,7 +217,7 @@ def cuda_error() -> str | None:
         )
     except subprocess.TimeoutExpired:
         return f"CUDA did not start in {CUDA_SECONDS:g} s"
-    return f"CUDA's start ends with code {process.returncode}" if process.returncode else None
+    return f"CUDA start ended with code {process.returncode}" if process.returncode else None
 
 
 def _gpu_driver() -> str | None:
@@ -248,12 +252,12 @@ def _product_error(device: str, dtype: torch.dtype) -> float:
 
 
 def check_threads(_: Path) -> Finding:
-    """Compare OMP_NUM_THREADS with the cores of this process by affinity, container and SLURM."""
+    """Compare OMP_NUM_THREADS with the cores allowed by affinity, container and SLURM."""
     affinity = getattr(os, "sched_getaffinity", None)
-    limits = [(len(affinity(0)) if affinity else os.cpu_count() or 1, "of this process")]
+    limits = [(len(affinity(0)) if affinity else os.cpu_count() or 1, "CPU affinity")]
     quota = _text(CGROUP / "cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
-        limits.append((max(1, int(quota[0]) // int(quota[1])), "of the container"))
+        limits.append((max(1, int(quota[0]) // int(quota[1])), "container limit"))
     task = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if task.isdecimal():
         limits.append((int(task), "SLURM_CPUS_PER_TASK"))
@@ -263,7 +267,7 @@ def check_threads(_: Path) -> Finding:
     if setting is None:
         return ok(f"{message}; runs use launch.num_threads")
     if not setting.isdecimal() or int(setting) < 1:
-        return failed(f"{message} is no number of threads", "export OMP_NUM_THREADS=1")
+        return failed(f"{message} is not a number of threads", "export OMP_NUM_THREADS=1")
     if int(setting) > cores:
         return warning(
             f"{message}: more threads than cores are far slower than a single thread",
@@ -278,10 +282,10 @@ def check_memory(_: Path) -> Finding:
     from rich.filesize import decimal
 
     machine = psutil.virtual_memory()
-    free, total = machine.available, f"{decimal(machine.total)} in all"
+    free, total = machine.available, f"{decimal(machine.total)}"
     limit, used = (_text(CGROUP / f"memory.{name}").strip() for name in ("max", "current"))
     if limit.isdecimal() and used.isdecimal() and int(limit) - int(used) < free:
-        free, total = int(limit) - int(used), f"{decimal(int(limit))} of the container"
+        free, total = int(limit) - int(used), f"{decimal(int(limit))} in the container"
     message = f"{decimal(max(0, free))} free of {total}"
     if free < MIN_MEMORY:
         return failed(message, "end other programs, or request more memory (SLURM: --mem)")
@@ -321,22 +325,22 @@ def check_disk(folder: Path) -> Finding:
     except OSError as error:
         return failed(f"{place} cannot be written: {error.strerror or error}", OTHER_FOLDER)
     if not same:
-        return failed(f"{place} returned other bytes than were written", OTHER_FOLDER)
+        return failed(f"{place} returned different bytes from those written", OTHER_FOLDER)
     message = f"{decimal(free)} free in {place}, {decimal(int(speed))}/s written and synced"
     if free < MIN_DISK_BYTES or 0 < files < 1000:
         return warning(
             f"{message}, room for {files} more files",
-            f"estimate the need of a run with dry_run=true, or {OTHER_FOLDER}",
+            f"estimate a run's disk use with dry_run=true, or {OTHER_FOLDER}",
         )
     if speed < MIN_BYTES_PER_SECOND:
         return warning(
-            f"{message}: checkpoints will take long", f"save less often, or {OTHER_FOLDER}"
+            f"{message}: saving checkpoints will be slow", f"save less often, or {OTHER_FOLDER}"
         )
     return ok(message)
 
 
 def check_locks(folder: Path) -> Finding:
-    """Test flock, which locks run folders, from a second process and after a kill."""
+    """Test flock, which locks run folders: from a second process, and after a kill."""
     from grpo_ustat.distributed.lock import DEAD_AFTER_SECONDS
 
     place = _nearest_folder(folder)
@@ -358,25 +362,26 @@ def check_locks(folder: Path) -> Finding:
     if not owns:
         return warning(
             f"the file system of {place} has no flock: a run touches its lock file instead, and "
-            f"after a kill its folder is locked for {DEAD_AFTER_SECONDS:g} s",
+            f"after a kill its folder stays locked for {DEAD_AFTER_SECONDS:g} s",
             remedy,
         )
     if second_owns:
         return failed(
-            f"a second process got the lock of the first in {place}: two runs could write there "
-            "at once",
+            f"a second process got the lock that another process held in {place}, so two runs "
+            "could write there at once",
             remedy,
         )
     if not third_owns:
         return failed(
-            f"the lock of a killed process in {place} is still held: its run could not continue",
+            f"the lock of a killed process in {place} is still held, so a killed run could not be "
+            "resumed",
             remedy,
         )
-    return ok(f"flock in {place} keeps a second process out and ends with its owner")
+    return ok(f"flock in {place} excludes a second process and is released when its owner ends")
 
 
 def _lock_holder(file: Path) -> tuple[subprocess.Popen[str], bool]:
-    """Start a process that locks a file until its kill; return it, and True if it has the lock."""
+    """Start a process that locks a file; return the process, and True if it has the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", LOCK_CODE, str(file)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -395,7 +400,7 @@ def _trial_folder(place: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def check_cache(_: Path) -> Finding:
-    """List models and data sets in the hub's cache; offline, only these are available."""
+    """List models and data sets in the Hugging Face cache; offline, only these are available."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     from grpo_ustat.config.model import cache_folder
@@ -407,22 +412,23 @@ def check_cache(_: Path) -> Finding:
     offline = constants.HF_HUB_OFFLINE
     message = (
         f"HF_HOME={constants.HF_HOME}, HF_HUB_OFFLINE {'' if offline else 'not '}set; "
-        f"here: {', '.join(here) or 'none'}"
+        f"cached: {', '.join(here) or 'none'}"
     )
     error = "" if offline else connection_error(constants.ENDPOINT)
     if error is None:
-        return ok(f"{message}; others are fetched when first used")
+        return ok(f"{message}; others are downloaded on first use")
     if here and offline:
         return ok(message)
     return warning(
-        f"{message}{error and f'; {error}'}: only embedded models and generated arithmetic run",
-        "with a network: hf download MODEL, datasets.load_dataset(NAME); then copy HF_HOME, or set "
-        "model.model_name_or_path and dataset.path to folders",
+        f"{message}{error and f'; {error}'}: "
+        "only embedded models and generated arithmetic are available",
+        "on a machine with a network, run hf download MODEL and datasets.load_dataset(NAME), and "
+        "copy HF_HOME; or set model.model_name_or_path and dataset.path to folders",
     )
 
 
 def check_judge(_: Path) -> Finding:
-    """Start the judge of MATH, which tests itself on canaries, and judge an endless answer."""
+    """Start the judge for MATH and let it judge known answers and an endless answer."""
     from grpo_ustat.tasks.verifier import JUDGED_VERDICTS, JudgeError, Verifier
 
     verifier = Verifier(1, JUDGE_SECONDS, JUDGE_MEMORY_GB)
@@ -437,11 +443,11 @@ def check_judge(_: Path) -> Finding:
         verifier.close()
     if verdict in JUDGED_VERDICTS or seconds > JUDGE_SECONDS + JUDGE_SPARE_SECONDS:
         return failed(
-            f"an endless answer was judged {verdict.value} after {seconds:.1f} s, the deadline is "
-            f"{JUDGE_SECONDS:g} s",
-            "report it; do not train with dataset=math here",
+            f"an endless answer was judged {verdict.value} after {seconds:.1f} s, but the deadline "
+            f"is {JUDGE_SECONDS:g} s",
+            "report this as a bug, and do not train with dataset=math on this machine",
         )
-    return ok(f"judges right and wrong; stopped an endless answer after {seconds:.1f} s")
+    return ok(f"judges right and wrong answers; stopped an endless answer after {seconds:.1f} s")
 
 
 def check_slurm(_: Path) -> Finding:
@@ -450,10 +456,10 @@ def check_slurm(_: Path) -> Finding:
     place = f"inside job {job}" if job else "outside a job"
     if shutil.which("scontrol") is None:
         if not job:
-            return ok("none on this machine")
+            return ok("not on this machine")
         return warning(
             f"{place}, without scontrol: a preempted run cannot request its restart",
-            "add SLURM's commands to PATH of the job (containers: bind them)",
+            "add SLURM's commands to the job's PATH (in a container: bind them)",
         )
     try:
         process = subprocess.run(
@@ -471,7 +477,7 @@ def check_slurm(_: Path) -> Finding:
             f"{place}, the controller is up; hydra/launcher=slurm needs hydra-submitit-launcher",
             install_line("slurm"),
         )
-    return ok(f"{place}, the controller is up, hydra/launcher=slurm is there")
+    return ok(f"{place}, the controller is up, hydra/launcher=slurm is available")
 
 
 def check_ranks(_: Path) -> Finding:
@@ -484,32 +490,32 @@ def check_ranks(_: Path) -> Finding:
         by_loopback = {"GLOO_SOCKET_IFNAME": loopback}
         if interface is None and all_reduce_error("gloo", 2, by_loopback) is None:
             return warning(
-                f"gloo: two ranks cannot connect by this machine's name ({error}), but they can "
-                f"by {loopback}",
-                f"export GLOO_SOCKET_IFNAME={loopback}; on several machines, the name of the "
-                "network interface",
+                f"gloo: two ranks cannot connect through this machine's name ({error}), but they "
+                f"can through {loopback}",
+                f"export GLOO_SOCKET_IFNAME={loopback}; with several machines, use the name of "
+                "their network interface instead",
             )
         return failed(
-            f"gloo: two ranks cannot add up numbers ({error})",
-            "check that a firewall allows 127.0.0.1, and check GLOO_SOCKET_IFNAME and MASTER_ADDR",
+            f"gloo: two ranks cannot compute a sum ({error})",
+            "check that no firewall blocks 127.0.0.1; check GLOO_SOCKET_IFNAME and MASTER_ADDR",
         )
-    message = "gloo: two ranks add up" + (f" over {interface}" if interface else "")
+    message = "gloo works with two ranks" + (f" over {interface}" if interface else "")
     gpus = min(2, torch.cuda.device_count()) if cuda_error() is None else 0
     if not gpus:
         return ok(message)
     message = f"{message}; NCCL on {gpus} GPU{'s' * (gpus > 1)}"
     if error := all_reduce_error("nccl", gpus):
         return failed(
-            f"{message} does not ({error})",
+            f"{message} does not work ({error})",
             "find the reason with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 may help",
         )
-    return ok(f"{message} does too")
+    return ok(f"{message} works")
 
 
 def all_reduce_error(
     backend: str, count: int, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """All-reduce 1, ..., count in `count` processes; return the reason of a failure, else None."""
+    """All-reduce 1, ..., count in `count` processes; return the reason for a failure, else None."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -543,7 +549,7 @@ def all_reduce_error(
 
 
 def add_up(backend: str) -> None:
-    """Print the all-reduced sum of 1, ..., number of ranks, or the error; each rank calls it."""
+    """All-reduce `rank + 1` over all ranks, and print the sum or the error; run by each rank."""
     import torch
     import torch.distributed as dist
 
@@ -561,33 +567,38 @@ def add_up(backend: str) -> None:
 
 
 def check_trackers(_: Path) -> Finding:
-    """Check installed trackers, wandb's server and key; without a tracker runs only write files."""
+    """Check the installed trackers, and the server and API key of wandb.
+
+    Without a tracker, runs only write files.
+    """
     versions = {name: here for name in TRACKERS if (here := installed_version(name))}
     message = ", ".join(f"{name} {here}" for name, here in versions.items()) or "none installed"
     if "wandb" not in versions:
-        return ok(f"{message}; metrics.jsonl has everything")
+        return ok(f"{message}; metrics.jsonl contains all metrics")
     mode = os.environ.get("WANDB_MODE", "online")
     if mode != "online":
         return ok(f"{message}; WANDB_MODE={mode}")
     server = os.environ.get("WANDB_BASE_URL", WANDB_SERVER)
     host = urlsplit(server).hostname or ""
     if error := connection_error(server):
-        return warning(f"{message}; {error}", "export WANDB_MODE=offline, and later `wandb sync`")
+        return warning(
+            f"{message}; {error}", "export WANDB_MODE=offline, and run `wandb sync` later"
+        )
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     with suppress(OSError, netrc.NetrcParseError):
         has_key = has_key or netrc.netrc().authenticators(host) is not None
     if not has_key:
         return warning(
-            f"{message}; {host} answers, but there is no key",
-            "wandb login, or export WANDB_MODE=offline",
+            f"{message}; {host} answers, but no API key is set",
+            "run wandb login, or export WANDB_MODE=offline",
         )
-    return ok(f"{message}; {host} answers, there is a key")
+    return ok(f"{message}; {host} answers, and an API key is set")
 
 
 def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
-    """Return the reason why a server, or its proxy, cannot be reached; None if it can.
+    """Return the reason why a server or its proxy cannot be reached; None if it can be reached.
 
-    It runs in another thread, because the look-up of a host name has no time limit.
+    The connection is made in another thread, because looking up a host name has no time limit.
     """
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     parts = urlsplit(proxy or url)
@@ -607,7 +618,7 @@ def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
 
 
 def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
-    """Return the result of `work`, or None after `seconds`; its thread then continues."""
+    """Return the result of `work`, or None if it takes longer; its thread then continues."""
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
     thread.start()
@@ -616,7 +627,7 @@ def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
 
 
 class Check(NamedTuple):
-    """Check in the table of checks."""
+    """Entry of `CHECKS`."""
 
     # Name of the check on the command line and in the output.
     name: str

@@ -1,25 +1,25 @@
 r"""Bias from zero-variance groups: in the mean reward of a prompt, but not in the gradient.
 
 A group has G rewards of 0 or 1, each 1 with probability p, and mean `m`. Let M be the event that
-the rewards differ, and `h = p^G + (1-p)^G` the probability that they are all equal. Over all
-groups, m has mean p. Over mixed groups,
+the group is mixed: its rewards are not all equal. Let `h = p^G + (1-p)^G` be the probability that
+all rewards are equal. Over all groups, m has mean p. Over mixed groups,
 
     E[ m - p | M ] = ( p (1-p)^G - (1-p) p^G ) / (1 - h)
 
-For p < 1/2 this is positive: a hard prompt looks easier than it is, and each of its advantages
-`z - m` is too low. An easy prompt looks harder than it is (arXiv 2601.08521). However, all
-advantages in a group of equal rewards are 0. Dropping such a group therefore removes nothing from
-the mean of the gradient, for any baseline:
+For p < 1/2 this expectation is positive, so a hard prompt looks easier than it is, and each of its
+advantages `z - m` is too low. An easy prompt looks harder than it is (arXiv 2601.08521). However,
+if all rewards in a group are equal, all its advantages are 0. For any baseline, dropping such
+groups therefore only rescales the mean of the gradient:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
 The mean gradient of the kept groups is longer by the factor 1/(1 - h). This factor compensates for
-the smaller number of kept groups. The mean of ghat is g if the baseline is the mean of the other
-completions, and (G-1)/G g if it is the group mean, for easy and hard prompts alike.
+the smaller number of kept groups. For both easy and hard prompts, E[ ghat ] is g if the baseline is
+the mean reward of the other completions, and (G-1)/G g if the baseline is the group mean.
 
-A group in which all completions are wrong indicates a hard prompt. Let x(p) be the mean of some
-quantity over the groups of a prompt. In training that follows such a group, the mean over prompts
-is E[ (1-p)^G x(p) ].
+A group in which all completions are wrong indicates a hard prompt. Prompts are therefore weighted
+by the probability of such a group, (1-p)^G. If a quantity has mean x(p) over a prompt's groups, its
+weighted mean over prompts is E[ (1-p)^G x(p) ] / E[ (1-p)^G ].
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_inte
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, Integers
 
-# Minimum number of prompts with a nonzero shift for a jackknife.
+# Minimum number of prompts with a nonzero shift that the jackknife needs.
 MIN_PROMPTS = 8
 
 
 class MixedGroups(NamedTuple):
     """Estimates for the mixed groups of hard or easy prompts, each prompt weighted by w(p)."""
 
-    # Unbiased estimates of w(p), the probability that another group is all wrong or all right.
+    # Unbiased estimates of w(p), the probability that another group of the prompt is all wrong
+    # (hard prompts) or all right (easy prompts).
     weight_P: Array
     # Unbiased estimates of w(p) E[(m - p) 1(M)].
     shift_P: Array
@@ -52,20 +53,20 @@ class MixedGroups(NamedTuple):
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """Return 1/P(M), the factor by which the mean gradient of mixed groups is longer."""
+        """Return 1/P(M), the length of the mean gradient of mixed groups relative to all groups."""
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 
 
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
-    """Return estimates for the mixed groups of `hard` and of `easy` prompts, by difficulty.
+    """Return estimates for the mixed groups of hard and easy prompts, keyed by difficulty.
 
     The weight of a prompt is the probability that another group is all wrong (`hard`) or all right
     (`easy`). A difficulty is omitted if fewer than `MIN_PROMPTS` prompts have a nonzero shift. One
-    half of a prompt's completions estimates the weight, and the other half estimates the moments of
-    the groups; the halves are then swapped. If the same completions estimated both, hard prompts
-    would look harder than they are, because a prompt with few right answers in a small sample is
-    not always hard.
+    half of a prompt's completions estimates the weight, and the other half estimates the shift and
+    the share of mixed groups. The halves are then swapped. If the same completions estimated the
+    weight and the shift, hard prompts would look harder than they are, because a prompt with few
+    right answers in a small sample is not always hard.
 
     Args:
         rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions of each prompt.
@@ -98,8 +99,8 @@ def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    Each estimate is a mean of `-(m - z) 1(rewards equal)`. The mean runs over all pairs of a group
-    of G from the prompt's pool and a completion outside this group, with reward z.
+    Each estimate averages `-(m - z) 1(rewards equal)` over all pairs of a group of G completions
+    from the prompt's pool and a completion with reward z outside this group.
 
     Args:
         rewards_PN: 0/1 rewards of N > G completions of each prompt.

@@ -1,8 +1,8 @@
-r"""Unequal group sizes: reduction of the error by a plan at a fixed number of rollouts.
+r"""Unequal group sizes: change of the error under a plan, at a fixed number of rollouts.
 
-A plan assigns a group size G_x to each of m prompts. The gradient estimate is the mean of the
-leave-one-out gradients of the groups. It is unbiased for any G_x >= 2, and its error given the
-prompts is
+A plan assigns a group size G_x to each of m prompts. The gradient estimate is the mean over groups
+of their leave-one-out gradients. It is unbiased for any G_x >= 2, and its error given the prompts
+is
 
     1/m^2 sum_x e_x(G_x)        e_x(G) = A_x/G + B_x / (G (G-1))
 
@@ -12,29 +12,29 @@ the sum at a fixed total, start with G_x = 2 and repeatedly add the completion w
 saving. This greedy method is exact because the savings of a prompt decrease with G. For large G it
 gives Neyman's (1934) allocation, `G_x ~ sqrt(A_x)`.
 
-A_x and B_x are unknown. If the same completions make and judge a plan, the plan appears to save too
-much, because it is fitted to their sampling errors. Therefore one half of the pool makes the plan,
-and the other half judges it. The halves are then swapped, and the procedure is repeated over random
-halvings. The estimates of the judging half are unbiased and independent of the plan. The best plan
-for known A and B saves at least as much as a held-out plan. It saves at most about as much as the
-plan from the full pool appears to save in sample.
+A_x and B_x are unknown. If the same completions were used to make and to judge a plan, the plan
+would appear to save too much, because it would be fitted to their sampling errors. Therefore the
+plan is made from one half of the pool and judged on the other half. The halves are then swapped,
+and the procedure is repeated over random halvings. The estimates of the judging half are unbiased
+and independent of the plan. The best plan for known A and B saves at least as much as a held-out
+plan, and at most about as much as the plan from the full pool appears to save in sample.
 
 Plans are computed from estimates on half of the pool:
 
     measured noise             estimated A and B, with negative estimates set to 0
-    p(1-p)                     savings p (1-p) / ((G-1) G), from VIP's variance of RLOO,
-                               p (1-p)/(G-1) (2602.01601); measured p replaces VIP's Gaussian
-                               process
-    shrunken p(1-p)            the same with E[p (1-p) | counts], if p is Beta(a, b) over prompts
-    shrunken ... x score norm  the same times the mean squared score norm
-    Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G) with measured p (2509.25849, as
-                               in the public code but without its fallback)
+    p(1-p)                     savings p (1-p) / ((G-1) G), from the RLOO variance p (1-p)/(G-1)
+                               in VIP (2602.01601); uses the measured p instead of VIP's
+                               Gaussian process
+    shrunken p(1-p)            as above, with E[p (1-p) | counts] for p ~ Beta(a, b) over prompts
+    shrunken ... x score norm  as above, times the mean squared score norm
+    Knapsack RL                value p (1-p)^2 (1 - p^G - (1-p)^G) with the measured p, as in the
+                               public code of 2509.25849 but without its fallback
     G = 2 for zero-variance prompts
                                G = 2 for a prompt if all its rewards in the half are equal; the
                                other prompts share the remaining completions equally
 
 Reinforce-Ada (2510.04996) is not compared. It samples until a prompt has enough right answers and
-estimates the gradient of another objective, so the error above does not apply to it.
+estimates the gradient of a different objective, so the error above does not apply to it.
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ class AllocationSaving:
     plan: str
     # Mean group size.
     group_size: int
-    # Error of the plan divided by the error of equal groups, minus 1. One half of the pool makes
-    # the plan, and the other half judges it. The intervals are for new prompts and simultaneous
-    # over all plans at one mean group size.
+    # Error of the plan divided by the error of equal groups, minus 1. The plan is made from one
+    # half of the pool and judged on the other half. The intervals are for new prompts and
+    # simultaneous over all plans at one mean group size.
     change: Interval
-    # The same change if the full pool makes and judges the plan. None for plans other than
-    # `MEASURED_NOISE`, or if the error of equal groups is not positive.
+    # The same change if the plan is made from the full pool and judged on it. None for plans other
+    # than `MEASURED_NOISE`, or if the error of equal groups is not positive.
     in_sample: float | None
 
 
 def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array:
-    """Return the group sizes with the largest total saving, chosen greedily, [P].
+    """Return the group sizes that maximise the total saving, chosen greedily, [P].
 
     Args:
         savings: function that maps group sizes, [1, K], to the savings from one more completion of
             each prompt, [P, K]. The savings must decrease with the group size. If savings are
-            equal, smaller groups come first.
+            equal, the smallest group grows first.
         count: number of prompts, P.
         total: sum of the group sizes, at least 2 P.
 
     Raises:
-        ValueError: `total` allows fewer than 2 completions per prompt.
+        ValueError: `total` is less than 2 completions per prompt.
 
     >>> noise_P1 = np.array([[9.0], [1.0], [1.0]])
     >>> allocate(lambda sizes: noise_P1 / (sizes * (sizes + 1)), 3, 15).tolist()
@@ -166,7 +166,7 @@ def allocation_savings(
 
 
 def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
-    """Return the ratio of the sums minus 1, with a delete-one-prompt jackknife interval.
+    """Return the ratio of the two sums minus 1, with a delete-one-prompt jackknife interval.
 
     The confidence level is Bonferroni-corrected for the number of plans.
     """
@@ -185,8 +185,8 @@ def plans_of(
     """Return the savings function of each plan, from estimates on half of a pool.
 
     Args:
-        half: estimates from `halves_of`, [P] each.
-        size: number of completions per prompt that the estimates use.
+        half: estimates by name from `halves_of`, each of shape [P].
+        size: number of completions per prompt behind the estimates.
         binary: True if all rewards are 0 or 1.
     """
     columns = {name: values_P[:, None] for name, values_P in half.items()}
@@ -216,7 +216,7 @@ def plans_of(
 
 
 def shrunken_variance(successes_P: Array, size: int) -> Array:
-    """Return E[p (1-p) | counts] for p ~ Beta(a, b) over prompts, fitted by moments.
+    """Return E[p (1-p) | counts] for p ~ Beta(a, b) over prompts, with moment estimates of a, b.
 
     Args:
         successes_P: number of right completions of each prompt.

@@ -1,15 +1,16 @@
 r"""Audit: comparison of a trainer's applied gradient with the gradient that its loss declares.
 
-p is the negated gradient that the optimizer receives (the ascent direction, before clipping). d is
-the declared gradient, `sum_i W_i s_i`, with the weights W_i of `row_weights` and the scores s_i:
+Let p be the negated gradient that the optimizer receives (the ascent direction, before clipping).
+Let d be the declared gradient, `sum_i W_i s_i`, with the weights W_i of `row_weights` and the
+scores s_i:
 
     ratio = <p, d> / ||d||^2        cosine = <p, d> / (||p|| ||d||)
 
-If p = d, the ratio and the cosine are both 1. A constant factor changes only the ratio. Other row
-weights change both, and p can also be compared with the gradients that other weights give. The
-rounding error of each row is a fraction of its term W_i s_i, even if the terms cancel in d. This
-fraction is small if scores and loss are computed in the same precision. Therefore two gradients
-count as equal if
+If p = d, the ratio and the cosine are both 1. A constant factor changes only the ratio. Different
+row weights change the ratio and the cosine, so p is also compared with the gradients of losses with
+other row weights. The rounding error of each row is a fraction of its term W_i s_i, even if the
+terms cancel in d. This fraction is small if scores and loss are computed in the same precision.
+Therefore two gradients count as equal if
 
     ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
 
@@ -32,15 +33,16 @@ from grpo_ustat.records import Array, BaselineContext, Integers
 
 NO_CAUSE = "no known cause"
 NOT_OF_ROWS = (
-    "no weights of these rows give it: check for dropout, another term of the loss (a penalty, an "
-    "entropy bonus), and tokens, masks or parameters other than declared"
+    "no row weights reproduce it; check for dropout, for another term in the loss (such as a "
+    "penalty or an entropy bonus), and for tokens, masks or parameters that were not declared"
 )
 # Tolerance at or above which a gradient counts as 0 up to rounding.
 VANISHES = 1.0
 # Value of epsilon if all computations use float32, measured by
 # scripts/benchmarks/audit_tolerances.py.
 FULL = 1e-3
-# Value of epsilon if scores and loss both use bfloat16, float16 or TF32, from the same script.
+# Value of epsilon if both scores and loss use bfloat16, float16 or TF32, measured by the same
+# script.
 REDUCED = 0.1
 
 
@@ -57,8 +59,8 @@ class Agreement(NamedTuple):
         """Relative difference, ||p - d|| / ||d||."""
         if math.isnan(self.cosine):
             return 1.0 if self.ratio == 0 else math.nan
-        # Computed from two parts, because subtracting two large numbers would make a small
-        # difference inaccurate.
+        # Computed from two orthogonal parts, because subtracting nearly equal numbers would make a
+        # small difference inaccurate.
         return math.hypot(self.ratio - 1, self.ratio * self.tangent)
 
     @property
@@ -91,7 +93,7 @@ class Fault(NamedTuple):
 
 
 def divided(by: int, what: str) -> list[Fault]:
-    """Return the faults of dividing once too often by a number or not at all; [] for the number 1.
+    """Return the faults of dividing by a number once too often or not at all; [] for the number 1.
 
     >>> [fault.ratio for fault in divided(4, "gradient_accumulation_steps")]
     [0.25, 4.0]
@@ -106,7 +108,7 @@ def divided(by: int, what: str) -> list[Fault]:
 
 @dataclass(frozen=True)
 class GradientAudit:
-    """Comparison of an applied gradient with the declared one."""
+    """Comparison of an applied gradient with the declared gradient."""
 
     # Ratio and cosine, see `Agreement`.
     ratio: float
@@ -115,7 +117,7 @@ class GradientAudit:
     difference: float
     # Largest difference that rounding explains, see `rounding`.
     tolerance: float
-    # Explanation of a larger difference, in words; empty if the gradients agree.
+    # Cause of a difference larger than `tolerance`, in words; empty if the gradients agree.
     cause: str = ""
 
     @property
@@ -130,12 +132,12 @@ class GradientAudit:
         'applied = 0.200 x declared, cosine 1.000: every weight is capped at 0.2'
         """
         if self.agrees and not self.tolerance < VANISHES:
-            return "The declared gradient is 0 up to rounding: there is nothing to compare"
+            return "The declared gradient is 0 up to rounding, so there is nothing to compare"
         if self.agrees and math.isnan(self.cosine):
-            return "The applied gradient is the declared one: both are 0"
+            return "The applied gradient and the declared gradient are both 0"
         if self.agrees:
             numbers = f"ratio {self.ratio:.3f}, cosine {self.cosine:.3f}"
-            return f"The applied gradient is the declared one ({numbers})"
+            return f"The applied gradient equals the declared gradient ({numbers})"
         if math.isnan(self.cosine):
             return self.cause
         ratio = f"{self.ratio:.3f}" if 0.01 <= abs(self.ratio) < 100 else f"{self.ratio:.3g}"
@@ -167,11 +169,11 @@ def judged(
 
     Args:
         applied_R, declared_R: gradients p and d.
-        others: gradients under other row weights, by description, the most likely first.
+        others: gradients under other row weights, keyed by description, most likely first.
         tolerance: largest difference that rounding explains.
-        faults: known faults that multiply the gradient. They are checked before faults that can
-            occur in any trainer.
-        hints: possible causes of a lower cosine, other than row weights.
+        faults: known faults that multiply the gradient. They are checked before generic factors,
+            which can occur in any trainer.
+        hints: possible causes of a lower cosine other than different row weights.
     """
     comparison = compared(applied_R, declared_R)
     if (settled := without_cause(comparison, tolerance, bool(applied_R.any()))) is not None:
@@ -187,10 +189,10 @@ def compared(applied_R: Array, other_R: Array) -> Agreement:
 
 
 def without_cause(comparison: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
-    """Return the audit if no cause needs to be searched for, else None.
+    """Return the audit if no search for a cause is needed, else None.
 
-    No search is needed if p equals d, or if p or d is 0 or not finite. If the scores of the
-    declared gradient cancel, only rounding errors remain, and the gradients are not compared.
+    No search is needed if p equals d, or if p or d is 0 or not finite. If the terms of the declared
+    gradient cancel, only rounding errors remain, and the gradients are not compared.
 
     Args:
         comparison: ratio and cosine of p and d.
@@ -203,9 +205,9 @@ def without_cause(comparison: Agreement, tolerance: float, applied: bool) -> Gra
         return GradientAudit(*comparison, difference, tolerance)
     if not math.isnan(comparison.cosine):
         return None
-    cause = "The declared gradient is 0 or not finite, or the applied one is not finite"
+    cause = "The declared gradient is 0 or not finite, or the applied gradient is not finite"
     if comparison.ratio == 0:
-        cause = "The applied gradient is 0, the declared one is not"
+        cause = "The applied gradient is 0, but the declared gradient is not"
     return GradientAudit(*comparison, difference, tolerance, cause)
 
 
@@ -216,7 +218,7 @@ def cause_of(
     tolerance: float,
     faults: Sequence[Fault],
 ) -> str:
-    """Name the factor or row weights that explain the applied gradient, or return "".
+    """Name the factor or the row weights that explain the applied gradient, or return "".
 
     The arguments are those of `judged`.
     """
@@ -240,12 +242,12 @@ def cause_of(
 
 
 def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
-    """Describe the known faults that multiply a gradient by this ratio, or return "".
+    """Describe faults that multiply a gradient by this ratio, or return "".
 
     >>> factor_text(0.25, FULL, divided(4, "processes"))
     'divided once more by processes = 4'
     >>> factor_text(-3.0, FULL, ())
-    'the sign is reversed; 3 times too large, as where something is not divided by 3 parts'
+    'the sign is reversed; 3 times too large, as if a division by 3 were missing'
     """
 
     def is_near(expected: float) -> bool:
@@ -259,20 +261,20 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
     if exact := [fault.says for fault in faults if is_near(fault.ratio)]:
         return " or ".join(exact)
     parts = round(max(ratio, 1 / ratio))
-    # With a larger tolerance, another number of parts would fit equally well.
+    # If the tolerance is this large, another number of parts would fit equally well.
     if parts == 1 or 2 * parts * tolerance > 1:
         return ""
     if is_near(1 / parts):
-        return f"1/{parts}, as where something is divided once more by {parts} parts"
+        return f"1/{parts}, as if it were divided once more by {parts}"
     if is_near(parts):
-        return f"{parts} times too large, as where something is not divided by {parts} parts"
+        return f"{parts} times too large, as if a division by {parts} were missing"
     return ""
 
 
 def advantages_by_baseline(
     loss: Loss, rewards_PG: Array, context: BaselineContext
 ) -> dict[str, Array]:
-    """Compute a batch's advantages under the loss's baseline and similar baselines, [P, G] each.
+    """Compute a batch's advantages under the loss's baseline and other baselines, each [P, G].
 
     The baseline of the loss comes first.
     """
@@ -293,12 +295,12 @@ def other_losses(
 ) -> dict[str, Array]:
     """Return the row weights of losses that are similar to the declared loss.
 
-    Each loss differs in the token normaliser or in the advantages. Losses that differ in both come
-    last.
+    Each loss differs in the token normaliser, in the advantages, or in both. Losses that differ in
+    both come last.
 
     Args:
         loss: declared loss.
-        advantage_N: advantages of the rows, by baseline, see `advantages_by_baseline`.
+        advantage_N: advantages of the rows, keyed by baseline; see `advantages_by_baseline`.
         weight_N: declared token weight of each row.
         lengths_N: number of tokens of each row that count in the loss; 0 for an excluded row.
     """
@@ -342,8 +344,8 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
         tolerance: largest difference that rounding explains.
 
     Returns:
-        Description of the rows, or a statement that p is not a sum of these scores. Empty if the
-        sketches are too short to decide.
+        Description of the rows, or `NOT_OF_ROWS` if p is not a weighted sum of these scores. Empty
+        if the sketches are too short to decide.
 
     >>> rows_text(np.eye(12)[:2].sum(axis=0), np.eye(12)[:3], np.ones(3), FULL)
     '1 of 3 rows is missing (2)'
@@ -363,7 +365,7 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
         low, high = np.quantile(factor_C, (0.1, 0.9))
         return (
             "it is a sum of the same scores with other weights, mostly "
-            f"{low:.2f} to {high:.2f} of the declared ones"
+            f"{low:.2f} to {high:.2f} times the declared weights"
         )
     missing = np.sort(first_U[counts_U][~present_C])
     typical = abs(common_factor) * float(np.abs(declared_U[counts_U]).mean())
@@ -373,7 +375,7 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
         verb = "is" if len(missing) == 1 else "are"
         parts.append(f"{len(missing)} of {len(weights_B)} rows {verb} missing ({_places(missing)})")
     if len(added):
-        parts.append(f"{len(added)} rows of weight 0 count ({_places(added)})")
+        parts.append(f"{len(added)} rows with weight 0 are included ({_places(added)})")
     return " and ".join(parts)
 
 

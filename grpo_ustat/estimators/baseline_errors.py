@@ -1,9 +1,10 @@
-r"""Error of an update of n rollouts with any baseline, for new questions, without a closed form.
+r"""Error of an update of n rollouts on new questions, for baselines without a closed form.
 
 A baseline is treated as a loss whose rows have weight 1/n, so `estimators.losses` gives the moments
-of the update ghat. They are means over all groups of G in the pool if the reward levels can be
-counted, and over drawn groups otherwise. For baselines that couple the questions of a batch, they
-are means over drawn batches. With B = n / G questions drawn independently,
+of the update ghat. If all groups of G in the pool can be enumerated by their reward levels, or the
+baseline is linear in the rewards, the moments are means over all these groups. Otherwise they are
+means over drawn groups. For baselines that couple the questions of a batch, they are means over
+drawn batches. With B = n / G questions drawn independently,
 
     MSE = E||ghat||^2 - 2 <E ghat, grad J> + ||grad J||^2
 
@@ -30,7 +31,7 @@ def baseline_rows(
     group_sizes: Sequence[int],
     rollouts: int,
 ) -> list[LossRow]:
-    """Return each baseline as a loss at each G, with a reason if the pool cannot measure it.
+    """Return a row for each baseline and G, with a reason if it cannot be measured on the pool.
 
     Args:
         baselines: options of each baseline, by name.
@@ -49,7 +50,7 @@ def baseline_errors(
     draws: int,
     seed: int,
 ) -> dict[tuple[str, int], GradientError]:
-    """Compute the errors that the pool can measure, by baseline and G, see `baseline_rows`.
+    """Compute the errors of all measurable baselines, by baseline and G; see `baseline_rows`.
 
     Args:
         draws: number of pairs of batches for baselines that couple the questions of a batch.

@@ -1,23 +1,24 @@
-r"""Moments of losses whose row weights depend on the whole batch, from batches drawn from a pool.
+r"""Moments of losses whose row weights depend on the whole batch, estimated from drawn batches.
 
-A draw has two batches of B different prompts, with a group of G from each prompt's pool. Let ghat
-and ghat' be the updates of the two batches, and g_y the pool gradients of the prompts in neither
-batch. The unbiased estimates of the moments are
+A draw consists of two batches without common prompts. Each batch has B prompts, and a group of G
+completions from each prompt's pool. Let ghat and ghat' be the updates of the two batches, and g_y
+the pool gradients of the prompts in neither batch. The unbiased estimates of the moments are
 
     E||ghat||^2      Gram matrices within prompts, sketches between prompts
     ||E ghat||^2     <ghat, ghat'>
     <E ghat, grad J> <ghat, mean of g_y>
 
-With few batches the errors of these estimates are large. Therefore only the effect of the coupling
-is estimated from draws. The control variate of each batch is the update of an additive loss, which
-is the same loss without the coupling, times the best-fitting factor alpha. Its moments are known
-from all groups (`estimators.group_terms`). The mean difference between the two losses over the
-draws is added to these moments. The value without a prompt is the mean over the draws that lack
-this prompt, because these are draws from the other prompts.
+With few batches, these estimates have large errors. Therefore only the effect of the coupling is
+estimated from draws. The additive loss is the same loss without the coupling, and its moments are
+computed from all groups (`estimators.group_terms`). The update of the additive loss on the same
+batch, times the best-fitting factor alpha, serves as the control variate. The mean difference
+between the two losses over the draws is added to the moments of the additive loss. In the
+jackknife, the value without a prompt is the mean over the draws that lack this prompt, because they
+are draws from the other prompts.
 
-If groups are replaced, prompts are tried until B of them have a group with unequal rewards. The
-prompts whose groups were replaced also belong to the draw, so g_y comes only from prompts that were
-not tried.
+If the loss replaces groups with equal rewards, prompts are tried until B of them have a group with
+unequal rewards. The prompts whose groups were replaced also belong to the draw, so g_y comes only
+from prompts that were not tried.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from grpo_ustat.estimators.row_weights import (
 )
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
-# Number of questions per prompt of a batch. A draw has two batches, and a third set of B questions
-# is in neither batch.
+# Number of questions that a draw needs per prompt of a batch. Each draw has two batches of B
+# prompts and leaves a third set of B questions outside both batches.
 QUESTIONS_A_PROMPT = 3
 
 
@@ -57,15 +58,15 @@ class Batch:
     place_BG: Integers
     # Order of the rows before they are split into micro-batches.
     order_N: Integers
-    # Prompts of the batch and prompts whose groups were replaced.
+    # Prompts of the batch, and prompts whose groups were replaced.
     tried: Integers
 
 
 def additive_part(loss: Loss, group_size: int) -> Loss:
-    """Return the loss without the parts that couple its rows; groups are still replaced."""
+    """Return the loss without the parts that couple its rows; replacement of groups is kept."""
     baseline, options = loss.baseline, loss.options
     if baseline == "gdpo":
-        # The baseline group_std reads the weighted sum of the rewards.
+        # Unlike gdpo, group_std reads the weighted sum of the reward functions.
         baseline = "group_std"
     elif BASELINES[baseline].couples_prompts:
         baseline, options = "group_mean" if group_size > 1 else "none", {}
@@ -112,9 +113,10 @@ def drawn_mixed_batches(
 ) -> Iterator[tuple[Batch, Batch]]:
     """Yield draws of two batches of mixed groups; the arguments determine every draw.
 
-    Each prompt is tried at most once in a draw. Prompts and their groups are independent, so the
-    mixed groups have their conditional distribution, independently of the number of tries. A draw
-    with too few mixed groups is repeated, which does not change the distribution.
+    Each prompt is tried at most once in a draw. Prompts and their groups are independent. The mixed
+    groups therefore follow the conditional distribution given unequal rewards, whatever the number
+    of tries is. A draw with too few mixed groups is repeated, which does not change the
+    distribution.
     """
     questions, completions = rewards_PN.shape
     place_N = np.arange(completions, dtype=np.int64)
@@ -125,7 +127,8 @@ def drawn_mixed_batches(
             place_PN = rng.permuted(np.tile(place_N, (questions, 1)), axis=1)
             place_PG = place_PN[:, :group_size]
             mixed = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
-            # At least two prompts must be untried, because the jackknife may leave out one of them.
+            # At least two prompts must remain untried, because the jackknife can leave out one of
+            # them.
             if len(mixed) >= 2 * prompts and mixed[2 * prompts - 1] < questions - 2:
                 break
         ends = 0, mixed[prompts - 1] + 1, mixed[2 * prompts - 1] + 1
@@ -140,7 +143,7 @@ def drawn_mixed_batches(
 
 
 def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batch]]) -> float:
-    """Return the mean share of rows that count in drawn batches, see `rows_that_count`.
+    """Return the mean share of counted rows over drawn batches; see `rows_that_count`.
 
     Args:
         loss: loss whose baseline reads only rewards.
@@ -161,12 +164,12 @@ def coupled_moments(
     additive: Sequence[UpdateMoments],
     draws: Sequence[tuple[Batch, Batch]],
 ) -> list[UpdateMoments]:
-    """Estimate the moments of the updates of coupled losses, all on the same draws.
+    """Estimate the moments of the updates of coupled losses, all from the same draws.
 
     Args:
-        pool: scored completions, in one metric.
-        gradient_PR: sketches of the gradients of the pool's prompts.
-        additive: moments of the `additive_part` of each loss, at the B and G of the draws.
+        pool: scored completions with a single metric.
+        gradient_PR: sketch of each prompt's gradient, estimated from the pool.
+        additive: moments of each loss's `additive_part`, at the B and G of the draws.
         draws: pairs of batches from `drawn_batches`, or from `drawn_mixed_batches` if the losses
             replace groups.
     """
@@ -192,7 +195,7 @@ def coupled_moments(
     lacks_DP: Mask = np.logical_not(inside_DP.reshape(-1, questions))
     outside_DP: Mask = np.logical_not(inside_DP.any(axis=1))
     moments: list[UpdateMoments] = []
-    # alpha is 0 if the additive part is 0 in every draw, because no drawn group has unequal
+    # alpha is 0 if the additive part is 0 in every draw, that is, if no drawn group has unequal
     # rewards.
     alphas = np.divide(products, squares, out=np.zeros(len(losses)), where=squares > 0)
     for number, (alpha, plain) in enumerate(zip(alphas, additive, strict=True)):
@@ -212,7 +215,7 @@ def coupled_moments(
 
 
 def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
-    """Compute the row weights of a batch, [B, V], with the kinds of vectors one after the other."""
+    """Compute the row weights of a batch, [B, V]; V runs over kinds, then over group members."""
     rows = batch.prompt_B[:, None], batch.place_BG
     rewards_BG = pool.rewards_PN[rows]
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
@@ -247,7 +250,7 @@ def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
     """Return the mean product with gradients of prompts in neither batch, [1 + P].
 
-    The first value is for all prompts, and each of the other P values is without one prompt.
+    The first value uses all prompts, and each of the other P values leaves out one prompt.
     """
     outside = along_DP * outside_DP
     total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
@@ -269,8 +272,8 @@ def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Ar
     Args:
         values_D: value of every draw.
         sums_P: sums of the values over the draws that lack each prompt.
-        lacks_DP: True if the draw lacks the prompt. Leaving out a prompt that is in every draw
-            changes nothing.
+        lacks_DP: True if the draw lacks the prompt. If a prompt is in every draw, the mean without
+            it is set to the mean over all draws.
     """
     mean, variance, count = values_D.mean(), values_D.var(ddof=1), len(values_D)
     lacks_P = lacks_DP.sum(axis=0)

@@ -10,13 +10,13 @@ from grpo_ustat.estimators.efficiency import without
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# An effective share up to this value depends on few weights, and the largest weights may not have
-# been drawn. The lower end of its interval is then set to 0.
+# An effective share at or below this value depends on a few large weights, and even larger weights
+# may not have been drawn. The lower end of its interval is then set to 0.
 MIN_BOUNDED = 0.6
 
 
 def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
-    """Compute the effective share of all prompts, then without each prompt, [1 + P].
+    """Compute the effective share over all prompts, then with each prompt left out, [1 + P].
 
     The effective share is the effective sample size `(sum w)^2 / sum w^2` divided by the number of
     weights.
@@ -40,11 +40,12 @@ class Drift:
 
     # KL(sampling policy || current policy), in nats per token.
     kl: Interval
-    # Effective share of the tokens, `(sum w)^2 / (count sum w^2)`, with their importance ratios as
-    # weights.
+    # Effective share of the tokens, `(sum w)^2 / (count sum w^2)`; the weights w are the tokens'
+    # importance ratios.
     tokens: Interval
-    # Effective share of the completions, with the product of the tokens' ratios as the weight of a
-    # completion. The first value is for all questions, the others are without each question.
+    # Effective share of the completions. The weight of a completion is the product of its tokens'
+    # importance ratios. The first value uses all questions, and each of the others leaves out one
+    # question.
     completions_D: Array
 
     @property
@@ -61,12 +62,12 @@ def drift_of(sums_PS: Array, count: int) -> Drift:
     """Compute the distance between the two policies, with intervals for new questions.
 
     Args:
-        sums_PS: sums for each question, see `mse.pool_parts.WeightedPart.drift`.
+        sums_PS: sums for each question; see `mse.pool_parts.WeightedPart.drift`.
         count: number of completions per question, N.
     """
     tokens_D = np.concatenate([[sums_PS[:, 2].sum()], sums_PS[:, 2].sum() - sums_PS[:, 2]])
     kl_D = np.concatenate([[sums_PS[:, 6].sum()], sums_PS[:, 6].sum() - sums_PS[:, 6]]) / tokens_D
-    # The shares do not depend on this scale.
+    # The effective shares do not depend on this scale.
     scale_P = np.exp(sums_PS[:, 3] - sums_PS[:, 3].max())
     counts_P = np.full(len(sums_PS), float(count))
     tokens = effective_share(*sums_PS[:, :3].T)
@@ -76,6 +77,6 @@ def drift_of(sums_PS: Array, count: int) -> Drift:
 
 
 def _share_interval(values_D: Array, level: float = CONFIDENCE) -> Interval:
-    """Compute a share's interval; its lower end is 0 if the largest weights may be undrawn."""
+    """Compute the interval of an effective share; see `MIN_BOUNDED` for its lower end."""
     interval = jackknife_interval(values_D[0], without(values_D), level, positive=True)
     return interval if interval.estimate > MIN_BOUNDED else interval._replace(low=0.0)

@@ -8,20 +8,20 @@ Then
     prompt of a kept group              distribution rho(x) (1 - q_x) / K
     E[ ghat | kept ] = E ghat / K       E[ ||ghat||^2 | kept ] = E||ghat||^2 / K
 
-The two factors cancel because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`. The direction is
-therefore that of all groups, and the scale is 1/K, which changes with the policy. On average, B
-kept groups need `B / K` generated groups. After rescaling by K, with `M = E||ghat||^2` and ghat
-unbiased, the errors are
+The two factors cancel because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`. The mean gradient of
+kept groups therefore has the direction of the mean gradient of all groups and is longer by the
+factor 1/K, which changes with the policy. On average, B kept groups need `B / K` generated groups.
+If ghat is unbiased and `M = E||ghat||^2`, the errors after rescaling by K are
 
     B kept groups                      ( K M - ||grad J||^2 ) / B
     N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
 
-Per generated group the first error is `(M - ||grad J||^2 / K) / N`. This error is smaller than the
-second because the number of kept groups is fixed. The difference is only the share
-`(1/K - 1) G / n_c(G)` of the second error (n_c is the noise scale). If the same groups are
-generated and zero-variance groups are not replaced, the error is that of the second line at the
-cost of the first. Some kept groups are discarded because they are generated in batches larger than
-needed. Dynamic sampling therefore pays if the discarded share of kept groups is less than
+In terms of N, the first error is `(M - ||grad J||^2 / K) / N`. This error is smaller than the
+second because the number of kept groups is fixed. The difference is only the share `(1/K - 1) G /
+n_c(G)` of the second error (n_c is the noise scale). Without replacement of zero-variance groups,
+the same N groups give the second error at the same cost. However, dynamic sampling generates groups
+in batches, so it discards mixed groups in excess of B. It therefore pays only if the discarded
+share of mixed groups is less than
 
     s = (1/K - 1) G / n_c(G)
 """
@@ -38,14 +38,14 @@ from grpo_ustat.records import Array
 
 
 class KeptGroups(NamedTuple):
-    """Numbers of kept and generated groups in dynamic sampling, for one group size."""
+    """Share and cost of the kept groups in dynamic sampling, for one group size."""
 
     # Share of kept groups, K, with an interval over prompts.
     kept: Interval
-    # Generated groups per kept group, 1/K. This is also the scale of the gradient.
+    # Generated groups per kept group, 1/K. The mean gradient is longer by the same factor.
     generated: Interval
-    # Break-even share of discarded kept groups, s. Its interval combines the intervals of K and n_c
-    # and covers at least 90 %.
+    # Break-even share s of mixed groups that are generated but discarded. Its interval combines the
+    # intervals of K and n_c and covers at least 90 %.
     break_even: Interval
 
 
@@ -63,7 +63,7 @@ def kept_groups(
         group_size: group size, G.
         scale: noise scale in rollouts, n_c(G). An unknown end is NaN; a missing upper end is
             infinite.
-        most: number of groups behind an estimate of q_x, at least 1.
+        most: number of independent groups behind each estimate of q_x, at least 1.
         level: coverage of the intervals of K and of `scale`.
 
     >>> shares = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt

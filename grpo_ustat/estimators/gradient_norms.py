@@ -1,17 +1,19 @@
-r"""Noise scale from squared gradient norms only, for any loss and engine.
+r"""Noise scale estimated from squared gradient norms only, for any loss and training engine.
 
 The leave-one-out gradient of b independently drawn groups of g completions has
 
     E||ghat_b||^2 = ||grad J||^2 + V/b        V = C1 + C2/g + C3/(g (g-1))
 
-(Proposition 3). Squared norms at two or more values of b therefore identify ||grad J||^2 and V;
-McCandlish et al. (2018, appendix A.1) use a batch and its parts. The noise scale in rollouts is
+(Proposition 3). Squared norms at two or more values of b therefore identify ||grad J||^2 and V.
+McCandlish et al. (2018, appendix A.1) use the norms of a batch and of its parts. The noise scale in
+rollouts is
 
     n_c(g) = g V / ||grad J||^2
 
-`ScalingLaw.noise_scale` computes this number from scores. No scores are needed here, but the number
-applies only to the present g. G* and the noise scale at another g need scores. For any other loss
-that is a mean over groups, the two terms are the squared length of its mean gradient and its noise.
+`ScalingLaw.noise_scale` computes the noise scale from scores. Here no scores are needed, but the
+result applies only to the g of the measured gradients. G* and the noise scale at another g need
+scores. For any other loss that is a mean over groups, the first term is the squared norm of its
+expected gradient, and V is the variance of one group's gradient.
 """
 
 from __future__ import annotations
@@ -35,21 +37,22 @@ def noise_scale_from_norms(
 ) -> dict[str, Interval]:
     """Estimate ||grad J||^2, the squared error of one group's gradient, and the noise scale.
 
-    The first two numbers are the coefficients of a straight line in 1/b through the mean squared
-    norms at each b. With two values of b, the line passes through both means. With more values, it
-    is fitted by least squares with weight b^2, because a norm varies by 1/b if noise dominates.
-    Both coefficients are unbiased for any weights. Over the policies of several steps they are
-    means, and the noise scale is the ratio of these means.
+    The first two numbers are the coefficients of a straight line in 1/b, fitted to the mean squared
+    norm at each b. With two values of b, the line passes through both means. With more values, it
+    is fitted by least squares with weight b^2, because the standard deviation of a squared norm is
+    proportional to 1/b if noise dominates. The coefficients are unbiased for any weights. If the
+    policy changes between steps, the coefficients estimate means over the steps, and the noise
+    scale is the ratio of these means.
 
-    Intervals leave out one step at a time, with its norms at every b. This is valid if the norms
-    come from the same rollouts (a batch and its micro-batches), and also if they come from
+    The jackknife leaves out one step at a time, with its norms at every b. It is valid whether the
+    norms at different b come from the same rollouts (a batch and its micro-batches) or from
     different rollouts. The interval of the noise scale is Fieller's, see `ratio_interval`. It has
-    no upper end if ||grad J||^2 may be 0.
+    no upper end if the data do not exclude ||grad J||^2 = 0.
 
     Args:
-        sq_norms: squared norms before clipping, by the number of groups in a gradient, b. The shape
-            is [S] for one gradient at each of S >= 4 steps, or [S, K] for K parts of each step with
-            b groups each.
+        sq_norms: squared gradient norms before clipping, keyed by the number of groups in a
+            gradient, b. The shape is [S] for one gradient at each of S >= 4 steps, or [S, K] for K
+            parts of each step with b groups each.
         group_size: completions per group, g.
         level: coverage of the intervals.
 
@@ -67,11 +70,15 @@ def noise_scale_from_norms(
     [4.0, 8.0, 16.0]
     """
     if len(sq_norms) < 2:
-        raise ValueError(f"norms at groups {[*sq_norms]}: use those at two numbers of groups")
+        raise ValueError(
+            f"norms for b = {[*sq_norms]} groups: give norms for at least two numbers of groups"
+        )
     steps = {b: len(norms) for b, norms in sq_norms.items()}
     count = min(steps.values())
     if count < MIN_UNITS or count != max(steps.values()):
-        raise ValueError(f"steps by groups {steps}: use as many at each, {MIN_UNITS} or more")
+        raise ValueError(
+            f"steps by b: {steps}; give the same number of steps for each b, {MIN_UNITS} or more"
+        )
     norms_BSK = [np.reshape(norms, (count, -1)).astype(float) for norms in sq_norms.values()]
     groups_B = np.array([*sq_norms], dtype=float)
     design_B2 = np.stack([np.ones_like(groups_B), 1 / groups_B], axis=1)

@@ -5,17 +5,18 @@ data through the ratio k = C3/C1 and, weakly, through C2/C3:
 
     n MSE / C3 = G/k + C2/C3 + 1/(G-1)              G* = 1 + sqrt(k)
 
-C1 is hard to estimate. If a statement required C1 to be significantly above 0, it would be made
-mostly when C1 is overestimated. Therefore the decision uses a posterior of k. Its likelihood is
-that of Fieller's (1954) statistic C1 - C3/k, with Student's t distribution. A statement is made
-only if it holds under every prior in a class of weak priors (Berger 1985, section 4.7). The priors
-are densities of pi = 2 C1/C3, which is in (0, 1] for any policy: `a pi^(a-1)` with a = 1/4 and a =
-3/4. Their medians of G* are 6.7 and 3.2, and they give G* > 48 the probabilities 17 % and 0.5 %.
+C1 is hard to estimate. If a decision required C1 to be significantly above 0, decisions would be
+made mostly when C1 is overestimated. Therefore the decision uses a posterior of k. Its likelihood
+treats Fieller's (1954) statistic C1 - C3/k as t-distributed. A bound on the error is stated only if
+every prior in a class of weak priors supports it (Berger 1985, section 4.7). The priors are
+densities of pi = 2 C1/C3, which is in (0, 1] for any policy: `a pi^(a-1)` with a = 1/4 and a = 3/4.
+Under the first prior, G* has a median of 6.7 and exceeds 48 with a probability of 17 %. Under the
+second prior, these numbers are 3.2 and 0.5 %.
 
-The sample does not show prompts that were not drawn. If few prompts carry the signal, C1 and its
-standard error are both too small. Therefore the variance of C1 at a hypothetical C1 = C3/k includes
-a term `kappa (C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts for
-C3, `1 / (1/m + Var(C3)/C3^2)`, because prompts whose rewards hardly vary give no information on C1.
+If few prompts carry the signal, the sample can miss them, and C1 and its standard error are then
+both too small. Therefore the variance of C1 at a hypothetical C1 = C3/k includes a term `kappa
+(C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts for C3, `1 / (1/m +
+Var(C3)/C3^2)`, because prompts whose rewards hardly vary give hardly any information on C1.
 
 `scripts/benchmarks/error_rates.py group_size` counts the wrong statements on populations with G*
 from 2.5 to 48. The resulting table is in docs/benchmarks.md.
@@ -33,21 +34,21 @@ from grpo_ustat.records import Array
 
 # Exponents a of the prior densities of pi = 2 C1/C3.
 PRIOR_EXPONENTS = (0.25, 0.75)
-# Variance of C1 that undrawn prompts may add, times m_eff / C1^2.
+# Variance that undrawn prompts may add to C1, in units of C1^2 / m_eff.
 UNDRAWN_VARIANCE = 2.25
 # Effective number of prompts below which no decision is made.
 MIN_EFFECTIVE_PROMPTS = 16
 # Bounds on the extra error of the chosen size, in increasing order.
 TOLERANCES = (0.05, 0.10)
 PROBABILITY = 0.95
-# Minimum probability that the extra error is within .05 if the stated bound is .10.
+# Minimum probability that the extra error is at most .05 if the stated bound is .10.
 CLOSE_PROBABILITY = 0.80
 # Candidate sizes for a decision on G* that does not depend on the number of rollouts.
 USUAL_SIZES = tuple(2**power for power in range(1, 9))
 # TRL's default G.
 USUAL_SIZE = 8
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
-# Largest number of prompts in simulated studies, and number of values up to it that are tried.
+# Largest number of prompts in simulated studies, and number of prompt counts that are tried.
 MAX_PROMPTS, COUNTS = 10**6, 50
 SIMULATED_STUDIES = 200
 
@@ -57,9 +58,10 @@ class Decision(NamedTuple):
 
     # Admissible size with the smallest expected extra error under its worst prior.
     group_size: int
-    # Bound on the extra error relative to the smallest error. .05: the extra error is within .05
-    # with a probability of .95 under every prior. .10: it is within .10 with .95 and within .05
-    # with .80. None: not decided.
+    # Bound on the extra error relative to the smallest error. If it is .05, the extra error is at
+    # most .05 with a probability of .95 or more under every prior. If it is .10, the extra error is
+    # at most .10 with a probability of .95 and at most .05 with a probability of .80. None if
+    # nothing is decided.
     tolerance: float | None
 
 
@@ -94,7 +96,7 @@ class Estimates(NamedTuple):
         return weights_ASK / weights_ASK.sum(axis=2, keepdims=True)
 
     def decide(self, sizes: Sequence[int]) -> tuple[Array, Array]:
-        """Return the index in `sizes` that each study chooses, and the tolerance or NaN."""
+        """Return the index of the size that each study chooses, and its tolerance or NaN."""
         sizes_G = np.array(sizes, float)
         complete_S = np.isfinite(self.constants_S3).all(axis=1)
         complete_S &= np.isfinite(self.covariance_S33).all(axis=(1, 2))
@@ -125,7 +127,7 @@ class Estimates(NamedTuple):
     def ratio_quantiles(self, level: float) -> tuple[float, float, float]:
         """Return the low end, middle and high end of k = C3/C1 for one study, over all priors.
 
-        The middle is the exponential of the mean of the priors' medians of log k.
+        The middle is the exponential of the mean over priors of the posterior median of log k.
         """
         probabilities = ((1 - level) / 2, 0.5, (1 + level) / 2)
         quantiles_A3 = np.array([
@@ -138,13 +140,13 @@ class Estimates(NamedTuple):
         return math.exp(low), math.exp(middle), math.exp(high)
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate the numbers of prompts with which 50 % and 90 % of such studies decide.
+        """Estimate the numbers of prompts at which 50 % and 90 % of similar studies decide on G.
 
-        Studies are simulated with a true k from the posterior, with C2 and C3 as estimated, and
-        with errors whose covariance is inversely proportional to the number of prompts.
+        Studies are simulated with a true k drawn from the posterior, with the estimated C2 and C3,
+        and with errors whose covariance is inversely proportional to the number of prompts.
 
         Returns:
-            Both numbers. A number is infinite if no number of prompts up to 10^6 suffices.
+            The two numbers of prompts. A number is infinite if 10^6 prompts do not suffice.
         """
         (constants_3,), (covariance_33,) = self.constants_S3, self.covariance_S33
         weights_K = self.posterior()[:, 0].mean(axis=0)
@@ -157,7 +159,7 @@ class Estimates(NamedTuple):
         noise_S3: Array = rng.standard_normal((SIMULATED_STUDIES, 3)) @ root_33.transpose()
 
         def decided(count: float) -> float:
-            """Return the share of studies with `count` prompts that decide."""
+            """Return the share of studies with `count` prompts that decide on G."""
             shrink = self.prompts / count
             covariance_S33 = np.broadcast_to(covariance_33 * shrink, (SIMULATED_STUDIES, 3, 3))
             estimates_S3 = truth_S3 + math.sqrt(shrink) * noise_S3

@@ -6,25 +6,27 @@ independent terms
     T = 1/G sum_{i in A} A_i phi_i s_i        A the group, A_i advantage, phi_i = n w_i
 
 The mean of T over all groups of G in a pool of N completions is an unbiased estimate of `E T`. The
-mean of `||T||^2` is likewise unbiased. If the advantages are a function of the group's rewards,
-they depend only on the counts `k_l` of the reward levels. These counts have the multivariate
-hypergeometric distribution. With `a_l(k)` the advantage of level l,
+mean of `||T||^2` over these groups is an unbiased estimate of `E||T||^2`. If equal rewards in a
+group always have equal advantages, the advantages depend only on the counts `k_l` of the reward
+levels. These counts have a multivariate hypergeometric distribution. Let `a_l(k)` be the advantage
+of level l. Then
 
     E[ A_i 1(i in A) ]           = sum_k P(k) a_l k_l / n_l
     E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
 
-A table of counts therefore gives the mean over all groups. If there are many reward levels, the
-table is too long. An advantage that is linear in the rewards,
-`A_i = u_i - b sum_{j in A, j != i} u_j`, needs no table (`linear_terms`). Other advantages are
-averaged over drawn groups, and a linear advantage on the same groups is the control variate, see
-`with_control`.
+The mean over all groups can therefore be computed from a table of counts. If there are many reward
+levels, the table would be too long. No table is needed for an advantage that is linear in the
+rewards, `A_i = u_i - b sum_{j in A, j != i} u_j` (`linear_terms`). Other advantages are averaged
+over drawn groups, and a linear advantage on the same groups is the control variate
+(`with_control`).
 
 If a row has vectors of several kinds (`estimators.token_weights`), level l has one advantage per
 kind. The sums then run over both levels and kinds, J = (kind, level).
 
-If groups are drawn until their rewards differ, let M be the event that they differ and K = E P(M |
-x) over prompts. The mean of a term is then E[T | M] = E[T 1(M)] / K, and its second moment follows
-in the same way. The sums over k contain only mixed counts, and K is the mean of their probability.
+If groups are drawn until their rewards differ, let M be the event that the rewards differ, and let
+K be the mean of P(M | x) over prompts. The mean of a term is then E[T | M] = E[T 1(M)] / K, and its
+second moment follows in the same way. The sums over k contain only mixed counts, and K is the mean
+of their probability.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-# Baselines that give equal advantages to equal rewards of a group, whatever the order.
+# Baselines that give equal advantages to equal rewards in a group, whatever their order.
 BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std", "quantile",
@@ -52,8 +54,7 @@ BY_LEVELS = (
 LINEAR = ("none", "constant", "leave_one_out", "group_mean")
 # Number of prompts whose sketches are converted to float64 at once.
 BLOCK = 64
-# Largest number of compositions of a group's levels in a table. If there are more, groups are
-# drawn.
+# Largest number of rows in a table of level counts. If more rows are needed, groups are drawn.
 MAX_COMPOSITIONS = 5000
 
 
@@ -112,13 +113,13 @@ class LevelSums:
         replaced: bool = False,
         beta: float = 0.0,
     ) -> GroupTerms:
-        """Compute the terms of a baseline of `BY_LEVELS`, over all groups of G.
+        """Compute the terms of a baseline in `BY_LEVELS`, over all groups of G.
 
         Args:
             baseline, options: baseline of the advantages, and its options.
             group_size: group size, G.
-            replaced: True if groups of equal rewards are drawn again.
-            beta: coefficient of the penalty, for the vectors of the penalty.
+            replaced: True if groups with equal rewards are drawn again.
+            beta: coefficient of the penalty; used only for penalty vectors.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
@@ -129,7 +130,7 @@ class LevelSums:
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
-        # Imported here so that a rejected command line does not wait for the import.
+        # Imported here, so that a refused command line does not wait for SciPy.
         from scipy.stats import multivariate_hypergeom
 
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
@@ -166,7 +167,7 @@ class LevelSums:
 
 
 def compositions(levels: int, group_size: int) -> Integers:
-    """List all counts of the levels in a group of G, [C, L].
+    """List all possible counts of the L levels in a group of G, [C, L].
 
     >>> compositions(2, 2).tolist()
     [[2, 0], [1, 1], [0, 2]]
@@ -176,10 +177,10 @@ def compositions(levels: int, group_size: int) -> Integers:
 
 
 def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
-    """Compute the terms of a baseline of `LINEAR` over all groups of G, see `is_linear`.
+    """Compute the terms of a baseline in `LINEAR` over all groups of G; see `is_linear`.
 
     Let `A_i = c (u_i - b S_i)`, where S_i is the sum of u over the other members of the group. Let
-    R be the sum of u over k completions that are drawn from the n others of the pool. Then
+    R be the sum of u over k completions drawn from the n other completions in the pool. Then
 
         E[ A_i | i in A ]        = c ( u_i - b E R )                            k = G-1, n = N-1
         E[ A_i^2 | i in A ]      = c^2 ( u_i^2 - 2 b u_i E R + b^2 E R^2 )
@@ -224,7 +225,7 @@ def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
 
 
 def _linear_baseline(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Array, float, float]:
-    """Return u, b and c of a baseline of `LINEAR`, see `linear_terms`."""
+    """Return u, b and c of a baseline in `LINEAR`; see `linear_terms`."""
     if loss.baseline == "none":
         return rewards_PN, 0.0, 1.0
     if loss.baseline == "constant":
@@ -234,12 +235,12 @@ def _linear_baseline(loss: Loss, rewards_PN: Array, group_size: int) -> tuple[Ar
 
 
 def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple[Array, Array]:
-    """Compute E R and E R^2 for the sum R of k numbers drawn from n without replacement.
+    """Compute E R and E R^2 for the sum R of k out of n numbers, drawn without replacement.
 
     Args:
         total, squares: sum of the n numbers, and sum of their squares.
-        count: number of numbers, n.
-        drawn: number of draws, k.
+        count: population size, n.
+        drawn: sample size, k.
     """
     share = drawn / max(count, 1)
     both = share * (drawn - 1) / max(count - 1, 1)
@@ -247,9 +248,9 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
 
 
 def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> BaselineContext:
-    """Return the inputs, other than rewards, of a baseline for groups of a pool.
+    """Return the inputs of a baseline, other than the rewards, for groups from a pool.
 
-    The history is empty, as in a first step.
+    The reward history is empty, as at the first step.
 
     Args:
         prompt_P1: index of each group's prompt.
@@ -269,7 +270,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 
     Args:
         order_PDG: indices of the members of D groups in each prompt's pool.
-        rows: number of prompts in memory at once.
+        rows: number of prompts processed at once.
     """
     prompts, draws, size = order_PDG.shape
     factors_PN = loss.length_factors(pool.lengths_PN, pool.ended_PN)
@@ -305,14 +306,14 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
     """Reduce the sampling noise of terms over drawn groups with a control variate.
 
-    The best-fitting factor alpha of the control variate is fitted to all prompts together. A
-    separate factor for each prompt would be biased, because it would be fitted to the groups to
+    The factor alpha of the control variate is fitted to all prompts together. If each prompt had
+    its own factor, the result would be biased, because the factor would be fitted to the groups to
     which it is applied.
 
     Args:
         drawn: terms of a loss over drawn groups.
         control: terms of another loss over the same groups.
-        exact: terms of that other loss over all groups.
+        exact: terms of the control's loss over all groups.
     """
     square = np.square(control.mean_PR).sum()
     alpha = (drawn.mean_PR * control.mean_PR).sum() / square if square > 0 else 0.0
@@ -326,8 +327,8 @@ def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> G
 def is_linear(loss: Loss) -> bool:
     """Return True if `linear_terms` can compute the terms of the loss.
 
-    The loss must have one vector per row. Groups of equal rewards must count, or their advantages
-    must be 0.
+    The loss must have one vector per row. If it replaces groups with equal rewards, the advantages
+    in these groups must be 0.
     """
     counts = not loss.rows.replaces or loss.baseline in ZERO_IF_EQUAL
     return loss.baseline in LINEAR and loss.kinds == (ALL,) and counts

@@ -48,8 +48,7 @@ UNBIASED = Loss("leave_one_out", "leave_one_out", {}, "sum", 1)
 OF_FUNCTIONS = {"rewards_PGF", "reward_weights_F"}
 # Fields that a baseline can read from any pool.
 FROM_A_POOL = OF_THE_BATCH - OF_FUNCTIONS
-# Number of random groups per question, for a baseline for which the groups of a pool cannot all be
-# enumerated.
+# Number of random groups per question if the groups of a pool cannot all be enumerated.
 DRAWN_GROUPS = 256
 
 
@@ -60,9 +59,9 @@ class Refusal(NamedTuple):
     # "no multiple", "mixed questions", "metrics", "micro-batches", "baseline's prompts" or
     # "coupled questions".
     kind: str
-    # Reason in words, with the settings of the study that help.
+    # Reason in words, with study settings that would help.
     line: str
-    # Needed and available numbers of the items that `kind` names; 0 if they cannot be counted.
+    # Needed and available numbers of the items that `kind` names; 0 if nothing is counted.
     needed: int = 0
     available: int = 0
 
@@ -78,7 +77,7 @@ class LossRow:
     rollouts: int
     # None if the efficiency cannot be measured; see `reason`.
     efficiency: RelativeEfficiency | None
-    # True if this G is the best of the measured group sizes for the loss at this n.
+    # True if this G is the best measured group size for the loss at this n.
     best: bool = False
     # True if this G is not significantly worse than the best.
     may_be_best: bool = False
@@ -101,13 +100,13 @@ def loss_efficiencies(
     See `estimators.efficiency`.
 
     Args:
-        pool: N scored completions of each of at least 4 questions, from which the unbiased loss and
-            the gradient are estimated.
+        pool: N scored completions for each of at least 4 questions; also used to estimate the
+            gradient and the error of the unbiased loss.
         group_sizes: group sizes G to measure.
         rollouts: number of rollouts per update, n.
-        draws: number of pairs of batches drawn for losses whose rows depend on each other.
+        draws: number of pairs of batches drawn for losses that couple prompts.
         seed: seed of the random draws.
-        weighted: pools of the same questions scored with token weights, by these weights.
+        weighted: pools of the same questions scored with token weights, keyed by these weights.
     """
     weighted = weighted or {}
     refusals = {
@@ -161,7 +160,7 @@ def loss_errors(
     """Estimate the error of an update of n rollouts, by loss and G.
 
     Args:
-        measured: group sizes G by loss; `refusal` must be None for each pair.
+        measured: group sizes G by loss; `refusal` must return None for each pair.
         rollouts, draws, seed, weighted: see `loss_efficiencies`.
     """
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed, weighted)
@@ -189,7 +188,7 @@ def loss_moments(
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    # Consecutive losses with the same kind of length factor share their sums.
+    # Losses are sorted so that losses with the same kind of length factor share cached sums.
     for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
@@ -219,27 +218,27 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     baseline, prompts = BASELINES[loss.baseline], rollouts // group_size
     named = f"baseline {loss.baseline}"
     if questions < MIN_QUESTIONS:
-        few = "1 question gives" if questions == 1 else f"{questions} questions give"
-        line = f"{few} no interval: use study.questions={MIN_QUESTIONS}"
+        few = "1 question is" if questions == 1 else f"{questions} questions are"
+        line = f"{few} too few for an interval: use study.questions={MIN_QUESTIONS}"
         return Refusal("questions", line, MIN_QUESTIONS, questions)
     missing = baseline.needs - FROM_A_POOL
     if missing - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
-        line = f"{named} reads {', '.join(sorted(missing))}, which no pool of one policy has"
+        line = f"{named} reads {', '.join(sorted(missing))}, which a pool of one policy lacks"
         return Refusal("baseline reads more", line)
     if baseline.only_trains:
-        line = f"{named} remembers past batches, which a pool has none of"
+        line = f"{named} uses past batches, which a pool does not have"
         return Refusal("baseline remembers", line)
     if group_size < baseline.min_group_size:
         line = f"{named} needs groups of {baseline.min_group_size} or more"
         return Refusal("baseline's groups", line, baseline.min_group_size, group_size)
     if group_size > completions:
         line = (
-            f"groups of {group_size} need as many completions of each question, the pool has "
+            f"groups of {group_size} need {group_size} completions per question, but the pool has "
             f"{completions}: use budget.pool_completions={group_size}, or log larger groups"
         )
         return Refusal("completions", line, group_size, completions)
     if rollouts % group_size:
-        line = f"study.rollouts={rollouts} is no multiple of {group_size}"
+        line = f"study.rollouts={rollouts} is not a multiple of {group_size}"
         return Refusal("no multiple", line)
     kept = 1.0
     if loss.rows.replaces:
@@ -247,36 +246,36 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
         mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
         if mixed < MIN_QUESTIONS:
             line = (
-                f"{mixed} questions have groups of {group_size} whose rewards differ: use "
-                f"{MIN_QUESTIONS} or more of such"
+                f"{mixed} questions have groups of {group_size} with unequal rewards: use at least "
+                f"{MIN_QUESTIONS} such questions"
             )
             return Refusal("mixed questions", line, MIN_QUESTIONS, mixed)
     if not loss.couples_prompts:
         return None
     if pool.metrics > 1:
-        line = "rows of several questions are weighed together, and each half has its own metric"
+        line = "row weights couple questions, but each half of the questions has its own metric"
         return Refusal("metrics", line, 1, pool.metrics)
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
         line = f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
         return Refusal("micro-batches", line)
     if prompts < baseline.min_prompts:
         line = (
-            f"{named} needs {baseline.min_prompts} prompts in an update, and "
-            f"study.rollouts={rollouts} in groups of {group_size} has {prompts}"
+            f"{named} needs {baseline.min_prompts} prompts in an update, but "
+            f"study.rollouts={rollouts} in groups of {group_size} gives {prompts}"
         )
         return Refusal("baseline's prompts", line, baseline.min_prompts, prompts)
     needed = prompts_needed(prompts, kept)
     if needed > questions:
         line = (
-            f"an update has {prompts} questions whose rows are weighed together: batches of so "
-            f"many need a study of {needed}, got {questions}"
+            f"row weights depend on all {prompts} questions of an update, and drawing such updates "
+            f"needs {needed} questions, got {questions}: use study.questions={needed}"
         )
         return Refusal("coupled questions", line, needed, questions)
     return None
 
 
 def kept_share(pool: ScorePool, group_size: int) -> Interval:
-    """Estimate K, the share of groups of G with unequal rewards; the interval is over questions."""
+    """Estimate K, the share of groups of G with unequal rewards, with its interval."""
     most = pool.rewards_PN.shape[1] // group_size
     return clustered_wilson(1 - zero_variance_share(pool.rewards_PN, group_size), most)
 
@@ -284,7 +283,8 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
     """Return the number of draws behind a loss's moments; None if all groups of the pool are used.
 
-    A draw is a pair of batches if the loss couples prompts, else a group of each question.
+    If the loss couples prompts, a draw is a pair of batches. Otherwise, a draw is one group from
+    each question.
 
     Args:
         pool, loss, group_size: see `refusal`.
@@ -322,14 +322,14 @@ def _terms(
     Args:
         pool: completions scored with the token weights of the loss.
         group_size: G.
-        sums: cache with the sums of the last kind of length factor; updated in place.
+        sums: cache of the sums for the last kind of length factor; updated in place.
         seed: seed of the drawn groups.
         unweighted: pool of the unbiased loss, which is the control variate for drawn groups.
     """
     if has_levels(pool, loss.baseline, group_size):
         key = _length_kind(loss)
         if key not in sums:
-            # The cache keeps a single entry, because with many questions an entry takes gigabytes.
+            # The cache keeps a single entry, because an entry for many questions takes gigabytes.
             sums.clear()
             sums[key] = LevelSums(pool, loss.length_factors(pool.lengths_PN, pool.ended_PN))
         return sums[key].terms(
@@ -338,7 +338,8 @@ def _terms(
     if is_linear(loss):
         return linear_terms(pool, loss, group_size)
     questions, completions = pool.rewards_PN.shape
-    # All losses use the same groups, and a group of a smaller G is part of a larger group.
+    # All losses use the same drawn groups, and the groups at a smaller G are subsets of the groups
+    # at a larger G.
     rng = generator(seed, "groups")
     place_N = np.arange(completions, dtype=np.int64)
     place_PDN = rng.permuted(np.tile(place_N, (questions, DRAWN_GROUPS, 1)), axis=2)

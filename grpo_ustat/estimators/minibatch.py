@@ -1,10 +1,10 @@
 r"""Error of a minibatch gradient, for two ways of drawing the questions.
 
-Over the completions of a question x, its gradient estimate has the second moment
-`e_x = E||ghat_x||^2` and the mean `mu_x = E ghat_x`; `p_x = ||mu_x||^2`. Given the questions, the
-estimates of different questions are independent. A bar denotes a mean over the m questions, so
-`mu = mean_x mu_x`. T is the mean over the B questions of a batch, with E T = mu for both ways of
-drawing, and tau is the target:
+Let ghat_x be the gradient estimate from random completions of question x, with second moment `e_x =
+E||ghat_x||^2` and mean `mu_x = E ghat_x`, and let `p_x = ||mu_x||^2`. The estimates of different
+questions are independent. A bar denotes a mean over the m questions, and mu is the mean of mu_x.
+Let T be the mean of ghat_x over the B questions of a batch, and tau the target. For both ways of
+drawing, E T = mu and
 
     E||T - tau||^2 = bias^2 + variance        bias^2 = ||mu - tau||^2
 """
@@ -23,17 +23,17 @@ Number = TypeVar("Number", float, Array)
 
 @dataclass(frozen=True)
 class GradientError:
-    """Error of an estimate T of the gradient, for a baseline at a group size."""
+    """Error of a gradient estimate T, for one baseline and one group size."""
 
     # E||T - tau||^2 with its interval; the sum of `bias2` and `variance`.
     mse: Interval
     bias2: float
     variance: float
-    # Cosine of one draw T and tau, and the MSE of the best multiple of T; see `scale_free`.
+    # Cosine between one draw of T and tau, and MSE of the best multiple of T; see `scale_free`.
     cosine: float | None
     best_scalar_mse: float | None
-    # Number of groups drawn per question, or of pairs of batches; None for a closed form or if all
-    # groups of a pool are used.
+    # Number of groups drawn per question, or number of pairs of batches drawn; None for a closed
+    # form or if all groups of a pool are used.
     draws: int | None = None
 
 
@@ -53,8 +53,8 @@ def decompose(
         bias^2 = ||mu||^2 - 2 <mu, tau> + ||tau||^2
 
     With `all_questions_once`, T is the mean of m independent estimates with variances e_x - p_x.
-    With `with_replacement`, T averages B independent draws of the estimate of a random question;
-    each draw has the second moment ebar and the mean mu.
+    With `with_replacement`, T averages the estimates of B independently drawn questions. Each of
+    them has the second moment ebar and the mean mu.
 
     All three results are linear in the arguments, so unbiased arguments give unbiased results.
 
@@ -81,11 +81,11 @@ def decompose(
 
 
 def scale_free(energy: float, cross: float, target_sq: float) -> tuple[float | None, float | None]:
-    """Return the cosine of one draw T and tau, and the MSE of the best multiple of T.
+    """Return the cosine between one draw of T and tau, and the MSE of the best multiple of T.
 
     The cosine is `cross / sqrt(energy target_sq)`. The MSE is `target_sq - cross^2 / energy`, the
-    minimum of `E||c T - tau||^2` over numbers c. Both are None unless `energy` and `target_sq`,
-    which may be estimates, are positive.
+    minimum of `E||c T - tau||^2` over factors c. Both results are None unless `energy` and
+    `target_sq` are positive; estimates of them can be negative.
 
     Args:
         energy: E||T||^2.

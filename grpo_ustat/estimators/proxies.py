@@ -1,18 +1,18 @@
-r"""Correlations of proxies for gradient noise with the noise, over prompts and over completions.
+r"""Correlations between gradient noise and its proxies, over prompts and over completions.
 
-*Prompts.* VIP and SPEED use p (1-p) of a prompt as a proxy for the noise of the prompt's gradient,
-or for the information in it. A pool gives estimates of the proxy and of the noise. Estimation
-errors move a correlation towards 0, or upwards if both estimates use the same completions. The two
-halves of a pool are independent given the prompt. So with unbiased estimates X_1, Y_1 from one half
-and X_2, Y_2 from the other,
+*Prompts.* VIP and SPEED use a prompt's p (1-p) as a proxy for the noise of the prompt's gradient or
+for the information in this gradient. A pool gives estimates of the proxy and of the noise.
+Estimation errors move a correlation towards 0, or upwards if both estimates use the same
+completions. The two halves of a pool are independent given the prompt. Therefore, with unbiased
+estimates X_1, Y_1 from one half and X_2, Y_2 from the other half,
 
     Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
 
 and `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the correlation of
 the true x and y, whatever the errors are (Spearman 1904). Covariances are averaged over random
 halvings. The same formula on ranks is not consistent, because the mean rank in half a pool is not a
-linear function of the true rank, and the pool cannot correct for this. The claim that the proxy is
-proportional to the noise concerns values, not ranks.
+linear function of the true rank. This error cannot be corrected from the pool. The claim that the
+proxy is proportional to the noise concerns values, not ranks.
 
 *Completions.* The length and the squared score norm of a completion have no estimation errors, so
 ranks need no correction. The grade of X is its position in the distribution,
@@ -21,10 +21,10 @@ three different completions of a prompt, and sgn 0 = 0,
 
     4 Cov( F(X), G(Y) ) = E[ sgn(X_1 - X_2) sgn(Y_1 - Y_3) ]
 
-so the mean over all triples is unbiased for any number of completions. (Sample ranks also use
-triples with 2 = 3, which move the result towards Kendall's tau.) With the sign matrices A, B and
-their row sums a, b, the sum over triples is `a'b - sum_ij A_ij B_ij`. Covariances are averaged over
-prompts before the ratio is taken.
+so the mean over all triples is unbiased for any number of completions. (Sample ranks also include
+triples whose second and third completions are the same, which move the result towards Kendall's
+tau.) With the sign matrices A, B and their row sums a, b, the sum over triples is `a'b - sum_ij
+A_ij B_ij`. Covariances are averaged over prompts before the ratio is taken.
 
 Intervals are for new prompts. They use the jackknife over prompts on Fisher's scale, artanh r.
 """
@@ -46,12 +46,12 @@ from grpo_ustat.records import Array
 
 # Number of prompts whose sign matrices are in memory at once.
 BLOCK = 64
-# Largest correlation for which Fisher's scale is used; it is infinite at 1.
+# Upper limit of |r| for the use of Fisher's scale, because artanh r is infinite at 1.
 MAX_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
-    """Covariance over n prompts with its delete-one values; four times that number for grades."""
+    """Covariance over n prompts (of grades: times 4), with its delete-one values."""
 
     value: float
     delete_one_n: Array
@@ -69,9 +69,9 @@ def corrected_correlation(x_2SP: Array, y_2SP: Array, level: float = CONFIDENCE)
 
 
 def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Estimate Spearman's correlation within prompts, over N >= 4 completions of each.
+    """Estimate Spearman's correlation within prompts, over N >= 4 completions per prompt.
 
-    Covariances are averaged over prompts. Both x and y are known without errors.
+    Covariances are averaged over prompts. Neither x nor y has estimation errors.
     """
 
     def covariance(first_PN: Array, second_PN: Array) -> Covariance:
@@ -124,8 +124,8 @@ def correlation(
     """Return xy / sqrt(xx yy) with a jackknife interval on Fisher's scale, within [-1, 1].
 
     If the ratio or a delete-one value reaches .99 in absolute value, the interval is computed on
-    the scale of r. The result is NaN if xx or yy is not positive, for all prompts or with one left
-    out, because x or y then does not distinguish the prompts.
+    the scale of r. The result is NaN if xx, yy or one of their delete-one values is not positive,
+    because x or y then does not distinguish the prompts.
     """
     variances = np.concatenate([[xx.value, yy.value], xx.delete_one_n, yy.delete_one_n])
     if not (variances > 0).all():

@@ -1,13 +1,14 @@
-r"""Weights of the rows of a loss; the gradient of an update is `sum_i W_i s_i`, s_i a row's score.
+r"""Row weights W_i of a loss; the gradient of an update is `sum_i W_i s_i` with row scores s_i.
 
-A row is a completion of L_i tokens with the score `s_i = sum_t grad log pi(token t | before)`. At
-the first update of a batch every importance ratio is 1. If all tokens of a row have the same
-weight, then
+A row is a completion of L_i tokens with the score `s_i = sum_t grad log pi(token t | before)`. If
+all tokens of a row have the same weight (as at the first update of a batch, when every importance
+ratio is 1), then
 
     W_i = A_i w_i        A_i  advantage, a baseline of `estimators.baselines`
                          w_i  weight of every token of the row, `token_weights`
 
-Let n be the number of rows. Sums are over rows that count; an excluded row has L_i = 0 and W_i = 0.
+Let n be the number of rows. Sums run over the rows that count; an excluded row has L_i = 0 and W_i
+= 0.
 
     loss_type        w_i                          source
     sum              1/n                          the paper, Algorithm 1; verl seq-mean-token-sum
@@ -20,12 +21,12 @@ Let n be the number of rows. Sums are over rows that count; an excluded row has 
 
 The weights in the first four lines depend only on the row itself. The weights in the last two lines
 depend on other rows (`COUPLED`), so the gradient is not a mean over prompts. Only `sum`, `luspo`
-and `dr_grpo` give a gradient with the direction of the plain estimate with the same advantages.
+and `dr_grpo` give a gradient that is a multiple of `sum_i A_i s_i`.
 
-A filter removes rows from n and from every sum: rows of groups with equal rewards, rows of groups
-with a small reward variance, or rows with a small advantage (`rows_that_count`). A filter also
-couples rows, because n depends on all rows. Groups that are drawn again until their rewards differ
-stay independent.
+A filter removes rows from n and from every sum. It can remove groups with equal rewards, groups
+with a small reward variance, and rows with a small advantage (`rows_that_count`). A filter also
+couples rows, because n then depends on all rows. Groups that are drawn again until their rewards
+differ stay independent.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class RowFilter:
     # Treatment of groups with equal rewards: keep, drop or replace. With replace, groups are drawn
     # until their rewards differ (dynamic sampling in DAPO, Yu et al. 2025).
     zero_variance_groups: str = KEEP
-    # Minimum share p of the summed reward variance in the counted groups.
+    # Minimum share p of the total reward variance that the counted groups contain.
     reward_variance_share: float = 1.0
-    # Minimum |A|.
+    # Minimum |A| of a row that counts.
     advantage_threshold: float = 0.0
 
     @property
@@ -81,14 +82,14 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
     A row counts if it satisfies the condition of each filter in use:
 
         drop                      Z_xi != Z_xj for some i, j
-        reward_variance_share p   x is of the smallest set S, of the largest reward variances V_x,
-                                  with sum_{x in S} V_x >= p sum_x V_x
+        reward_variance_share p   x is in the smallest set S of the groups with the largest reward
+                                  variances V_x such that sum_{x in S} V_x >= p sum_x V_x
         advantage_threshold a     |A_xi| >= a
 
-    The second filter is that of RAGEN-2 (arXiv 2604.06268, top-p). Groups of equal variance are
-    taken in their order in the update, which is random. If no group has any variance, this filter
-    excludes all rows. With `replace` all rows count here, because groups with equal rewards have
-    already been replaced.
+    The second filter is the top-p filter of RAGEN-2 (arXiv 2604.06268). Groups with equal variances
+    are taken in their order in the update, which is random. If no group has any variance, this
+    filter excludes all rows. With `replace`, groups with equal rewards have already been replaced,
+    so no group is excluded here.
 
     >>> rewards = np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
     >>> rows_that_count(RowFilter("drop"), rewards, rewards)[:, 0].tolist()
@@ -103,7 +104,8 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
     if rows.zero_variance_groups == DROP:
         counts_PG &= mixed_P[:, None]
     if rows.reward_variance_share < 1:
-        # Sorting and rounding give groups with the same rewards, in any order, the same variance.
+        # Sorting and rounding ensure that groups with the same rewards in a different order have
+        # the same variance.
         variance_P = np.sort(rewards_PG, axis=1).var(axis=1) * mixed_P
         total = max(float(variance_P.sum()), np.finfo(np.float64).tiny)
         share_P = (variance_P / total).round(12)
@@ -128,7 +130,7 @@ def token_weights(
     order_N: Integers | None = None,
     counts_N: Mask | None = None,
 ) -> Array:
-    """Compute w_i of all rows of an update, [N]; 0 for a row that is excluded or does not count.
+    """Compute w_i for all rows of an update, [N]; 0 for a row that is excluded or does not count.
 
     Args:
         loss_type: one of `LOSS_TYPES`.
@@ -137,7 +139,7 @@ def token_weights(
         micro_batch_size: number of rows per micro-batch, a divisor of n; only for `bnpo`.
         order_N: row indices in the order in which rows are split into micro-batches; None for the
             given order.
-        counts_N: True for rows that count; None if all count. Must be None for `bnpo`.
+        counts_N: True for rows that count; None if all rows count. Must be None for `bnpo`.
 
     >>> token_weights("grpo", np.array([2, 4]), 8).tolist()
     [0.25, 0.125]
@@ -170,7 +172,7 @@ def token_weights(
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss that computes the weights of an update's rows from advantages and lengths."""
+    """Settings of a loss that determine the row weights of an update."""
 
     # Name of the objective.
     name: str
@@ -186,8 +188,8 @@ class Loss:
     # True if truncated completions have weight 0; they still count in n and in the advantages.
     mask_truncated_completions: bool = False
     rows: RowFilter = RowFilter()
-    # Weights of the tokens of a row; see `estimators.token_weights`. None: all weights are 1, as at
-    # the first update of a batch, where every importance ratio is 1 and no penalty counts.
+    # Definition of the token weights; see `estimators.token_weights`. If None, all weights are 1,
+    # as at the first update of a batch (when every importance ratio is 1) without a penalty.
     tokens: TokenWeights | None = None
 
     @property
@@ -202,7 +204,7 @@ class Loss:
 
     @property
     def couples_prompts(self) -> bool:
-        """True if a row's weight depends on other groups; the gradient is then no prompt mean."""
+        """True if the weight of a row depends on other groups."""
         baseline = BASELINES[self.baseline]
         return self.rows.couples or self.loss_type in COUPLED or baseline.couples_prompts
 
@@ -226,7 +228,7 @@ class Loss:
         return 1 / divisor if BASELINES[self.baseline].unbiased else None
 
     def counted_lengths(self, lengths: Integers, ended: Mask | None = None) -> Integers:
-        """Return the length L of each row, 0 for excluded rows."""
+        """Return the length L of each row; 0 for excluded rows."""
         return lengths * ended if self.mask_truncated_completions and ended is not None else lengths
 
     def length_factors(self, lengths: Integers, ended: Mask | None = None) -> Array:
@@ -245,7 +247,7 @@ def row_weights(
     ended_PG: Mask | None = None,
     order_N: Integers | None = None,
 ) -> Array:
-    """Compute the weights W of all vectors of all rows of an update, by kind, [K, P, G].
+    """Compute the weights W of an update's vectors, by kind and row, [K, P, G].
 
     The gradient of the update is the sum of W times the vectors. If all tokens of a row have weight
     1, the only vector of the row is its score.
@@ -253,7 +255,7 @@ def row_weights(
     Args:
         loss: loss that defines the weights.
         rewards_PG: rewards of all rows of the update.
-        context: inputs of the loss's baseline, and the rows' lengths.
+        context: row lengths and other inputs of the loss's baseline.
         ended_PG: True for each completion that ended; None if all ended.
         order_N: see `token_weights`.
 

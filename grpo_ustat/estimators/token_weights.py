@@ -1,4 +1,4 @@
-r"""Weights of the tokens of a row if another policy than the current policy wrote the row.
+r"""Token weights of a row that was sampled from a policy other than the current policy.
 
 Completions are sampled from a policy mu, and the gradient is taken at pi. A row with advantage A
 adds
@@ -12,31 +12,32 @@ the losses with respect to l_t are
 
     form       omega                                     source
     none       1                                         no ratio: staleness is ignored
-    clip       rho, 0 where clipped: A > 0 and           Schulman et al. 2017
+    clip       rho; 0 if clipped: A > 0 and              Schulman et al. 2017
                rho > 1 + epsilon_high, or A < 0 and
                rho < 1 - epsilon
     cispo      min(rho_t, epsilon_high)                  MiniMax-M1 2025
     sapo       4 s (1 - s) rho_t, s = sigmoid(tau (rho_t - 1)),  arXiv 2511.20347
-               tau = 1 where A > 0, else 1.05
+               tau = 1 if A > 0, else 1.05
     vespo      W^k exp(lambda (1 - W)), W = prod_t rho_t,        arXiv 2602.10693
-               (k, lambda) = (2, 3) where A >= 0, else (3, 2)
+               (k, lambda) = (2, 3) if A >= 0, else (3, 2)
 
     level token: rho = rho_t; sequence: (prod_t rho_t)^(1/L); whole_sequence: prod_t rho_t
 
 The level `whole_sequence` without clipping is unbiased: `E_mu[ W R s ] = E_pi[ R s ]` (Theorem 12
-without normalisation). All other weights are biased. Clipping and the smooth weights depend on the
-sign of A, so a row has a vector for each sign, and another vector for its penalty (`KINDS`):
+without normalisation). All other weights are biased. Clipping, `sapo` and `vespo` depend on the
+sign of A, so a row then has one vector for each sign (`KINDS`). A KL penalty in the loss adds
+another vector. A KL penalty in the reward Z does not:
 
     k3 in the loss   kappa_t = 1 - exp(r_t - l_t)
     k2 in the loss   kappa_t = l_t - r_t
-    k1 in the reward Z - beta sum_t (o_t - r_t), no further vector
+    k1 in the reward Z - beta sum_t (o_t - r_t) replaces Z
 
-If the sampler differs slightly from the model, as an inference engine does, omega is multiplied by
-a correction, as with TRL 1.16's `vllm_importance_sampling_mode`. Let q = pi/mu for each token, or
-for the whole completion (`sequence_...`). The correction is min(q, cap) (`..._truncate`), or q if
-q <= cap, else 0 (`..._mask`). If the loss has one ratio per completion, TRL multiplies its (B, 1)
-losses by (B, T) corrections and sums over tokens, so that all tokens of a completion have the mean
-of their corrections.
+If completions come from an inference engine whose probabilities differ slightly from the model's,
+omega is multiplied by a correction, as in TRL 1.16 (`vllm_importance_sampling_mode`). Let q = pi/mu
+for each token, or for the whole completion (`sequence_...`). The correction is min(q, cap)
+(`..._truncate`), or q if q <= cap, else 0 (`..._mask`). If the loss has one ratio per completion,
+TRL multiplies its (B, 1) losses by (B, T) corrections and sums over tokens. In effect, the
+correction of each token is then the mean correction of its completion.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from grpo_ustat.records import Array, Mask
 
 ALL, POSITIVE, NEGATIVE, PENALTY = KINDS = ("all", "positive", "negative", "penalty")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# tau for positive advantages, and for other advantages.
+# tau for positive advantages, then for all other advantages.
 SAPO_TEMPERATURES = (1.0, 1.05)
-# k and lambda, each for advantages >= 0 and for negative advantages.
+# k and lambda; the first value of each is for advantages >= 0, the second for negative ones.
 VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)
 # Lower and upper bound of log W.
 VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)
@@ -60,25 +61,27 @@ VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Weights of the tokens of a row; by default each is 1."""
+    """Definition of the token weights of a row; by default all weights are 1."""
 
-    # Level of the importance ratio: none, token, sequence, whole_sequence.
+    # Level of the importance ratio: none, token, sequence or whole_sequence.
     level: str = "none"
-    # clip, cispo, sapo or vespo.
+    # Function of the importance ratio: clip, cispo, sapo or vespo.
     form: str = "clip"
-    # Clipping bounds; None: the ratio is not clipped.
+    # Clipping bounds; None if the ratio is not clipped.
     epsilon: float | None = None
     epsilon_high: float | None = None
-    # Coefficient of the KL penalty; 0: no penalty.
+    # Coefficient of the KL penalty; 0 if there is no penalty.
     beta: float = 0.0
-    # Estimator of the KL penalty, and "loss" or "reward"; see the module. None: no penalty.
+    # Estimator of the KL penalty (k1, k2 or k3) and its place ("loss" or "reward"); None if there
+    # is no penalty.
     kl_estimator: str | None = None
     kl_in: str | None = None
-    # Correction for a sampler that differs from the model, one of `CORRECTIONS`; None: none.
+    # Correction for a sampler that differs from the model, one of `CORRECTIONS`; None if there is
+    # no correction.
     correction: str | None = None
     # Cap of the ratio q in the correction.
     cap: float = 3.0
-    # True if all tokens of a completion have the mean of their corrections.
+    # True if the correction of each token is the mean correction of its completion.
     shared: bool = False
 
     @property
@@ -97,7 +100,7 @@ class TokenWeights:
         return exact and not self.beta and self.correction is None
 
 
-# Unbiased weights; their variance grows very large.
+# Unbiased weights; their variance can be very large.
 EXACT = TokenWeights(level="whole_sequence")
 
 
@@ -181,7 +184,7 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
 
 
 def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
-    """Return the factor of each kind of vector, [K, ...]; 0 if the advantage has the other sign.
+    """Return the factor of each kind of vector, [K, ...]; 0 if the kind excludes A's sign.
 
     >>> by_kind(np.array([2.0, -1.0]), ("positive", "negative", "penalty"), 0.5).tolist()
     [[2.0, 0.0], [0.0, -1.0], [-0.5, -0.5]]
@@ -198,5 +201,5 @@ def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
 def reward_penalty(
     weights: TokenWeights, old_NT: Array, reference_NT: Array, counts_NT: Mask
 ) -> Array:
-    """Compute beta times k1 of each completion, [N]; this penalty is subtracted from its reward."""
+    """Compute the penalty, beta times k1, that is subtracted from each completion's reward, [N]."""
     return weights.beta * np.where(counts_NT, old_NT - reference_NT, 0.0).sum(axis=1)

@@ -13,8 +13,9 @@ def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
     """Estimate the probability that all rewards of a group are equal, per prompt [P].
 
     A group with equal rewards adds nothing to the gradient. The estimate is the share of groups
-    with equal rewards in all groups of G of the N completions, `sum_c C(n_c, G) / C(N, G)` over the
-    counts n_c of equal rewards. It is unbiased.
+    with equal rewards among all groups of G that can be formed from the N completions. It is `sum_c
+    C(n_c, G) / C(N, G)`, where n_c is the number of completions with the distinct reward c. The
+    estimate is unbiased.
 
     >>> zero_variance_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
     [0.5]
@@ -27,14 +28,14 @@ def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
 
 
 def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> float:
-    """Estimate the zero-variance share if every prompt had the average p, `p^G + (1-p)^G`.
+    """Estimate `p^G + (1-p)^G`, the zero-variance share if every prompt had the average p.
 
-    By convexity this is at most the actual share, the mean over x of `p_x^G + (1-p_x)^G`. The
-    difference is caused by the unequal difficulty of prompts, and larger groups do not remove it.
-    The estimate is unbiased for the given prompts: with `p = sum_x p_x / P`, the power p^G is G!
-    times the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`. Prompts are independent, and
-    p_x^m has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
-    `p_x^G + (1-p_x)^G` from G draws is 1 if they are equal, else 0.)
+    By convexity, this share is at most the actual share, the mean over x of `p_x^G + (1-p_x)^G`.
+    The difference is caused by the unequal difficulty of prompts, and larger groups do not remove
+    it. The estimate is unbiased for the given prompts. With `p = sum_x p_x / P`, the power p^G is
+    G! times the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`. Prompts are independent,
+    and p_x^m has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
+    `p_x^G + (1-p_x)^G` from G draws is 1 if all draws are equal, else 0.)
 
     Args:
         successes_P: number of right completions in each prompt's group of G, S.
@@ -50,7 +51,7 @@ def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> floa
 
 
 def _power_of_mean(successes_P: Integers, size: int) -> float:
-    """Estimate p^G without bias; p is the mean of the prompts' probabilities. See the caller."""
+    """Estimate p^G without bias, as derived in `zero_variance_share_if_equal`."""
     # Imported here, so that a refused command line does not wait for SciPy.
     from scipy.linalg import toeplitz  # pyright: ignore[reportUnknownVariableType]
     from scipy.special import binom

@@ -1,7 +1,7 @@
 """Completions sampled in parallel: the state of each row, and operations on all rows at once.
 
-Columns are tokens of prompt and completion. All rows end in the same column. A row starts at the
-column of its prompt's first token, and its mask hides earlier columns.
+A row contains the tokens of a prompt and its completion, one per column. All rows end in the same
+column. A row starts at the column of its prompt's first token, and its mask hides earlier columns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Work:
     # Token ids of each prompt.
     encoded: list[list[int]]
     group_size: int
-    # Function that returns the uniforms of completions, [len(rows), T].
+    # Function that returns the uniform random numbers of given completions, [len(rows), T].
     draws: Callable[[list[int]], np.ndarray]
 
     def prompt(self, r: int) -> list[int]:
@@ -66,11 +66,11 @@ class Completions:
 
 @dataclass
 class ReadPrompts:
-    """Prompts that were read up to their last token, for rows that start later."""
+    """Prompts that the model has read except for their last tokens, for rows that start later."""
 
     # Keys and values of P prompts.
     cache: DynamicCache
-    # Row of the cache by prompt.
+    # Row of each prompt in the cache.
     index: dict[int, int]
 
 
@@ -82,7 +82,7 @@ class DecodingBatch:
     """
 
     def __init__(self, policy: Policy, work: Work, rows: list[int], sampling: Sampling):
-        """Read each prompt once, repeat it for its rows, and draw the first tokens."""
+        """Read each prompt once, repeat its keys and values, and draw the first tokens."""
         self.policy, self.work, self.sampling = policy, work, sampling
         self.model, self.device = policy.model, policy.model.device
         # Name of the model's cache argument.
@@ -90,7 +90,7 @@ class DecodingBatch:
         self.width = sampling.max_completion_length
         # Index of each row's completion; -1 after the completion was copied out of the batch.
         self.rows = np.array(rows)
-        # Number of tokens that the batch has drawn per row, and this number when each row started.
+        # Number of tokens that the batch has drawn per row, and its value at the start of each row.
         self.drawn = 0
         self.began = np.zeros_like(self.rows)
         prompts, index = np.unique(self.rows // work.group_size, return_inverse=True)
@@ -113,14 +113,14 @@ class DecodingBatch:
         self.goes_on_V = self._on_device(goes_on_V)
         index_R = self._on_device(index)
         self.cache.reorder_cache(cast(torch.LongTensor, index_R))
-        # State at the last `look`.
+        # Values at the last call of `look`.
         self.unfinished, self.finished_tokens = np.ones(len(rows), dtype=bool), 0
         self.read_ahead: ReadPrompts | None = None
         self.draw(logits_PV[index_R])
         self.drawn = 1
 
     def write(self, count: int) -> None:
-        """Read the tokens drawn last and draw the next ones, `count` times."""
+        """Read the last drawn tokens and draw the next tokens, `count` times."""
         for _ in range(count):
             self.draw(self.read())
             self.drawn, self.length = self.drawn + 1, self.length + 1
@@ -147,7 +147,7 @@ class DecodingBatch:
         self.unfinished_R &= self.lengths_R < self.width
 
     def read(self) -> torch.Tensor:
-        """Read the tokens drawn last; return the logits [R, V] of the next ones."""
+        """Read the last drawn tokens; return the logits of the next tokens, [R, V]."""
         return self.model(
             input_ids=self.token_R[:, None],
             attention_mask=self.mask_RT[:, : self.length + 1] if self.starts.any() else None,
@@ -158,7 +158,7 @@ class DecodingBatch:
         ).logits[:, -1]
 
     def until_look(self, interval: int) -> int:
-        """Return the number of tokens until the next `look`, or until all rows are at the limit."""
+        """Return the number of tokens until the next `look` or until all rows are full."""
         return min(
             interval - self.drawn % interval, self.width - self.drawn + int(self.began.max())
         )
@@ -193,11 +193,11 @@ class DecodingBatch:
         self.rows[slots] = -1
 
     def fewer_rows(self, count: int) -> int:
-        """Return the number of rows to keep: `count`, the unfinished rows, if these are few."""
+        """Return the number of rows to keep: `count` (unfinished rows) if it is small, else all."""
         return count if count < COMPACT_BELOW * len(self.rows) else len(self.rows)
 
     def keep_rows(self, count: int) -> None:
-        """Keep only `count` rows: all unfinished rows, and then rows that were copied out."""
+        """Keep only `count` rows: first all unfinished rows, then rows that were copied out."""
         slots = np.sort(np.argsort(~self.unfinished, kind="stable")[:count])
         index_B = self._on_device(slots)
         self.cache.reorder_cache(cast(torch.LongTensor, index_B))
@@ -209,8 +209,8 @@ class DecodingBatch:
     def refill(self, waiting: list[int]) -> None:
         """Replace finished rows by waiting completions.
 
-        The prompt of a new row has been read up to its last token. This last token replaces the
-        token drawn last, so the next `read` reads it.
+        The prompt of a new row has been read except for its last token. This token takes the place
+        of the last drawn token, so the next `read` reads it.
         """
         slots = np.flatnonzero(~self.unfinished)
         while len(slots) and waiting:
@@ -284,7 +284,7 @@ class DecodingBatch:
         return self._on_device((np.arange(columns) >= starts[:, None]).astype(np.int64))
 
     def _uniforms(self, rows: list[int]) -> torch.Tensor:
-        """Return the uniforms of these completions, and a column of zeros for finished rows."""
+        """Return the uniforms of these completions, plus a column of zeros for finished rows."""
         return self._on_device(np.pad(self.work.draws(rows), ((0, 0), (0, 1))))
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Key-value cache that grows in place and whose rows can be replaced.
 
 `DynamicCache` copies its whole content for every token. This cache stores long keys and values in
-buffers with room for more tokens, so only the entries of a new token are written. Attention reads
-the same numbers. Short keys and values on CPUs are still copied, because non-contiguous reads would
-cost more.
+buffers with room for more tokens, so only the entries of a new token are written. The numbers that
+attention reads are the same. Short keys and values on CPUs are still copied, because non-contiguous
+reads would cost more.
 
 All rows end in the same column, no matter when they started, so a finished row can be replaced. The
 new prompt's entries overwrite the last columns, and the row's mask starts at these columns.
@@ -17,17 +17,17 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# Number of spare tokens in a new buffer. Copying a buffer that rarely costs little compared with
-# what attention reads.
+# Number of spare tokens in a new buffer. Copying a buffer once per 64 tokens costs little compared
+# with the reads of attention.
 SPARE_TOKENS = 64
-# Size of one head of one row from which a copy costs more than non-contiguous reads.
+# Size in bytes of one head of one row, from which a copy costs more than non-contiguous reads.
 MIN_IN_PLACE_BYTES = 12 * 1024
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
     """Create a `DynamicCache(config=config)` whose attention layers grow in place.
 
-    Layers of other kinds (recurrent states, hybrids) are kept as transformers created them.
+    Layers of other kinds (recurrent states, hybrids) stay as transformers created them.
 
     Args:
         most: maximum number of columns to which buffers on accelerators are rounded up.
@@ -44,8 +44,8 @@ def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
 def replaceable_rows(cache: DynamicCache, length: int) -> bool:
     """Return True if the rows of all layers can be replaced.
 
-    Every layer must be of a class below and hold `length` columns. Layers stay empty if the model
-    keeps its state elsewhere.
+    Every layer must be a `GrowingLayer` or a `GrowingSlidingWindowLayer` and contain `length`
+    columns. If the model keeps its state elsewhere, the layers stay empty.
     """
     return all(
         isinstance(layer, GrowingLayer | GrowingSlidingWindowLayer) and layer.holds(length)
@@ -78,7 +78,7 @@ class GrowingLayer(DynamicLayer):
     def replace(
         self, rows_B: torch.Tensor, other: GrowingLayer, index_B: torch.Tensor, count: int
     ) -> None:
-        """Overwrite rows `rows_B` with the last `count` columns of rows `index_B` of `other`."""
+        """Copy the last `count` columns of `other`'s rows `index_B` to this layer's `rows_B`."""
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
         replace_rows(self.keys, rows_B, other.keys, index_B, count)
@@ -133,7 +133,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         replace_rows(self.values, rows_B, other.values, index_B, count)
 
     def drop(self, count: int) -> None:
-        """Drop the first `count` columns of the text, as far as the layer still holds them."""
+        """Drop those of the first `count` columns of the text that are still in the window."""
         assert self.keys is not None and self.values is not None
         self.cumulative_length -= count
         excess = max(0, self.keys.shape[-2] - self.cumulative_length)
@@ -159,7 +159,7 @@ def replace_rows(
 class GrowingTensor:
     """Tensor [B, H, T, D] that grows along T within a buffer.
 
-    The last returned view is extended in place. Any other tensor, such as the view with fewer rows,
+    The last returned view is extended in place. Any other tensor, such as a view with fewer rows,
     is first copied into a new buffer. On accelerators, the number of columns of a buffer is a power
     of two or `most`, because with only a few sizes the allocator can reuse freed buffers.
     """

@@ -1,4 +1,4 @@
-"""Choice of tokens from logits, by inverse transform sampling or by the largest logit."""
+"""Choice of tokens from logits, by inverse transform sampling or greedily."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_ustat.policy.logprobs import widen
 
 # Number of logits processed at a time; on a CPU they fit into its cache. The default is 2**24.
 LOGITS_AT_ONCE = {"cpu": 2**19}
-# Number of tokens in a block whose weights are summed first.
+# Number of vocabulary entries in a block; see `draw_by_blocks`.
 BLOCK_TOKENS = 256
 
 
@@ -47,7 +47,7 @@ def choose(
         tokens.append(token_R1[:, 0])
         log_total_R1 = total_R1.log()
         logprobs.append((scaled_RV.gather(1, token_R1) - log_total_R1)[:, 0])
-        # A logit of -inf has probability 0 and adds 0 to the entropy, not 0 * inf.
+        # A logit of -inf has probability 0 and must add 0 to the entropy instead of 0 * inf.
         mean_R = torch.linalg.vecdot(weights_RV, scaled_RV.clamp_(min=-1e30)) / total_R1[:, 0]
         entropies.append(log_total_R1[:, 0] - mean_R)
     if len(tokens) == 1:
@@ -61,7 +61,7 @@ def draw_token(
     """Return each row's first token at which the cumulative sum of the weights exceeds u Z.
 
     Args:
-        weights_RV: nonnegative weights, at least one of them positive in each row.
+        weights_RV: nonnegative weights, with at least one positive weight in each row.
         uniform_R1: uniform u of each row, in [0, 1), float64.
 
     Returns:
@@ -75,7 +75,7 @@ def draw_token(
 def draw_by_blocks(
     weights_RV: torch.Tensor, uniform_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token like `draw_token`, with one pass less over the vocabulary.
+    """Draw a token like `draw_token`, but with one pass fewer over the vocabulary.
 
     The first step finds the block in which the cumulative sum exceeds u Z, and the second step
     finds the token in that block. Sums within blocks have the precision of the weights; all other

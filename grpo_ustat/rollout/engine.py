@@ -32,16 +32,16 @@ from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-# Errors that a model may raise if it does not support the arguments of a call.
+# Errors that a model can raise if it does not support the arguments of a call.
 WRONG_CALLS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-OTHER_WAYS = "use rollout=vllm, or study rollouts that were made elsewhere (pool=FILE.parquet)"
+OTHER_WAYS = "use rollout=vllm, or study rollouts from another sampler (pool=FILE.parquet)"
 
 
 class Engine(Protocol):
-    """Sampler of completions from the policy with its weights at the last `refresh`."""
+    """Sampler of completions from the policy, with the weights loaded by the last `refresh`."""
 
     def sample(
         self,
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Sampler that uses the policy's model itself and so draws from the scored distribution."""
+    """Sampler that runs the policy's own model, so it draws from the scored distribution."""
 
     def __init__(self, policy: Policy):
         check_cache(policy.model)
@@ -75,15 +75,15 @@ class LocalEngine:
 def check_cache(model: PreTrainedModel) -> None:
     """Raise an error for a model that ignores its cache or has only recurrent layers.
 
-    A model without a cache would draw all tokens after the first without the preceding text. A
-    recurrent model (Mamba) would apply the mask of all tokens to the new tokens.
+    A model without a cache would draw all tokens after the first without reading the text before
+    them. A recurrent model (Mamba) would apply the mask of all tokens to the new tokens.
     """
     kind = model.config.model_type
     layers = DynamicCache(config=model.config).layers
     recurrent = layers and not any(isinstance(layer, DynamicLayer) for layer in layers)
     if not cache_name(causal(model)) or recurrent:
         raise ConfigError(
-            f"rollout=local cannot sample from {kind}, which does not continue a text from a "
+            f"rollout=local cannot sample from {kind}, which cannot continue a text from a "
             f"cache: {OTHER_WAYS}"
         )
 
@@ -91,9 +91,9 @@ def check_cache(model: PreTrainedModel) -> None:
 def check_sampling(policy: Policy) -> None:
     """Raise an error if a model cannot be sampled correctly with a transformers cache.
 
-    Tokens sampled in one batch for prompts of unequal lengths must have the same probabilities as
-    in separately read rows. The check also fails if the model reads a row differently in a batch
-    than alone; see `check_reading`.
+    If prompts of unequal lengths are sampled in one batch, the tokens must have the same
+    probabilities as when each row is read separately. The check also fails if the model reads a row
+    differently in a batch than separately; see `check_reading`.
 
     The check samples and reads a few short rows with fixed draws, which do not affect the draws of
     the run.
@@ -117,7 +117,7 @@ def check_sampling(policy: Policy) -> None:
 
 @contextmanager
 def _one_line(kind: str) -> Iterator[None]:
-    """Convert an error of a model that does not accept the cache into a one-line error."""
+    """Convert the error of a model that does not accept the cache into a one-line error."""
     try:
         yield
     except WRONG_CALLS as error:

@@ -1,4 +1,4 @@
-"""Linear layers under autocast whose weights are cast only once for many tokens."""
+"""Linear layers that cast their weights only once for many tokens under autocast."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ REFILL_BELOW = 0.9
 # Share of unfinished rows at which the sampler decides whether lengths are unequal enough to
 # replace rows.
 DECIDE_BELOW = 0.7
-# Rows are replaced if the number of tokens until `DECIDE_BELOW` exceeds the number of tokens until
-# `REFILL_BELOW` by this factor.
+# Rows are replaced if the number of tokens until `DECIDE_BELOW` is more than this factor times the
+# number of tokens until `REFILL_BELOW`.
 UNEQUAL_TOKEN_RATIO = 1.25
 # Number of tokens between two checks for finished rows; 16 on other devices.
 TOKENS_BETWEEN_LOOKS = {"cpu": 1}
@@ -99,7 +99,8 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
                 no_memory = True
             order = [r for r in order if not written.lengths_R[r]]
             if no_memory:
-                # Free the memory outside the handler, because the error references all tensors.
+                # Free the memory outside the except block, because the error references all
+                # tensors.
                 clear_device_cache(garbage_collection=True)
                 progress.completed = len(written.lengths_R) - len(order)
                 progress.tokens = int(written.lengths_R.sum())
@@ -130,7 +131,7 @@ def decode(
 
     Args:
         order: completions to sample, sorted by ascending prompt length.
-        written: completions that this function fills.
+        written: storage to which this function copies the completions.
         progress: counter of finished completions and tokens.
     """
     interval = TOKENS_BETWEEN_LOOKS.get(policy.model.device.type, 16)

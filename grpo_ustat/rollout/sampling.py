@@ -11,10 +11,10 @@ from grpo_ustat.config.parts import SamplerOptions
 class Sampling:
     """Options of sampling."""
 
-    # Seed and stream, together with the step of a call, are the key of the call's draws.
+    # Seed and stream of the draws. The key of a draw also contains the step and the prompt id.
     seed: int
     stream: str
-    # Maximum number of tokens of a completion.
+    # Maximum number of tokens in a completion.
     max_completion_length: int
     # Temperature that divides the logits.
     temperature: float = 1.0

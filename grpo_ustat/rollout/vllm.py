@@ -70,22 +70,23 @@ class VllmEngine:
 
     The noise of a completion depends only on (seed, stream, step, prompt id, completion), not on
     other requests, so the same calls give the same tokens. However, the rounding of the logits
-    depends on the other requests of a batch, so another grouping of requests may change a token.
-    The draws differ from the draws of `rollout=local` and between versions or devices of vLLM.
+    depends on the other requests of a batch, so a different grouping of requests can change a
+    token. The draws differ from those of `rollout=local`, and they also differ between vLLM
+    versions and between devices.
 
     vLLM samples from this policy up to rounding. `rollouts.logprobs_PGT` contains vLLM's
-    log-probabilities, which are used for the logged gap. Losses and ratios use the trainer's
-    log-probabilities.
+    log-probabilities, which are used only to log their gap to the trainer's. Losses and ratios use
+    the trainer's log-probabilities.
     """
 
     def __init__(self, policy: Policy, options: RolloutConfig, rows: int):
         """Start vLLM with the policy's weights.
 
         Args:
-            policy: policy whose weights `refresh` reads again.
-            options: options of vLLM, which chooses values that are null. `gpu_memory_utilization`
-                is the share of the GPU memory (or of all memory, on a CPU) that vLLM may use in
-                addition to what the trainer needs.
+            policy: policy whose weights `refresh` loads.
+            options: options of vLLM; vLLM chooses the value of an option that is null.
+                `gpu_memory_utilization` is the share of the GPU memory (on a CPU, of main memory)
+                that vLLM may use in addition to the trainer's memory.
             rows: number of completions sampled in parallel.
         """
         vllm = import_vllm()
@@ -217,7 +218,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
     dtype = "bfloat16" if policy.bf16 else str(policy.model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
-            f"model.dtype={dtype} with rollout=vllm, which has {', '.join(DTYPES)}: "
+            f"model.dtype={dtype} with rollout=vllm, which supports {', '.join(DTYPES)}: "
             "use one of these, or rollout=local"
         )
     names = ("gpu_memory_utilization", "max_model_len", "enforce_eager")
@@ -251,7 +252,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
 def restore_process_state(device: torch.device) -> Iterator[None]:
     """Restore torch's random state and number of threads after the block.
 
-    Within the block, vLLM may seed this process and replace `torch.set_num_threads`.
+    Within the block, vLLM can seed this process and replace `torch.set_num_threads`.
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):

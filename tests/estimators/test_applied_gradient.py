@@ -35,7 +35,7 @@ FAULTS = [*divided(4, "K"), *divided(2, "ranks")]
         (2.0, "not divided by ranks = 2"),
         (-1.0, "the sign is reversed"),
         (-4.0, "the sign is reversed; not divided by K = 4"),
-        (1 / 3, "1/3, as where something is divided once more by 3 parts"),
+        (1 / 3, "1/3, as if it were divided once more by 3"),
         (0.37, "the direction is right, but the factor has no known cause"),
     ],
 )
@@ -94,17 +94,17 @@ def test_what_cancels_in_the_gradient_does_not_in_its_rounding():
 
 def test_gradients_of_length_zero_or_without_numbers():
     zero = np.zeros(300)
-    assert judged(zero, zero, {}, FULL).sentence().endswith("is the declared one: both are 0")
+    assert judged(zero, zero, {}, FULL).sentence().endswith("are both 0")
     found = judged(zero, DECLARED, {}, FULL)
     assert (found.agrees, found.ratio) == (False, 0)
     assert "applied gradient is 0" in found.sentence()
     for applied, declared in ((DECLARED, zero), (DECLARED * math.nan, DECLARED)):
-        says = "The declared gradient is 0 or not finite, or the applied one is not finite"
+        says = "The declared gradient is 0 or not finite, or the applied gradient is not finite"
         assert judged(applied, declared, {}, FULL).sentence() == says
 
 
 def test_a_number_of_parts_is_named_where_it_is_clear():
-    assert judged(DECLARED / 3, DECLARED, {}, 0.1).cause.startswith("1/3, as where")
+    assert judged(DECLARED / 3, DECLARED, {}, 0.1).cause.startswith("1/3, as if")
     assert judged(DECLARED / 9, DECLARED, {}, 0.1).cause.endswith("the factor has no known cause")
 
 

@@ -146,8 +146,8 @@ def test_what_a_pool_does_not_tell_is_said(rng):
     assert measured == [("batch_std", 3), ("batch_std", 4), *(("opo", g) for g in (2, 3, 4))]
     rows = [row for row in baseline_rows(pool, baselines, sizes, 12) if row.reason is not None]
     reasons = {(row.loss.baseline, row.group_size): row.reason.line for row in rows}
-    assert "need a study of 18, got 12" in reasons["batch_std", 2]
-    assert "groups of 12 need as many completions" in reasons["opo", 12]
+    assert "needs 18 questions, got 12" in reasons["batch_std", 2]
+    assert "groups of 12 need 12 completions" in reasons["opo", 12]
     assert all("reads greedy_P" in reasons["remax", size] for size in (2, 3, 4, 12))
     assert len(reasons) == 3 * 4 - len(measured)
 

@@ -153,31 +153,35 @@ def baseline_of(name):
 
 
 REFUSED = {
-    "one question": (1, ADDITIVE, 2, 16, "1 question gives no interval: use study.questions=4"),
-    "two questions": (2, ADDITIVE, 2, 16, "2 questions give no interval: use study.questions=4"),
-    "few questions": (3, ADDITIVE, 2, 16, "3 questions give no interval: use study.questions=4"),
+    "one question": (1, ADDITIVE, 2, 16,
+                     "1 question is too few for an interval: use study.questions=4"),
+    "two questions": (2, ADDITIVE, 2, 16,
+                     "2 questions are too few for an interval: use study.questions=4"),
+    "few questions": (3, ADDITIVE, 2, 16,
+                     "3 questions are too few for an interval: use study.questions=4"),
     "no value": (30, baseline_of("oracle"), 2, 16,
-                 "baseline oracle reads value_P, which no pool of one policy has"),
+                 "baseline oracle reads value_P, which a pool of one policy lacks"),
     "several functions": (30, baseline_of("gdpo"), 2, 16,
-                          "baseline gdpo reads reward_weights_F, rewards_PGF, which no pool of one "
-                          "policy has"),
+                          "baseline gdpo reads reward_weights_F, rewards_PGF, which a pool of one "
+                          "policy lacks"),
     "past batches": (30, baseline_of("running_mean"), 2, 16,
-                     "baseline running_mean reads running, which no pool of one policy has"),
+                     "baseline running_mean reads running, which a pool of one policy lacks"),
     "a small group": (30, baseline_of("leave_one_out_std"), 2, 16,
                       "baseline leave_one_out_std needs groups of 3 or more"),
     "a large group": (30, ADDITIVE, 16, 16,
-                      "groups of 16 need as many completions of each question, the pool has 8: use "
+                      "groups of 16 need 16 completions per question, but the pool has 8: use "
                       "budget.pool_completions=16, or log larger groups"),
-    "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is no multiple of 8"),
+    "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is not a multiple of 8"),
     "a micro-batch": (30, MICRO, 2, 16, "micro-batches of 6 do not divide 16 rollouts"),
     "a large batch": (23, COUPLED, 2, 16,
-                      "an update has 8 questions whose rows are weighed together: batches of so "
-                      "many need a study of 24, got 23"),
+                      "row weights depend on all 8 questions of an update, and drawing such "
+                      "updates needs 24 questions, got 23: use study.questions=24"),
     "no groups": (30, REPLACED, 2, 16,
-                  "0 questions have groups of 2 whose rewards differ: use 4 or more of such"),
+                  "0 questions have groups of 2 with unequal rewards: use at least 4 such "
+                  "questions"),
     "a small batch": (30, baseline_of("james_stein"), 8, 16,
-                      "baseline james_stein needs 3 prompts in an update, and study.rollouts=16 in "
-                      "groups of 8 has 2"),
+                      "baseline james_stein needs 3 prompts in an update, but study.rollouts=16 in "
+                      "groups of 8 gives 2"),
 }  # fmt: skip
 
 

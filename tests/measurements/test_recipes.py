@@ -250,17 +250,19 @@ def test_a_loss_of_two_recipes_is_measured_at_both_sizes():
 def test_a_pool_too_small_says_why_of_each_recipe():
     for row in found_in(a_pool(3, 4)).values():
         assert row.efficiency is None and (row.best, row.may_be_best) == (False, False)
-        assert "3 questions give no interval" in row.reason.line
+        assert "3 questions are too few" in row.reason.line
     found = found_in(a_pool(40, 4), rollouts=32)
     measured = [name for name, row in found.items() if row.efficiency is not None]
     assert measured == ["2-GRPO (arXiv 2510.00977)"]
-    assert "groups of 8 need as many completions" in found["TRL's default"].reason.line
+    assert "groups of 8 need 8 completions" in found["TRL's default"].reason.line
     assert found["DAPO (arXiv 2503.14476)"].rollouts == 32
 
 
 def test_an_update_smaller_than_a_group_is_said():
     found = found_in(a_pool(40, 16), rollouts=8)
-    assert found["DAPO (arXiv 2503.14476)"].reason.line == "study.rollouts=8 is no multiple of 16"
+    assert (
+        found["DAPO (arXiv 2503.14476)"].reason.line == "study.rollouts=8 is not a multiple of 16"
+    )
     assert found["Dr. GRPO (arXiv 2503.20783)"].efficiency is not None
 
 

@@ -97,7 +97,7 @@ FAULTS = {
     "scaling": (lambda n: lambda *args: no_scaling(*args) / n,
                 "it is the gradient of advantages group_mean"),
     "capped": (lambda n: lambda lp, m, a, _: -0.2 * (lp * m * a).sum() / n,
-               "1/5, as where something is divided once more by 5 parts"),
+               "1/5, as if it were divided once more by 5"),
     "dropped": (lambda n: lambda lp, m, a, i: -(lp * m * a).sum() / n * float(i[0] != 8),
                 "8 of 32 rows are missing (8 to 15)"),
     "micro-batches": (lambda n: lambda lp, m, a, _: -(lp * m * a).sum() / m.sum() / PARTS,
