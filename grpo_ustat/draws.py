@@ -27,7 +27,7 @@ def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
 
 
 def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
-    """Return a generator for draws that concern no single completion, such as prompt choices."""
+    """Return a generator for draws not tied to a single completion, such as prompt choices."""
     return np.random.Generator(np.random.Philox(key=philox_key(seed, stream, step, name)))
 
 

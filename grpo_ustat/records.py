@@ -22,7 +22,7 @@ Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 # Largest absolute value of a reward; squares and products of larger rewards may overflow.
 MAX_REWARD = 1e50
-# Minimum number of questions for an interval for new questions.
+# Minimum number of questions that an interval for new questions requires.
 MIN_QUESTIONS = 4
 # Names of a mean reward; it is called accuracy if all rewards are 0 or 1.
 ACCURACY, MEAN_REWARD = "accuracy", "mean reward"

@@ -271,7 +271,7 @@ def check_threads(_: Path) -> Finding:
     if int(setting) > cores:
         return warning(
             f"{message}: more threads than cores are far slower than a single thread",
-            f"export OMP_NUM_THREADS={cores} or less; with several ranks, cores / ranks",
+            f"export OMP_NUM_THREADS={cores} or less; with several ranks, at most cores / ranks",
         )
     return ok(message)
 
@@ -326,7 +326,7 @@ def check_disk(folder: Path) -> Finding:
         return failed(f"{place} cannot be written: {error.strerror or error}", OTHER_FOLDER)
     if not same:
         return failed(f"{place} returned different bytes from those written", OTHER_FOLDER)
-    message = f"{decimal(free)} free in {place}, {decimal(int(speed))}/s written and synced"
+    message = f"{decimal(free)} free in {place}, written and synced at {decimal(int(speed))}/s"
     if free < MIN_DISK_BYTES or 0 < files < 1000:
         return warning(
             f"{message}, room for {files} more files",
@@ -340,7 +340,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_locks(folder: Path) -> Finding:
-    """Test flock, which locks run folders: from a second process, and after a kill."""
+    """Test the file lock of run folders, flock, from a second process and after a kill."""
     from grpo_ustat.distributed.lock import DEAD_AFTER_SECONDS
 
     place = _nearest_folder(folder)
@@ -477,7 +477,7 @@ def check_slurm(_: Path) -> Finding:
             f"{place}, the controller is up; hydra/launcher=slurm needs hydra-submitit-launcher",
             install_line("slurm"),
         )
-    return ok(f"{place}, the controller is up, hydra/launcher=slurm is available")
+    return ok(f"{place}, the controller is up, and hydra/launcher=slurm is available")
 
 
 def check_ranks(_: Path) -> Finding:
@@ -618,7 +618,7 @@ def connection_error(url: str, seconds: float = CONNECT_SECONDS) -> str | None:
 
 
 def answer_within(seconds: float, work: Callable[[], Answer]) -> Answer | None:
-    """Return the result of `work`, or None if it takes longer; its thread then continues."""
+    """Return the result of `work`, or None after `seconds`; `work` then continues to run."""
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
     thread.start()

@@ -9,7 +9,7 @@ all rewards are equal. Over all groups, m has mean p. Over mixed groups,
 For p < 1/2 this expectation is positive, so a hard prompt looks easier than it is, and each of its
 advantages `z - m` is too low. An easy prompt looks harder than it is (arXiv 2601.08521). However,
 if all rewards in a group are equal, all its advantages are 0. For any baseline, dropping such
-groups therefore only rescales the mean of the gradient:
+groups therefore only rescales the mean gradient:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
@@ -33,12 +33,12 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_inte
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, Integers
 
-# Minimum number of prompts with a nonzero shift that the jackknife needs.
+# The jackknife needs at least this many prompts with a nonzero shift.
 MIN_PROMPTS = 8
 
 
 class MixedGroups(NamedTuple):
-    """Estimates for the mixed groups of hard or easy prompts, each prompt weighted by w(p)."""
+    """Estimates for the mixed groups of hard or easy prompts, with prompts weighted by w(p)."""
 
     # Unbiased estimates of w(p), the probability that another group of the prompt is all wrong
     # (hard prompts) or all right (easy prompts).

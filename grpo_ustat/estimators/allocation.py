@@ -80,8 +80,8 @@ class AllocationSaving:
     # half of the pool and judged on the other half. The intervals are for new prompts and
     # simultaneous over all plans at one mean group size.
     change: Interval
-    # The same change if the plan is made from the full pool and judged on it. None for plans other
-    # than `MEASURED_NOISE`, or if the error of equal groups is not positive.
+    # Value of `change` if the plan is made from the full pool and judged on the full pool. None for
+    # plans other than `MEASURED_NOISE`, or if the error of equal groups is not positive.
     in_sample: float | None
 
 
@@ -104,7 +104,7 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
     """
     if total < MIN_GROUP_SIZE * count:
         raise ValueError(
-            f"{total} completions for {count} prompts: {MIN_GROUP_SIZE * count} are needed"
+            f"{count} prompts need at least {MIN_GROUP_SIZE * count} completions, got {total}"
         )
     sizes_P, more = np.full(count, float(MIN_GROUP_SIZE)), total - MIN_GROUP_SIZE * count
     if not more:
@@ -120,7 +120,7 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
 def allocation_savings(
     pool: ScorePool, group_sizes: Sequence[int] = MEAN_SIZES
 ) -> list[AllocationSaving]:
-    """Estimate the effect of every plan, or return [] for fewer than 10 prompts or 6 completions.
+    """Estimate the effect of every plan; return [] for under 10 prompts or 6 completions each.
 
     Args:
         pool: pool of N completions for each of P prompts. Plans that need p are computed only if
@@ -182,7 +182,7 @@ def _change(planned_P: Array, equal_P: Array, plans: int) -> Interval:
 def plans_of(
     half: dict[str, Array], size: int, binary: bool
 ) -> dict[str, Callable[[Array], Array]]:
-    """Return the savings function of each plan, from estimates on half of a pool.
+    """Return each plan's savings function, computed from estimates on half of a pool.
 
     Args:
         half: estimates by name from `halves_of`, each of shape [P].
@@ -216,7 +216,7 @@ def plans_of(
 
 
 def shrunken_variance(successes_P: Array, size: int) -> Array:
-    """Return E[p (1-p) | counts] for p ~ Beta(a, b) over prompts, with moment estimates of a, b.
+    """Return E[p (1-p) | counts] for p ~ Beta(a, b) over prompts; a and b are fitted by moments.
 
     Args:
         successes_P: number of right completions of each prompt.

@@ -2,7 +2,7 @@ r"""Audit: comparison of a trainer's applied gradient with the gradient that its
 
 Let p be the negated gradient that the optimizer receives (the ascent direction, before clipping).
 Let d be the declared gradient, `sum_i W_i s_i`, with the weights W_i of `row_weights` and the
-scores s_i:
+scores s_i. Then
 
     ratio = <p, d> / ||d||^2        cosine = <p, d> / (||p|| ||d||)
 
@@ -36,7 +36,7 @@ NOT_OF_ROWS = (
     "no row weights reproduce it; check for dropout, for another term in the loss (such as a "
     "penalty or an entropy bonus), and for tokens, masks or parameters that were not declared"
 )
-# Tolerance at or above which a gradient counts as 0 up to rounding.
+# If the tolerance reaches this value, the declared gradient counts as 0 up to rounding.
 VANISHES = 1.0
 # Value of epsilon if all computations use float32, measured by
 # scripts/benchmarks/audit_tolerances.py.
@@ -110,12 +110,12 @@ def divided(by: int, what: str) -> list[Fault]:
 class GradientAudit:
     """Comparison of an applied gradient with the declared gradient."""
 
-    # Ratio and cosine, see `Agreement`.
+    # Ratio and cosine; see `Agreement`.
     ratio: float
     cosine: float
     # ||p - d|| / ||d||.
     difference: float
-    # Largest difference that rounding explains, see `rounding`.
+    # Largest difference that rounding can explain; see `rounding`.
     tolerance: float
     # Cause of a difference larger than `tolerance`, in words; empty if the gradients agree.
     cause: str = ""
@@ -145,7 +145,7 @@ class GradientAudit:
 
 
 def rounding(epsilon: float, declared_sq: float, rows_sq: float) -> float:
-    """Return the largest ||p - d|| / ||d|| from rounding; infinite if the scores cancel to 0.
+    """Return the largest ||p - d|| / ||d|| due to rounding; infinite if the scores cancel to 0.
 
     Args:
         epsilon: `FULL` or `REDUCED`, depending on the precision.
@@ -171,8 +171,8 @@ def judged(
         applied_R, declared_R: gradients p and d.
         others: gradients under other row weights, keyed by description, most likely first.
         tolerance: largest difference that rounding explains.
-        faults: known faults that multiply the gradient. They are checked before generic factors,
-            which can occur in any trainer.
+        faults: known faults that multiply the gradient. They are checked before division by an
+            arbitrary whole number.
         hints: possible causes of a lower cosine other than different row weights.
     """
     comparison = compared(applied_R, declared_R)

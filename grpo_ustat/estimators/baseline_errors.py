@@ -1,4 +1,4 @@
-r"""Error of an update of n rollouts on new questions, for baselines without a closed form.
+r"""Error of an update of n rollouts with any baseline, estimated for new questions.
 
 A baseline is treated as a loss whose rows have weight 1/n, so `estimators.losses` gives the moments
 of the update ghat. If all groups of G in the pool can be enumerated by their reward levels, or the

@@ -12,9 +12,9 @@ With few batches, these estimates have large errors. Therefore only the effect o
 estimated from draws. The additive loss is the same loss without the coupling, and its moments are
 computed from all groups (`estimators.group_terms`). The update of the additive loss on the same
 batch, times the best-fitting factor alpha, serves as the control variate. The mean difference
-between the two losses over the draws is added to the moments of the additive loss. In the
-jackknife, the value without a prompt is the mean over the draws that lack this prompt, because they
-are draws from the other prompts.
+between the moments of the loss and of its control variate over the draws is added to the control
+variate's moments over all groups. In the jackknife, the value without a prompt is the mean over the
+draws that lack this prompt, because they are draws from the other prompts.
 
 If the loss replaces groups with equal rewards, prompts are tried until B of them have a group with
 unequal rewards. The prompts whose groups were replaced also belong to the draw, so g_y comes only
@@ -63,7 +63,7 @@ class Batch:
 
 
 def additive_part(loss: Loss, group_size: int) -> Loss:
-    """Return the loss without the parts that couple its rows; replacement of groups is kept."""
+    """Return the loss without the parts that couple its rows; it still replaces groups."""
     baseline, options = loss.baseline, loss.options
     if baseline == "gdpo":
         # Unlike gdpo, group_std reads the weighted sum of the reward functions.
@@ -82,7 +82,8 @@ def prompts_needed(prompts: int, kept: float = 1.0) -> int:
 
     Args:
         prompts: number of prompts in a batch, B.
-        kept: share of groups that are not replaced, K. Each prompt of a batch needs 1/K questions.
+        kept: share of groups that are not replaced, K. On average, 1/K questions are tried for each
+            prompt of a batch.
 
     >>> prompts_needed(16), prompts_needed(16, 0.5)
     (48, 96)
@@ -147,7 +148,7 @@ def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batc
 
     Args:
         loss: loss whose baseline reads only rewards.
-        draws: pairs of batches, see `drawn_batches`.
+        draws: pairs of batches; see `drawn_batches`.
     """
     shares: list[float] = []
     for batch in chain.from_iterable(draws):

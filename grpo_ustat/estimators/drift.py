@@ -1,4 +1,4 @@
-"""Distance of a policy from the policy that sampled its completions: KL, effective sample size."""
+"""Distance of the current policy from the sampling policy: KL and effective sample size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Drift:
     # importance ratios.
     tokens: Interval
     # Effective share of the completions. The weight of a completion is the product of its tokens'
-    # importance ratios. The first value uses all questions, and each of the others leaves out one
+    # importance ratios. The first value uses all questions, and each other value leaves out one
     # question.
     completions_D: Array
 

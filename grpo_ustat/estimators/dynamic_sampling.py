@@ -8,7 +8,7 @@ Then
     prompt of a kept group              distribution rho(x) (1 - q_x) / K
     E[ ghat | kept ] = E ghat / K       E[ ||ghat||^2 | kept ] = E||ghat||^2 / K
 
-The two factors cancel because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`. The mean gradient of
+The factor 1 - q_x cancels because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`. The mean gradient of
 kept groups therefore has the direction of the mean gradient of all groups and is longer by the
 factor 1/K, which changes with the policy. On average, B kept groups need `B / K` generated groups.
 If ghat is unbiased and `M = E||ghat||^2`, the errors after rescaling by K are
@@ -17,11 +17,11 @@ If ghat is unbiased and `M = E||ghat||^2`, the errors after rescaling by K are
     N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
 
 In terms of N, the first error is `(M - ||grad J||^2 / K) / N`. This error is smaller than the
-second because the number of kept groups is fixed. The difference is only the share `(1/K - 1) G /
-n_c(G)` of the second error (n_c is the noise scale). Without replacement of zero-variance groups,
-the same N groups give the second error at the same cost. However, dynamic sampling generates groups
-in batches, so it discards mixed groups in excess of B. It therefore pays only if the discarded
-share of mixed groups is less than
+second error because the number of kept groups is fixed. As a share of the second error, the
+difference is only `(1/K - 1) G / n_c(G)`, where n_c is the noise scale. If zero-variance groups are
+not replaced, the same N groups give the second error at the same cost. However, dynamic sampling
+generates groups in batches, so it discards mixed groups in excess of B. It therefore pays only if
+the discarded share of mixed groups is less than
 
     s = (1/K - 1) G / n_c(G)
 """

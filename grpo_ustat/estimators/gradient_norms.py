@@ -46,8 +46,8 @@ def noise_scale_from_norms(
 
     The jackknife leaves out one step at a time, with its norms at every b. It is valid whether the
     norms at different b come from the same rollouts (a batch and its micro-batches) or from
-    different rollouts. The interval of the noise scale is Fieller's, see `ratio_interval`. It has
-    no upper end if the data do not exclude ||grad J||^2 = 0.
+    different rollouts. The interval of the noise scale is a Fieller interval; see `ratio_interval`.
+    It has no upper end if the data do not exclude ||grad J||^2 = 0.
 
     Args:
         sq_norms: squared gradient norms before clipping, keyed by the number of groups in a
@@ -77,7 +77,7 @@ def noise_scale_from_norms(
     count = min(steps.values())
     if count < MIN_UNITS or count != max(steps.values()):
         raise ValueError(
-            f"steps by b: {steps}; give the same number of steps for each b, {MIN_UNITS} or more"
+            f"numbers of steps by b are {steps}: use equal numbers, {MIN_UNITS} or more"
         )
     norms_BSK = [np.reshape(norms, (count, -1)).astype(float) for norms in sq_norms.values()]
     groups_B = np.array([*sq_norms], dtype=float)

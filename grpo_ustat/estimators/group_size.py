@@ -14,12 +14,13 @@ Under the first prior, G* has a median of 6.7 and exceeds 48 with a probability 
 second prior, these numbers are 3.2 and 0.5 %.
 
 If few prompts carry the signal, the sample can miss them, and C1 and its standard error are then
-both too small. Therefore the variance of C1 at a hypothetical C1 = C3/k includes a term `kappa
-(C3/k)^2 / m_eff` with kappa = 2.25. `m_eff` is the effective number of prompts for C3, `1 / (1/m +
-Var(C3)/C3^2)`, because prompts whose rewards hardly vary give hardly any information on C1.
+both too small. Therefore `kappa (C3/k)^2 / m_eff`, with kappa = 2.25, is added to the variance of
+C1 at a hypothetical C1 = C3/k. Here `m_eff` is the effective number of prompts for C3, `1 / (1/m +
+Var(C3)/C3^2)`. It replaces m, because prompts with nearly constant rewards give little information
+on C1.
 
-`scripts/benchmarks/error_rates.py group_size` counts the wrong statements on populations with G*
-from 2.5 to 48. The resulting table is in docs/benchmarks.md.
+`scripts/benchmarks/error_rates.py group_size` counts wrong decisions on populations with G* from
+2.5 to 48. The resulting table is in docs/benchmarks.md.
 """
 
 from __future__ import annotations

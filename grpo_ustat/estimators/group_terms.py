@@ -335,7 +335,7 @@ def is_linear(loss: Loss) -> bool:
 
 
 def has_levels(pool: ScorePool, baseline: str, group_size: int) -> bool:
-    """Return True if all groups of G can be enumerated by the levels of their rewards."""
+    """Return True if all groups of G can be enumerated by their reward levels."""
     levels = len(np.unique(pool.rewards_PN))
     listed = comb(group_size + levels - 1, levels - 1) <= MAX_COMPOSITIONS
     return baseline in BY_LEVELS and listed and not BASELINES[baseline].needs

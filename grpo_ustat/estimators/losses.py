@@ -256,7 +256,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
         line = "row weights couple questions, but each half of the questions has its own metric"
         return Refusal("metrics", line, 1, pool.metrics)
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
-        line = f"micro-batches of {loss.micro_batch_size} do not divide {rollouts} rollouts"
+        line = f"{rollouts} rollouts cannot be split into micro-batches of {loss.micro_batch_size}"
         return Refusal("micro-batches", line)
     if prompts < baseline.min_prompts:
         line = (

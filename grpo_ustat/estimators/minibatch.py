@@ -1,10 +1,10 @@
 r"""Error of a minibatch gradient, for two ways of drawing the questions.
 
-Let ghat_x be the gradient estimate from random completions of question x, with second moment `e_x =
-E||ghat_x||^2` and mean `mu_x = E ghat_x`, and let `p_x = ||mu_x||^2`. The estimates of different
-questions are independent. A bar denotes a mean over the m questions, and mu is the mean of mu_x.
-Let T be the mean of ghat_x over the B questions of a batch, and tau the target. For both ways of
-drawing, E T = mu and
+Let ghat_x be the gradient estimate from random completions of question x. It has the second moment
+`e_x = E||ghat_x||^2` and the mean `mu_x = E ghat_x`; let `p_x = ||mu_x||^2`. The estimates of
+different questions are independent. A bar denotes a mean over the m questions, and mu is the mean
+of mu_x. Let T be the mean of ghat_x over the B questions of a batch, and tau the target. For both
+ways of drawing, E T = mu and
 
     E||T - tau||^2 = bias^2 + variance        bias^2 = ||mu - tau||^2
 """
@@ -53,8 +53,8 @@ def decompose(
         bias^2 = ||mu||^2 - 2 <mu, tau> + ||tau||^2
 
     With `all_questions_once`, T is the mean of m independent estimates with variances e_x - p_x.
-    With `with_replacement`, T averages the estimates of B independently drawn questions. Each of
-    them has the second moment ebar and the mean mu.
+    With `with_replacement`, T averages the estimates of B independently drawn questions. Each
+    estimate has the second moment ebar and the mean mu.
 
     All three results are linear in the arguments, so unbiased arguments give unbiased results.
 
@@ -68,7 +68,7 @@ def decompose(
         target_sq: ||tau||^2.
 
     Raises:
-        ValueError: an unknown setting.
+        ValueError: `setting` is unknown.
 
     >>> decompose("with_replacement", 2, 3.0, 2.0, 1.0, 1.0, 1.0)
     (1.0, 0.0, 1.0)

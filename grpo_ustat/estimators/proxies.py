@@ -23,8 +23,8 @@ three different completions of a prompt, and sgn 0 = 0,
 
 so the mean over all triples is unbiased for any number of completions. (Sample ranks also include
 triples whose second and third completions are the same, which move the result towards Kendall's
-tau.) With the sign matrices A, B and their row sums a, b, the sum over triples is `a'b - sum_ij
-A_ij B_ij`. Covariances are averaged over prompts before the ratio is taken.
+tau.) If A and B are the sign matrices and a and b their row sums, the sum over triples is `a'b -
+sum_ij A_ij B_ij`. Covariances are averaged over prompts before the ratio is taken.
 
 Intervals are for new prompts. They use the jackknife over prompts on Fisher's scale, artanh r.
 """
@@ -51,7 +51,7 @@ MAX_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
-    """Covariance over n prompts (of grades: times 4), with its delete-one values."""
+    """Covariance over n prompts, with delete-one values; for grades, 4 times the covariance."""
 
     value: float
     delete_one_n: Array

@@ -6,9 +6,9 @@ adds
     w ( A sum_t omega_t u_t - beta sum_t kappa_t u_t )       u_t = grad log pi(token t | before)
 
 to the update, where w is the row's weight from `row_weights.token_weights`. Let l_t, o_t and r_t be
-the log-probabilities of token t under pi, mu and a reference model, rho_t = exp(l_t - o_t) the
-importance ratio of the token, and rho the ratio at `importance_sampling_level`. The derivatives of
-the losses with respect to l_t are
+the log-probabilities of token t under pi, mu and a reference model. Let rho_t = exp(l_t - o_t) be
+the importance ratio of the token, and rho the ratio at `importance_sampling_level`. The derivatives
+of the losses with respect to l_t are
 
     form       omega                                     source
     none       1                                         no ratio: staleness is ignored

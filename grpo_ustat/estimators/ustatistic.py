@@ -13,9 +13,9 @@ def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
     """Estimate the probability that all rewards of a group are equal, per prompt [P].
 
     A group with equal rewards adds nothing to the gradient. The estimate is the share of groups
-    with equal rewards among all groups of G that can be formed from the N completions. It is `sum_c
-    C(n_c, G) / C(N, G)`, where n_c is the number of completions with the distinct reward c. The
-    estimate is unbiased.
+    with equal rewards among all groups of G that can be formed from the N completions. This share
+    is `sum_c C(n_c, G) / C(N, G)`, where n_c is the number of completions with reward c and the sum
+    runs over the distinct rewards. The estimate is unbiased.
 
     >>> zero_variance_share(np.array([[1.0, 1.0, 1.0, 0.0]]), 2).tolist()
     [0.5]

@@ -1,9 +1,9 @@
 """Key-value cache that grows in place and whose rows can be replaced.
 
 `DynamicCache` copies its whole content for every token. This cache stores long keys and values in
-buffers with room for more tokens, so only the entries of a new token are written. The numbers that
-attention reads are the same. Short keys and values on CPUs are still copied, because non-contiguous
-reads would cost more.
+buffers with room for more tokens, so only the entries of a new token are written. Attention still
+reads the same numbers. Short keys and values on CPUs are still copied, because non-contiguous reads
+would cost more.
 
 All rows end in the same column, no matter when they started, so a finished row can be replaced. The
 new prompt's entries overwrite the last columns, and the row's mask starts at these columns.

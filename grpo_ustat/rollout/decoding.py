@@ -19,8 +19,9 @@ def choose(
 
     The distribution is p = softmax(logits / temperature) over the full vocabulary, with logits in
     float32 or wider, as in scoring. Let s = logits / temperature - max and Z = sum exp(s). The
-    drawn token is the first one at which the cumulative sum of exp(s), computed in float64, exceeds
-    u Z. For a large vocabulary, the sums of blocks are computed first; see `draw_by_blocks`.
+    drawn token is the first token at which the cumulative sum of exp(s), computed in float64,
+    exceeds u Z. For a large vocabulary, the sums of blocks are computed first; see
+    `draw_by_blocks`.
 
     Args:
         logits_RV: logits of R rows.

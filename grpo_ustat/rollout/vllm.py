@@ -54,7 +54,7 @@ PLAIN_SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
-    # The model's default end-of-sequence token may not be in `end_tokens`.
+    # `end_tokens` does not necessarily contain the model's default end-of-sequence token.
     "ignore_eos": True,
     # Return only the log-probability of the drawn token.
     "logprobs": 0,

@@ -172,7 +172,7 @@ REFUSED = {
                       "groups of 16 need 16 completions per question, but the pool has 8: use "
                       "budget.pool_completions=16, or log larger groups"),
     "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is not a multiple of 8"),
-    "a micro-batch": (30, MICRO, 2, 16, "micro-batches of 6 do not divide 16 rollouts"),
+    "a micro-batch": (30, MICRO, 2, 16, "16 rollouts cannot be split into micro-batches of 6"),
     "a large batch": (23, COUPLED, 2, 16,
                       "row weights depend on all 8 questions of an update, and drawing such "
                       "updates needs 24 questions, got 23: use study.questions=24"),
