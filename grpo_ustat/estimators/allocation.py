@@ -104,7 +104,7 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
     """
     if total < MIN_GROUP_SIZE * count:
         raise ValueError(
-            f"{count} prompts need at least {MIN_GROUP_SIZE * count} completions, got {total}"
+            f"{total} completions for {count} prompts: use at least {MIN_GROUP_SIZE * count}"
         )
     sizes_P, more = np.full(count, float(MIN_GROUP_SIZE)), total - MIN_GROUP_SIZE * count
     if not more:

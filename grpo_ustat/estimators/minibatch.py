@@ -1,10 +1,10 @@
 r"""Error of a minibatch gradient, for two ways of drawing the questions.
 
 Let ghat_x be the gradient estimate from random completions of question x. It has the second moment
-`e_x = E||ghat_x||^2` and the mean `mu_x = E ghat_x`; let `p_x = ||mu_x||^2`. The estimates of
-different questions are independent. A bar denotes a mean over the m questions, and mu is the mean
-of mu_x. Let T be the mean of ghat_x over the B questions of a batch, and tau the target. For both
-ways of drawing, E T = mu and
+`e_x = E||ghat_x||^2` and the mean `mu_x = E ghat_x`; let `p_x = ||mu_x||^2`. Given the questions,
+the estimates of different questions are independent. A bar denotes a mean over the m questions, and
+mu is the mean of mu_x. Let T be the mean of ghat_x over the B questions of a batch, and tau the
+target. For both ways of drawing, E T = mu and
 
     E||T - tau||^2 = bias^2 + variance        bias^2 = ||mu - tau||^2
 """

@@ -128,7 +128,7 @@ def test_what_a_small_pool_cannot_say_has_a_reason():
     rows = verdicts(a_pool(6, 5), sizes=(4,))
     absent = {row.measured: row.reason for row in rows if row.verdict == "not measured"}
     assert all(absent.values())
-    assert any("study of 24, got 6" in reason for reason in absent.values())
+    assert any("24 questions, got 6" in reason for reason in absent.values())
     assert any("budget.pool_completions=10" in reason for reason in absent.values())
     assert not any(row.verdict in ("holds", "does not hold") and row.number is None for row in rows)
 
