@@ -182,7 +182,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def recomputing(model: torch.nn.Module) -> Iterator[None]:
     """Make layers prepared by `checkpoint_layers` recompute their activations in the backward pass.
 
-    Transformers recomputes activations only in training mode, in which it disables the cache.
+    Transformers recomputes activations only in training mode, and it then disables the cache.
     Outside the block, the layers must not recompute, because sampling without a cache would read
     each token without its context. Only these layers are set to training mode, because scores must
     be computed without dropout, like the sampling probabilities.

@@ -1,4 +1,4 @@
-"""Comparison of the gradient that a trainer applies (`p.grad`) with the gradient of its loss."""
+"""Comparison of a trainer's applied gradient (`p.grad`) with the gradient of its declared loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class UpdateRows:
     attention_mask_BT: torch.Tensor
     # 1 on the tokens whose log-probabilities the loss uses.
     completion_mask_BT: torch.Tensor
-    # Weights W; the declared gradient is `sum_i W_i s_i`, the direction of ascent, with scores s_i.
+    # Weights W_i. The declared gradient is the direction of ascent `sum_i W_i s_i` with scores s_i.
     weights_B: Array
     # Row weights of other losses that could explain a difference, by name.
     others: Mapping[str, Array] = field(default_factory=dict[str, Array])

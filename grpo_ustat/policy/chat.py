@@ -46,7 +46,7 @@ def in_chat_format(
             raises an error.
 
     Raises:
-        ValueError: the template refuses the turns, fails, or asks for the date without `moment`.
+        ValueError: the template refuses the turns, fails, or needs the date and `moment` is None.
     """
     try:
         with _clock(moment):
@@ -117,7 +117,7 @@ def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the model's chat template may write the date."""
+    """Return True if the model's chat template can write the date."""
     return "strftime_now" in str(tokenizer.chat_template)
 
 
@@ -210,5 +210,5 @@ def warn_of_options(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) ->
         names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
         warn(
             f"prompt.template_options has {name}, which the model's chat template never reads: "
-            f"{did_you_mean(name, names)}it has no effect"
+            f"{did_you_mean(name, names)}this option has no effect"
         )

@@ -74,7 +74,7 @@ def check_parameters(options: PolicyOptions) -> None:
     """Raise an error if `study.parameters` matches no parameter of the configured model.
 
     The check builds the model without weights. Adapters, and models that cannot be built without
-    their weights, are not checked before loading.
+    their weights, can only be checked after loading.
     """
     model = options.model
     name = model.model_name_or_path
@@ -112,7 +112,7 @@ def configured_task(
     tokenizer: PreTrainedTokenizerBase | None = None,
     moment: datetime | None = None,
 ) -> Task:
-    """Create the configured task, with prompts in the model's chat format if `prompt.chat` says so.
+    """Create the configured task, with prompts in the chat format if `prompt.chat` selects it.
 
     Prompts longer than `prompt.max_length` are dropped. The tokenizer is loaded if it is needed and
     was not passed. `moment`: see `ChatFormat`.
@@ -151,7 +151,12 @@ def check_lengths(
     ]
     longest, completion_length = max(lengths), sampler.max_completion_length
     switch = crossed_switch(policy.model, min(lengths), longest + completion_length)
-    limits.append((switch, "original_max_position_embeddings (LongRoPE then changes all rows) of"))
+    limits.append(
+        (
+            switch,
+            "the length at which LongRoPE changes all rows, original_max_position_embeddings =",
+        )
+    )
     for limit, name in limits:
         if limit is not None and longest + completion_length > limit:
             fixes = []

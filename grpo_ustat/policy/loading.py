@@ -107,7 +107,7 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
     """Load the causal language model at a source.
 
     LoRA adapters are attached to the base model that they name, or merged into it. If the base
-    model is itself a folder of adapters, these are always merged.
+    model is itself a folder of adapters, those adapters are always merged.
     """
     adapters = adapter_base(Path(source))
     if adapters is not None:
@@ -222,7 +222,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 
 
 def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
-    """Return the tokenizer's padding id, or None if there is none or the embedding lacks its row.
+    """Return the tokenizer's padding id; None if it has none or the embedding has no row for it.
 
     Tokenizers of base models often have an added padding token without a row in the embedding. Any
     other token without a row raises an error. `name`: name of the model, for the error message.

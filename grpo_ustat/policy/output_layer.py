@@ -33,7 +33,7 @@ class Head:
     """Output layer of a policy, with the model's transformation of its logits.
 
     Args:
-        output: class of the output of the model body, which lies below the output layer.
+        output: class of the object that the model body (below the output layer) returns.
         temperature: temperature that divides the logits.
     """
 
@@ -73,10 +73,10 @@ class Head:
     def backward(
         self, window: Window, factor_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Add the gradient of `sum factor * logprob + entropy_factor * H` to `grad` of parameters.
+        """Backpropagate `sum factor * logprob + entropy_factor * H` to the parameters.
 
-        The affected parameters are those of the output layer and all parameters in the graph of the
-        window's hidden states.
+        The gradient is added to the `grad` of the output layer's parameters and of all parameters
+        in the graph of the window's hidden states.
 
         Args:
             window: window whose hidden states have a graph.
@@ -186,7 +186,7 @@ class OutputLayer:
 
     Args:
         model: causal language model, without a PEFT wrapper.
-        output: class of the output of the model body, which lies below the output layer.
+        output: class of the object that the model body (below the output layer) returns.
         temperature: temperature that divides the logits.
     """
 
@@ -197,7 +197,7 @@ class OutputLayer:
         self._plain: bool | None = None
 
     def gradients(self, window: Window, vocabulary=slice(None), normaliser_BT=None):
-        """Return the gradient of the summed log-probabilities at the logits, [B, T, V].
+        """Return the gradient of the log-probabilities' sum with respect to the logits, [B, T, V].
 
         The second return value is the log-sum-exp over the vocabulary, [B, T].
 

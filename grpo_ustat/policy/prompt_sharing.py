@@ -32,7 +32,7 @@ from grpo_ustat.records import Rollouts
 
 
 class SharedPromptReader:
-    """Reader that reads each prompt once and then its completions, from the prompt's cache.
+    """Reader that reads each prompt once and reuses its cache for all of its completions.
 
     Args:
         prompts: ascending indices of the prompts to read.
@@ -78,7 +78,7 @@ class SharedPromptReader:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return the hidden states at these token ids; ignore `mask` if no prompt is padded."""
+        """Return the hidden states at these token ids; pass no mask if no prompt is padded."""
         with self.policy.computing():
             output = self.below(
                 input_ids=ids,
@@ -179,8 +179,8 @@ def can_share(policy: Policy) -> bool:
 def can_read_contiguous(policy: Policy) -> bool:
     """Return True if rows padded at the end and read without a mask give correct log-probabilities.
 
-    The trial compares them with the log-probabilities of rows that are read one at a time. Each
-    model is tried only once. If memory runs out during the trial, the result is False, and the next
+    A trial compares them with the log-probabilities of rows that are read one at a time. Each model
+    is tried only once. If memory runs out during the trial, the result is False, and the next
     call tries again.
     """
     if policy.model not in _contiguous:
@@ -196,8 +196,8 @@ def check_reading(
 ) -> torch.Tensor:
     """Raise an error if padding changes the log-probabilities of a row.
 
-    Padding does so if it shifts the positions. Scores would then be gradients of log-probabilities
-    that differ from the policy's.
+    Padding does so if it shifts the positions. Scores would then be gradients of the wrong
+    log-probabilities.
 
     Args:
         prompts: tokens of P prompts of unequal lengths.

@@ -78,7 +78,7 @@ def _text_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Return the largest number of tokens in prompt plus completion; None if unknown."""
+    """Return the largest total number of tokens of prompt and completion; None if unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
@@ -103,14 +103,14 @@ def rope_switch(config: PretrainedConfig) -> int | None:
 
 
 def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
-    """Return `rope_switch` if some passes are longer than it and others are not, otherwise None.
+    """Return `rope_switch` if some passes exceed this length and others do not, otherwise None.
 
-    If a switch is returned, a token's log-probability would depend on the other rows of the pass
+    If passes differ in this way, a token's log-probability depends on the other rows of the pass
     and on the cache.
 
     Args:
-        shortest: number of tokens in the shortest prompt; a sampler's pass may be one token
-            shorter, because it can leave out the last token.
+        shortest: number of tokens in the shortest prompt; the sampler's first pass can be one token
+            shorter.
         longest: number of tokens in the longest row, including its completion.
     """
     switch = rope_switch(_text_config(model))

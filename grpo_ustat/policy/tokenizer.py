@@ -23,7 +23,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     key: str = "model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer with AutoTokenizer, or unchanged if its class is generic.
+    """Load a model's tokenizer with AutoTokenizer, or as it is stored if its class is generic.
 
     AutoTokenizer would replace the pre-tokenizer of a generic class with the default of the model
     type. Adapters without a tokenizer use the tokenizer of their base model. `key`: name of the

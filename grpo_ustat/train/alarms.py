@@ -98,9 +98,9 @@ ALARMS = {
         1,
         lambda config, row: _unjudged(row) > MAX_UNJUDGED * config.budget.rollouts,
         lambda config, row: (
-            f"{_unjudged(row)} answers of a step with {config.budget.rollouts} could not be judged "
+            f"{_unjudged(row)} of the step's {config.budget.rollouts} answers could not be judged "
             f"({row['judge/timeouts']} timed out, {row['judge/failures']} failed) and got "
-            "reward 0: read them in completions.parquet; on a busy machine lower "
+            "reward 0: read them in completions.parquet; on a busy machine, lower "
             "launch.judge_workers or raise dataset.judge_seconds"
         ),
     ),
@@ -118,8 +118,8 @@ ALARMS = {
         lambda config, row: row["reward_std"] == 0,
         lambda config, row: (
             "in 5 steps in a row, all completions of a step had the same reward, now "
-            f"{row['reward']:.3g}: check the rewards in completions.parquet; if they are right, the "
-            "questions are all too hard or all solved"
+            f"{row['reward']:.3g}: check the rewards in completions.parquet; if they are right, "
+            "all questions are too hard or all are solved"
         ),
     ),
     "logprob_gap": Alarm(

@@ -135,7 +135,7 @@ def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
 
 
 def resume(run: TrainContext) -> TrainProgress:
-    """Restore the newest complete checkpoint and return its progress; start at 0 without one."""
+    """Restore the newest complete checkpoint and return its progress; return step 0 without one."""
     checkpoint = main_only(newest_whole, run.folder.path)
     if checkpoint is None:
         return TrainProgress()

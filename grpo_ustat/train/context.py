@@ -35,7 +35,7 @@ class Batch:
     ended_PG: np.ndarray
     # True if an answer, right or wrong, was found in the text.
     answered_PG: np.ndarray
-    # Numbers of tokens of the prompts.
+    # Number of tokens in each prompt.
     prompt_lengths_P: np.ndarray
     reward_weights_F: np.ndarray
 
@@ -134,7 +134,7 @@ class TrainProgress:
     step: int = 0
     # Number of completions in these steps.
     rollouts: int = 0
-    # Number of further completions that the baseline sampled.
+    # Number of additional completions that the baseline sampled.
     value_rollouts: int = 0
     # Number of tokens in all completions.
     tokens: int = 0

@@ -191,7 +191,7 @@ def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
 
 
 class Fsdp2Reader:
-    """Reader that reads prompts and completions with one pass of the sharded model.
+    """Reader that runs one forward and one backward pass of the sharded model.
 
     The output layer's parameters stay gathered from the forward pass to the end of the backward
     pass. Their gradients are summed over ranks together with all other gradients.

@@ -58,7 +58,7 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
 def _std(rewards_PG: np.ndarray) -> float:
     """Compute the standard deviation of all rewards, which is exactly 0 if they are equal.
 
-    Without this case, rounding of the mean could make the result slightly larger than 0.
+    Without this special case, rounding of the mean could make the result slightly larger than 0.
     """
     equal = (rewards_PG == rewards_PG[0, 0]).all()
     return 0.0 if equal else float(rewards_PG.std(ddof=1))

@@ -17,11 +17,12 @@ from grpo_ustat.terminal.console import warn
 
 Result = TypeVar("Result")
 
-# Share of the allowed tokens from which the matrix products of a part are large enough. The share
-# is larger on a GPU, because each pass costs thousands of kernel launches. A part therefore ends
-# early only if padding would cost as much.
+# Share of the allowed tokens above which the matrix products of a part are large enough. The share
+# is larger on a GPU, because each pass costs thousands of kernel launches there. A part therefore
+# ends early only if padding would cost as much as another pass.
 MIN_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
-# Ratio to a part's longest completion below which a completion begins a new part.
+# A part that is large enough ends before a completion that is shorter than this share of the part's
+# longest completion.
 MIN_LENGTH_RATIO = 0.9
 
 
@@ -79,7 +80,7 @@ def _parts(
     Args:
         rows: tuples (number, head, tail) of row number, prompt tokens and completion tokens.
         tokens: largest number of padded tokens in a part.
-        enough: number of padded tokens from which a part is large enough.
+        enough: number of padded tokens above which a part is large enough.
 
     Yields:
         Row numbers of each part.
@@ -109,7 +110,7 @@ class TokenBudget:
     The size of micro-batches does not change gradients.
 
     Args:
-        tokens: budget at the start, `micro_batch_tokens`.
+        tokens: initial budget, `micro_batch_tokens`.
     """
 
     def __init__(self, tokens: int):

@@ -18,9 +18,9 @@ differentiated:
 
     cispo    sum_i w_i sum_t sg min(rho_it, epsilon_high) A_i l_it            MiniMax-M1 2025
     sapo     sum_i w_i sum_t 4/tau sigmoid(tau (rho_it - 1)) A_i              arXiv 2511.20347
-             tau = 1 where A_i > 0, else 1.05
+             tau = 1 if A_i > 0, else 1.05
     vespo    sum_i w_i sum_t sg W_i^k exp(lambda (1 - W_i)) A_i l_it          arXiv 2602.10693
-             (k, lambda) = (2, 3) where A_i >= 0, else (3, 2); W_i = exp(sum_t (l_it - o_it))
+             (k, lambda) = (2, 3) if A_i >= 0, else (3, 2); W_i = exp(sum_t (l_it - o_it))
     luspo    sum_i L_i/n       clip( exp(1/L_i sum_t (l_it - o_it)), A_i )    arXiv 2602.05261
 
 Here rho_it = exp(l_it - o_it). The sums run over the update's minibatch on all ranks, and n is its

@@ -169,7 +169,7 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(path: Path, mark: str = "") -> None:
-    """Rename a folder and remove it, so that a partly removed folder is never a snapshot."""
+    """Rename a folder before removing it, so that its remains never count as a snapshot."""
     hidden = hidden_path(path, mark)
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)

@@ -346,9 +346,9 @@ def train_result(
 def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
     """Print how long a stop takes, and how much time SLURM or the parent process allows for it.
 
-    The line is a warning if the allowed time is too short, so that a kill would lose steps. Without
-    SLURM and a parent process there is no limit, and nothing is printed. A short time after
-    `scancel` does not cause a warning, because a cancelled job does not continue.
+    The line is a warning if the allowed time is too short, so that a kill would lose steps. If
+    there is neither SLURM nor a parent process, there is no limit, and nothing is printed. A short
+    time after `scancel` does not cause a warning, because a cancelled job does not continue.
 
     Args:
         seconds_step, seconds_save: durations of the latest step and of its checkpoint, in seconds.

@@ -338,7 +338,7 @@ def readers(
 def rows_like(
     mask_BT: torch.Tensor, values_NT: torch.Tensor | None, index_B: np.ndarray
 ) -> torch.Tensor | None:
-    """Return some completions' rows of `values_NT` in the mask's width and type; None for None."""
+    """Return some completions' rows of `values_NT`, in the mask's width and type, or None."""
     return None if values_NT is None else values_NT[index_B, : mask_BT.shape[1]].to(mask_BT)
 
 
@@ -347,8 +347,8 @@ def logprob_gap(
 ) -> np.ndarray:
     """Return the absolute differences between the trainer's and the sampler's log-probabilities.
 
-    The unit is nats. Only tokens with a factor other than 0 are included, because the trainer does
-    not compute the others.
+    The unit is nats. Only tokens with a factor other than 0 are included, because the trainer
+    computes log-probabilities only for these tokens.
     """
     assert rollouts.logprobs_PGT is not None
     used_BT = (factor_BT != 0).cpu().numpy()

@@ -38,7 +38,7 @@ The sizes n and T may differ between passes.
 
 
 class Accumulator:
-    """Running totals over parameters of B completions' norms, products and sketches.
+    """Norms, inner products and sketches of B completions, summed over parameters.
 
     The gradients of each parameter must be added only once.
 
@@ -105,7 +105,7 @@ class Accumulator:
     def add_flat(
         self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
     ) -> None:
-        """Add entries `start` to `start + C` of N completions' gradients; `flat_NC` may change."""
+        """Add entries `start` to `start + C` of N completions' gradients; change `flat_NC`."""
         self.names.add(name)
         flat_NC = widen(flat_NC)
         if self.metric is not None:
@@ -124,7 +124,7 @@ class Accumulator:
         self.features_BR[rows] += sketch_BR
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
-        """Add full rows of a matrix's gradients; `ids_U` must be sorted, `dense_NUD` may change."""
+        """Add full rows of a matrix's gradients; `ids_U` must be sorted, `dense_NUD` is changed."""
         if self.features is None and self.pooled is None:
             self.names.add(name)
             if self.metric is not None:
@@ -153,7 +153,7 @@ class Accumulator:
     def cross(
         self, name: str, shape: torch.Size, ids_U, first_NUD: torch.Tensor, second_NUD: torch.Tensor
     ) -> None:
-        """Add 2 <first, second> over the matrix rows with these ids; `first_NUD` may change.
+        """Add 2 <first, second> over the matrix rows with these ids; change `first_NUD`.
 
         The added number is ||first + second||^2 - ||first||^2 - ||second||^2.
         """

@@ -121,9 +121,9 @@ def completion_scores(
             None for Euclidean norms.
         by_layer: True to keep only the layers' inputs and compute each layer twice, which saves
             memory; this has no effect if the model has no layers that can be checkpointed.
-        layer_weights: function that returns a context within which a layer has its weights; for
-            models whose layers are not always in memory. It requires `by_layer` and a model made
-            of layers that can be checkpointed.
+        layer_weights: function that returns a context within which a layer has its weights, for
+            models whose layers do not always have them. It requires `by_layer` and a model made of
+            layers that can be checkpointed.
         passes: number of completions in each pass through the model, in order; None for one pass.
             A pass omits the columns that are padding in all its rows. The split into passes changes
             the scores only by rounding.
@@ -181,7 +181,7 @@ def completion_scores(
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the names and parameters that have requires_grad."""
+    """Return (name, parameter) for every parameter with requires_grad."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no trainable parameter: nothing to differentiate")
@@ -246,7 +246,7 @@ class _Pass:
         self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
     def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
-        """Return the window of hidden states that predict scored tokens, detached from a graph."""
+        """Return the window of detached hidden states that predict scored tokens."""
         ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
         window = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
         self.window, self.scored = window.part(slice(None))
@@ -401,7 +401,7 @@ class _Backward:
         self, path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> torch.Tensor | None:
         """Begin the graph at an embedding's output, or register a gradient hook on the output."""
-        # The pass that recomputes a layer now, or the newest pass if none does.
+        # The pass that is recomputing a layer, or the newest pass if no pass is.
         pass_ = next(
             (x for x in self.passes if x.layers is not None and x.layers.recomputes),
             self.passes[-1],
@@ -433,7 +433,7 @@ class _Backward:
         else:
             self.left_out.update(self._scored_names(module))
             pass_.roots.append((leaf, module, None))
-        # A model may scale its embeddings in place.
+        # A model can scale its embeddings in place.
         return leaf.clone()
 
     def _by_row(self, pass_: _Pass, path: str, args: tuple, kwargs: dict) -> tuple | None:
@@ -469,9 +469,9 @@ class _Backward:
         self.added.update(name for name in names if name != self.shared)
 
     def _arrive(self, pass_: _Pass, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
-        """Compute the parts of a module's parameters from the gradient at its output.
+        """Compute gradient parts of a module's parameters from the gradient at its output.
 
-        A parameter is added to the totals when its last part has arrived.
+        A parameter's gradient is added to the totals when its last part has arrived.
         """
         grad = grad.detach()
         if grad.shape[0] != len(pass_.ids):

@@ -19,7 +19,7 @@ from grpo_ustat.policy.scores.one_by_one import logprob
 # The tolerance for float64 is wide, because transformers computes norms and rotations of float64
 # models in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-# At this temperature no token is nearly certain.
+# High temperature, at which no token is nearly certain.
 FLAT = 10.0
 # Number of parameter entries whose gradients are compared at a time.
 PARAMETERS_AT_ONCE = 2**28

@@ -53,7 +53,8 @@ def score_rollouts(
         temperature: temperature that divides the logits.
         token_weights_BT: weights of the tokens' log-probabilities in a score; None for 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
-        images: inputs from the images of the completions' only prompt, see `completion_scores`.
+        images: inputs from the images of the prompt, if all completions belong to one prompt; see
+            `completion_scores`.
         drops: see `completion_scores`.
         layer_weights: see `completion_scores`; if given, all completions are read in one pass.
     """

@@ -70,7 +70,7 @@ class Sketch:
         sizes: number of entries of every parameter by name, in any order.
         size: length R of a sketch, preferably prime; vectors are kept in full if they have at most
             R entries.
-        signs: signs of another sketch of the same parameters, whose memory is shared.
+        signs: signs of another sketch of the same parameters, used to share memory.
     """
 
     def __init__(self, sizes: dict[str, int], size: int, seed: int = 0, signs: Signs | None = None):
