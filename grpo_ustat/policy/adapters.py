@@ -1,6 +1,6 @@
 """LoRA adapters (Hu et al. 2022), attached to a model or merged into it.
 
-They need PEFT, an optional dependency.
+Adapters need PEFT, which is an optional dependency.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_adapters(
     Args:
         seed: seed of the adapters' random initial weights.
         revision: revision of the base model on the hub, stored in the adapters' configuration.
-        rollout: name of the sampler, needed to refuse adapters that vLLM cannot read.
+        rollout: name of the sampler, used to refuse adapters that vLLM cannot read.
     """
     names = lora.target_modules
     assert names is not None
@@ -56,9 +56,9 @@ def with_adapters(
 
 
 def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
-    """Raise an error if vLLM would sample with adapters on a weight that layers share.
+    """Raise an error if vLLM would apply adapters to a weight that several layers share.
 
-    See `adapted_shared_layers`.
+    `adapted_shared_layers` finds these weights.
 
     Args:
         model: model with or without adapters.
@@ -77,12 +77,13 @@ def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
 def with_stored_adapters(
     model: PreTrainedModel, folder: str, *, merge: bool = False
 ) -> torch.nn.Module:
-    """Return the model with the adapters of a folder, kept separate or merged into the weights.
+    """Return the model with adapters from a folder, kept separate or merged into the weights.
 
-    If the adapters are kept separate, only they are trainable, as in the run that trained them. If
-    they are merged, all weights are trainable; the merged weights of a 16-bit model are rounded. If
-    an adapted embedding shares its weight with the output layer, merging splits the shared weight
-    into two, because PEFT treats the embedding and the output layer as separate layers.
+    Adapters that are kept separate are the only trainable parameters, as in the run that trained
+    them. After merging, all weights are trainable, and the merged weights of a 16-bit model are
+    rounded. If an adapted embedding shares its weight with the output layer, merging splits the
+    shared weight into two, because PEFT treats the embedding and the output layer as separate
+    layers.
 
     Args:
         model: base model of the adapters; changed in place.
@@ -111,11 +112,11 @@ def with_stored_adapters(
     differing = [*report.missing_keys, *report.unexpected_keys]
     if differing:
         raise ConfigError(
-            f"the adapters do not fit their base model: only one of them has {differing[0]}"
+            f"the adapters do not fit their base model: only one of the two has {differing[0]}"
         )
     if merge:
         adapted.requires_grad_(True)
-        # Adapters trained on the merged model store this folder as their base.
+        # Adapters that are later trained on the merged model store this folder as their base model.
         adapted.name_or_path = os.path.abspath(folder)
     return adapted
 
@@ -123,9 +124,9 @@ def with_stored_adapters(
 def adapted_shared_layers(model: Any) -> dict[str, Any]:
     """Return the layers, by name, whose adapted weight is shared with another layer.
 
-    Trained tokens are treated like adapters. A tied embedding shares the output layer's weight, so
-    merging adapters into the embedding would change both layers. Trained tokens that PEFT also ties
-    are excluded, because they are meant to change both layers.
+    PEFT's trainable tokens count as adapters. A tied embedding shares the output layer's weight, so
+    merging adapters into the embedding would change both layers. Trainable tokens that PEFT ties
+    across the two layers are excluded, because they are meant to change both layers.
     """
     owners = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     ties = {
@@ -156,7 +157,7 @@ def _peft(what: str) -> Any:
 def _quiet() -> Iterator[None]:
     """Silence PEFT's warnings about a deprecated transformers attribute and about tied weights.
 
-    For tied weights see `adapted_shared_layers`.
+    Callers handle tied weights with `adapted_shared_layers`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -181,10 +182,10 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def recomputing(model: torch.nn.Module) -> Iterator[None]:
     """Make layers prepared by `checkpoint_layers` recompute their activations in the backward pass.
 
-    Transformers recomputes activations only in training mode, and then disables the cache. Outside
-    the block the layers must not recompute, because sampling without a cache would read each token
-    without its context. Only the layers are set to training mode, because scores must use the
-    policy that was sampled, without dropout.
+    Transformers recomputes activations only in training mode, and it then disables the cache.
+    Outside the block, the layers must not recompute, because sampling without a cache would read
+    each token without its context. Only these layers are set to training mode, because scores must
+    be computed without dropout, like the sampling probabilities.
     """
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]

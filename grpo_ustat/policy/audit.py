@@ -1,4 +1,4 @@
-"""Comparison of the gradient that a trainer applies (`p.grad`) with the declared gradient."""
+"""Comparison of a trainer's applied gradient (`p.grad`) with the gradient of its declared loss."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SKETCH = 16381
 
 @dataclass(frozen=True)
 class UpdateRows:
-    """Rows of an update, and the weight of each row's score in the declared gradient."""
+    """Rows of an update, and the weight of each row's score in the declared loss's gradient."""
 
     # Token ids of prompts and completions.
     input_ids_BT: torch.Tensor
@@ -46,9 +46,9 @@ class UpdateRows:
     attention_mask_BT: torch.Tensor
     # 1 on the tokens whose log-probabilities the loss uses.
     completion_mask_BT: torch.Tensor
-    # Weights W; the declared gradient is the direction of ascent, `sum_i W_i s_i`.
+    # Weights W_i. The declared gradient is the direction of ascent `sum_i W_i s_i` with scores s_i.
     weights_B: Array
-    # Row weights of other losses, by name, which may explain a difference.
+    # Row weights of other losses that could explain a difference, by name.
     others: Mapping[str, Array] = field(default_factory=dict[str, Array])
 
     @classmethod
@@ -112,22 +112,23 @@ def audit(
     """Compare the gradient of an update, before clipping, with the declared gradient.
 
     The comparison is valid for the first update of a batch, in which every importance ratio is 1.
-    The model is scored in evaluation mode, without dropout, and in the precision of the loss,
-    because scores of a peaked policy differ in bfloat16. Modes and gradients are restored.
+    Scores are computed in evaluation mode, so dropout is off. They are computed in the precision of
+    the loss, because the scores of a peaked policy change in bfloat16. The modes of all modules and
+    the gradients are restored.
 
     Args:
         model: causal language model with the weights at which the gradient was computed.
-        applied_gradients: `{name: p.grad for name, p in model.named_parameters()}` of the minimised
-            loss, which is the negative of the direction of ascent; None means a gradient of 0. Pass
-            full gradients, not shards, summed or averaged over processes as the optimizer receives
-            them.
+        applied_gradients: `{name: p.grad for name, p in model.named_parameters()}`, the gradients
+            of the minimised loss, which point opposite to the direction of ascent; None means a
+            gradient of 0. Pass full gradients, not shards, summed or averaged over processes as the
+            optimizer receives them.
         rows: rows of the update, from all processes and all micro-batches.
         temperature: temperature that divides the logits in the loss.
         compute_dtype: autocast type in which the loss was computed; None for the precision of the
             parameters.
-        divisors: numbers by which a trainer may divide once too often or not at all, such as
-            `{"gradient_accumulation_steps": 4}`; if the gradients differ by such a factor, the
-            result names it.
+        divisors: numbers by which a trainer could wrongly divide the gradient twice or not at all,
+            such as `{"gradient_accumulation_steps": 4}`; if the gradients differ by one of these
+            factors, the result names it.
         completions_at_once: number of completions per pass through the model.
     """
     faults = [fault for name, by in (divisors or {}).items() for fault in divided(by, name)]
@@ -178,7 +179,7 @@ def audit(
 
 @contextmanager
 def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[None]:
-    """Set the model to evaluation mode within the block, with autocast if the type is narrow.
+    """Set the model to evaluation mode within the block, with autocast if the type has 16 bits.
 
     The modes of all modules are restored at the end.
     """
@@ -225,7 +226,10 @@ def _products(
     applied: Mapping[str, torch.Tensor | None],
     declared: Mapping[str, torch.Tensor],
 ) -> tuple[float, float, float]:
-    """Compute <p, d>, ||d||^2 and ||p||^2 over all parameters, summed in float64."""
+    """Compute <p, d>, ||d||^2 and ||p||^2 over all parameters, summed in float64.
+
+    p is the negative of the applied gradients, and d is the declared gradient.
+    """
     both = declared_sq = applied_sq = 0.0
     for name in parameters:
         d = declared[name].double().flatten() if name in declared else None
@@ -238,11 +242,11 @@ def _products(
 
 
 def _parts(index: Integers, at_once: int) -> list[Integers]:
-    """Split the indices into arrays of at most `at_once`; no indices give an empty list."""
+    """Split the indices into arrays of at most `at_once`; return [] if there are no indices."""
     return np.split(index, range(at_once, len(index), at_once)) if len(index) else []
 
 
 def _by_layer(model: PreTrainedModel, rows: UpdateRows, part: Integers) -> bool:
-    """Return True if the full graph of these rows would need too much of the free memory."""
+    """Return True if the graph of these rows would exceed its share of the free memory."""
     needed = score_bytes(model, len(part) * rows.input_ids_BT.shape[1], by_layer=False)
     return needed > GRAPH_MEMORY_SHARE * free_bytes(model.device)

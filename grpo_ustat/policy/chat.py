@@ -42,11 +42,11 @@ def in_chat_format(
 
     Args:
         options: keyword arguments of the template.
-        moment: time that the template's `strftime_now` returns; if None, calling it raises an
-            error.
+        moment: time that the template's `strftime_now` formats; if None, calling `strftime_now`
+            raises an error.
 
     Raises:
-        ValueError: the template refuses the turns, fails, or asks for the date without `moment`.
+        ValueError: the template refuses the turns, fails, or needs the date and `moment` is None.
     """
     try:
         with _clock(moment):
@@ -63,13 +63,13 @@ def around_answers(
 ) -> tuple[str, str]:
     """Return the text that the chat template writes before the answer, and the text after it.
 
-    The first text lies between the question and the answer. White space at both ends is removed. A
-    text is empty if the template writes nothing there or refuses the two turns.
+    The first text lies between the question and the answer. Both texts are stripped of white space.
+    Both are empty if the template refuses the two turns.
 
     Args:
         options: keyword arguments of the template.
     """
-    # The date does not matter, because a template writes it before the question.
+    # Any date will do, because templates write the date before the question.
     day = datetime(2000, 1, 1)
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
@@ -84,8 +84,9 @@ def around_answers(
 def _clock(moment: datetime | None) -> Iterator[None]:
     """Set the clock of chat templates to `moment`; if None, reading the clock raises an error.
 
-    Templates can call only the functions that transformers passes to them. One of these,
-    `strftime_now`, reads the `datetime` class of its module, which is replaced within the block.
+    Templates can call only the functions that transformers passes to them. One of these functions,
+    `strftime_now`, calls `datetime.now()`. The name `datetime` in the module of that function is
+    replaced within the block.
     """
 
     class Clock:
@@ -107,15 +108,16 @@ def _clock(moment: datetime | None) -> Iterator[None]:
 
 
 def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if prompts are written in a chat format, which includes the special tokens.
+    """Return True if prompts are written in the model's chat format.
 
-    The result is `prompt.chat`, or, if that is null, whether the tokenizer has a chat template.
+    If `prompt.chat` is null, the chat format is used if the tokenizer has a chat template. Texts in
+    the chat format already contain the special tokens.
     """
     return tokenizer.chat_template is not None if chat is None else chat
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the model's chat template may write the date."""
+    """Return True if the model's chat template can write the date."""
     return "strftime_now" in str(tokenizer.chat_template)
 
 
@@ -193,7 +195,7 @@ def chat_format(
 
 
 def tell_date(moment: datetime | None) -> None:
-    """Print a note on rank 0 if the prompts contain an earlier date than today's."""
+    """Print a note on rank 0 if the prompts contain a date other than today's."""
     if moment is not None and moment.date() != datetime.now().date() and is_main():
         tell(
             f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
@@ -203,10 +205,10 @@ def tell_date(moment: datetime | None) -> None:
 
 
 def warn_of_options(prompt: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn on rank 0 of options that the model's chat template never reads."""
+    """Warn on rank 0 about options that the model's chat template never reads."""
     for name in unread_options(tokenizer, prompt.template_options or {}) if is_main() else ():
         names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
         warn(
             f"prompt.template_options has {name}, which the model's chat template never reads: "
-            f"{did_you_mean(name, names)}it has no effect"
+            f"{did_you_mean(name, names)}this option has no effect"
         )

@@ -33,9 +33,10 @@ def configured_policy(
 ) -> Policy:
     """Load the configured policy on a device, by default on this rank's device.
 
-    Tokens that contain `prompt.stop` are added to the end-of-sequence tokens. The function also
-    sets this process's number of threads and its use of TF32 products. The tokenizer is loaded
-    unless it is passed.
+    Tokens that contain `prompt.stop` are added to the end-of-sequence tokens. The tokenizer is
+    loaded unless it is passed.
+
+    The function also sets this process's number of threads and switches TF32 products on or off.
     """
     device = device or own_device(options.device)
     check_device(device)
@@ -72,8 +73,8 @@ def check_device(device: str) -> None:
 def check_parameters(options: PolicyOptions) -> None:
     """Raise an error if `study.parameters` matches no parameter of the configured model.
 
-    The check needs no weights. Adapters, and models that cannot be built without their weights, are
-    checked only after loading.
+    The check builds the model without weights. Adapters, and models that cannot be built without
+    their weights, can only be checked after loading.
     """
     model = options.model
     name = model.model_name_or_path
@@ -85,7 +86,7 @@ def check_parameters(options: PolicyOptions) -> None:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(stored, **common)
     except Exception:
-        # A damaged file may raise anything; loading reports it.
+        # A damaged file can cause any exception. Loading the model reports it.
         return
     train_only(empty, options.parameters)
 
@@ -111,10 +112,10 @@ def configured_task(
     tokenizer: PreTrainedTokenizerBase | None = None,
     moment: datetime | None = None,
 ) -> Task:
-    """Create the configured task; its prompts use the model's chat format if so configured.
+    """Create the configured task, with prompts in the chat format if `prompt.chat` selects it.
 
-    `prompt.chat` selects the format. Prompts longer than `prompt.max_length` are dropped. The
-    tokenizer is loaded if it is needed and was not passed. `moment`: see `ChatFormat`.
+    Prompts longer than `prompt.max_length` are dropped. The tokenizer is loaded if it is needed and
+    was not passed. `moment`: see `ChatFormat`.
     """
 
     def lengths(texts: list[str]) -> list[int]:
@@ -133,7 +134,8 @@ def check_lengths(
 ) -> None:
     """Raise an error if a prompt and its completion exceed the context of the model or of vLLM.
 
-    All rows must also lie on the same side of the length at which LongRoPE changes its factors.
+    An error is also raised if some rows would be shorter and others longer than the length at which
+    LongRoPE changes its factors.
     """
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(policy.prompt.chat, tokenizer)
@@ -144,12 +146,17 @@ def check_lengths(
             f"{texts[lengths.index(0)]!r}: check that the model has its tokenizer files"
         )
     limits = [
-        (context_length(policy.model), "the model's"),
-        (sampler.rollout.max_model_len, "rollout.max_model_len, vLLM's"),
+        (context_length(policy.model), "the model's context of"),
+        (sampler.rollout.max_model_len, "vLLM's rollout.max_model_len of"),
     ]
     longest, completion_length = max(lengths), sampler.max_completion_length
     switch = crossed_switch(policy.model, min(lengths), longest + completion_length)
-    limits.append((switch, "original_max_position_embeddings, where LongRoPE changes all rows,"))
+    limits.append(
+        (
+            switch,
+            "the length at which LongRoPE changes all rows, original_max_position_embeddings =",
+        )
+    )
     for limit, name in limits:
         if limit is not None and longest + completion_length > limit:
             fixes = []

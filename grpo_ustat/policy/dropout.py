@@ -1,8 +1,8 @@
 """Dropout: detection of active modules, and reproduction of masks.
 
-Masks are drawn from a device's generator. The same generator state before the same forward pass,
-with the same numbers of rows and columns, therefore reproduces the masks. This includes the masks
-of a fused attention, which cannot be read.
+Masks are drawn from a device's random number generator. A forward pass that starts from the same
+generator state, with the same numbers of rows and columns, therefore draws the same masks. This
+includes the masks inside a fused attention kernel, which cannot be read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 RandomStates = tuple[torch.Tensor, ...]
-"""States of the CPU's generator and of the device's generator, if it has one."""
+"""State of the CPU's generator and, on another device, the state of that device's generator."""
 
 
 def active_dropout(model: nn.Module) -> tuple[str, float] | None:
-    """Return the name and rate of the first dropout above 0 in a model, or None.
+    """Return the name and rate of the model's first dropout with a rate above 0, or None.
 
-    The dropout may be a module, or a number that a module passes to its attention.
+    The dropout is either a module or a number that a module passes to its attention function.
     """
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -53,7 +53,7 @@ def set_random_states(device: torch.device, states: RandomStates) -> None:
 
 @contextmanager
 def same_draws(device: torch.device, states: RandomStates | None = None) -> Iterator[None]:
-    """Restore the generators after the block, which starts from `states` or the current states."""
+    """Run the block from `states`, or from the current states, and then restore the generators."""
     before = random_states(device)
     try:
         if states is not None:
@@ -64,7 +64,7 @@ def same_draws(device: torch.device, states: RandomStates | None = None) -> Iter
 
 
 def seeded_states(device: torch.device, seed: int) -> RandomStates:
-    """Return the states of the generators after seeding; the current states are restored."""
+    """Return the generator states that follow from a seed, without changing the current states."""
     with same_draws(device):
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
@@ -78,8 +78,9 @@ def seeded_states(device: torch.device, seed: int) -> RandomStates:
 def dropping(model: nn.Module, states: RandomStates) -> Iterator[None]:
     """Apply dropout as in training, with masks drawn from these generator states.
 
-    Modes and generators are restored, and running statistics do not change. Gradient checkpointing
-    is off within the block, because `LayerByLayer` takes its place if memory is short.
+    Afterwards, the modes of all modules and the generators are restored. The running statistics of
+    batch normalisation do not change. Gradient checkpointing is off within the block, because
+    `LayerByLayer` replaces it if memory is short.
     """
     modes = {module: module.training for module in model.modules()}
     checkpointed = [m for m in modes if getattr(m, "gradient_checkpointing", False) is True]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-# Bytes of the logits that scoring computes at a time.
+# Largest size in bytes of the logits that scoring keeps in memory at a time.
 LOGIT_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
 
 def pass_bytes(
     tokens: int, entry: int, layers: int, hidden: int, intermediate: int, by_layer: bool
 ) -> int:
-    """Estimate the bytes in memory while `tokens` tokens (rows times columns) are scored.
+    """Estimate the bytes of memory needed to score `tokens` tokens (rows times columns).
 
     For each token and layer, the graph holds about 16 vectors of the hidden size and 4 vectors of
     the intermediate size (238 kB measured on a model of Qwen2.5-7B's shape in bfloat16). If scoring
@@ -18,7 +18,7 @@ def pass_bytes(
 
     Args:
         entry: bytes per number.
-        by_layer: True if layers are computed twice, one at a time.
+        by_layer: True if scoring proceeds layer by layer.
     """
     graph = 16 * hidden + 4 * intermediate
     return entry * tokens * (graph + layers * hidden if by_layer else layers * graph)

@@ -29,7 +29,7 @@ from grpo_ustat.policy.adapters import with_stored_adapters
 from grpo_ustat.policy.source import errors_in_one_line, resolve
 from grpo_ustat.policy.tokenizer import encode, load_tokenizer
 
-# Weight types, named as in safetensors.
+# Accepted weight types, named as in safetensors.
 WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
@@ -107,7 +107,7 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
     """Load the causal language model at a source.
 
     LoRA adapters are attached to the base model that they name, or merged into it. If the base
-    model is itself a folder of adapters, these are always merged.
+    model is itself a folder of adapters, those adapters are always merged.
     """
     adapters = adapter_base(Path(source))
     if adapters is not None:
@@ -120,7 +120,7 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
     folder = Path(source)
     files = weight_files(folder) if folder.is_dir() else []
     if (file := folder / "generation_config.json").is_file():
-        # Transformers ignores a damaged file; this call raises an error.
+        # Transformers ignores a damaged file, but this call raises an error.
         json.loads(file.read_text(encoding="utf-8"))
     verbosity = transformers_logging.get_verbosity()
     # `report` contains everything that transformers would print.
@@ -184,7 +184,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         x for x in sorted(report["unexpected_keys"]) if x.rpartition(".")[2] not in buffers
     ]
     modules = {name.rpartition(".")[0] for name in names}
-    # Names with all layer numbers replaced by 0.
+    # Names of the model's weights with every layer number replaced by 0.
     layers = {re.sub(r"\d+", "0", name) for name in names}
     placeless = [
         name
@@ -198,7 +198,7 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         )
     if unexpected:
         warnings.warn(
-            f"not used from the checkpoint: {unexpected[0]}{_more(unexpected)}, because the model "
+            f"ignored in the checkpoint: {unexpected[0]}{_more(unexpected)}, because the model "
             "of config.json has no such weight",
             stacklevel=2,
         )
@@ -222,7 +222,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 
 
 def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
-    """Return the tokenizer's padding id, or None if there is none or the embedding lacks its row.
+    """Return the tokenizer's padding id; None if it has none or the embedding has no row for it.
 
     Tokenizers of base models often have an added padding token without a row in the embedding. Any
     other token without a row raises an error. `name`: name of the model, for the error message.

@@ -1,9 +1,9 @@
 """Input rows of the model, and log-probabilities of completions.
 
 A row is a left-padded prompt followed by a right-padded completion, so that all completions start
-in the same column. Positions are always passed explicitly, so that padding does not shift the
-positions of a prompt. Contiguous rows have all their padding at the end, so a causal model can read
-them without a mask.
+in the same column. Positions are passed explicitly, so padding does not shift the positions of a
+prompt. Contiguous rows have all their padding at the end, so a causal model can read them without a
+mask.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.limits import pass_bytes
 
-# Largest share of the free memory that the graph of the whole model may use.
+# Largest share of the free memory that the autograd graph of the whole model is allowed to use.
 GRAPH_MEMORY_SHARE = 1 / 2
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that tensors can still use, including PyTorch's unused reserve."""
+    """Return the bytes free for new tensors, including memory reserved by PyTorch but unused."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

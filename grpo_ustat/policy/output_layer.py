@@ -1,9 +1,9 @@
-r"""Output layer: gradients at its logits, in chunks of rows or of the vocabulary.
+r"""Log-probabilities at the output layer and gradients at its logits, computed in chunks.
 
-A model may transform the logits o of its output layer into l = f(o), by a scale or a soft cap;
-usually f is the identity. At o, the log-probability of token y has the gradient
-`f'(o) (onehot(y) - softmax(l / temperature)) / temperature`. Only completion positions are
-computed, and the logits of a large batch are never all in memory.
+A model may transform the logits o of its output layer into l = f(o), for example by a scale or a
+soft cap. In most models, f is the identity. The gradient of token y's log-probability at o is
+`f'(o) (onehot(y) - softmax(l / temperature)) / temperature`. Only the logits of completion
+positions are computed, and the logits of a large batch are never all in memory at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transformers.utils.generic import ModelOutput
 
 from grpo_ustat.policy.logprobs import widen
 
-# `loading` imports packages that scores do not need.
+# Imported only for types, because `loading` imports packages that scores do not need.
 if TYPE_CHECKING:
     from grpo_ustat.policy.loading import Policy
 
-# Bytes of the logits that are computed at a time.
+# Largest size in bytes of the logits that `Head` computes at a time.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
@@ -33,8 +33,8 @@ class Head:
     """Output layer of a policy, with the model's transformation of its logits.
 
     Args:
-        output: output class of the model below the output layer.
-        temperature: temperature t that divides the logits.
+        output: class of the object that the model body (below the output layer) returns.
+        temperature: temperature that divides the logits.
     """
 
     def __init__(self, policy: Policy, output: type[ModelOutput], temperature: float):
@@ -56,7 +56,11 @@ class Head:
     def _by_token(
         self, window: Window, of_scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Apply a function of logits over temperature, [N, V], and targets, [N]; return [B, T]."""
+        """Apply `of_scores` to the N tokens with mask 1; return the values, [B, T], 0 if masked.
+
+        The arguments of `of_scores` are the logits divided by the temperature, [N, V], and the
+        targets, [N].
+        """
         place_N = window.mask_BT.flatten().nonzero().squeeze(1)
         targets_N, values = window.targets_BT.flatten()[place_N], []
         for part, hidden_ND in self._chunks(window.hidden_BTD.flatten(0, 1)[place_N]):
@@ -69,7 +73,7 @@ class Head:
     def backward(
         self, window: Window, factor_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Add the gradient of `sum factor * logprob + entropy_factor * H` to the parameters.
+        """Backpropagate `sum factor * logprob + entropy_factor * H` to the parameters.
 
         The gradient is added to the `grad` of the output layer's parameters and of all parameters
         in the graph of the window's hidden states.
@@ -116,7 +120,7 @@ class Head:
         if entropy_N is None:
             grad_NV = log_NV.exp_().mul_(-factor_N1)
         else:
-            # A logit of -inf adds 0 to the entropy, not 0 * inf.
+            # With this bound, a logit of -inf adds 0 to the entropy. Without it, 0 * inf is NaN.
             log_NV.clamp_(min=-1e30)
             p_NV = log_NV.exp()
             entropy_N1 = -(p_NV * log_NV).sum(dim=-1, keepdim=True)
@@ -134,7 +138,10 @@ class Head:
         return scores_NV if self.temperature == 1 else scores_NV / self.temperature
 
     def _chunks(self, hidden_ND: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield chunks of N positions whose logits fit into `CHUNK_BYTES`, with their slices."""
+        """Yield slices of the N positions and the hidden states of each slice.
+
+        The logits of a slice fit into `CHUNK_BYTES`.
+        """
         vocabulary = self.layer.head.weight.shape[0]
         entry = widen(hidden_ND[:0]).element_size()
         size = max(1, CHUNK_BYTES[hidden_ND.device.type] // (entry * vocabulary))
@@ -155,7 +162,7 @@ def _entropy(log_NV: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """Positions that predict scored tokens."""
+    """Positions whose hidden states predict scored tokens."""
 
     # Hidden states before the output layer.
     hidden_BTD: torch.Tensor
@@ -165,7 +172,10 @@ class Window:
     mask_BT: torch.Tensor
 
     def part(self, index: torch.Tensor | slice) -> tuple[Window, slice]:
-        """Return the window of some rows, cut to the columns that they use, and these columns."""
+        """Return the window of some rows without unused columns, and the slice of used columns.
+
+        A column is used if the mask of any of the rows is not 0 there.
+        """
         used = self.mask_BT[index].any(dim=0).nonzero()
         columns = slice(int(used.min()), int(used.max()) + 1) if len(used) else slice(0, 1)
         return Window(*(x[index][:, columns] for x in vars(self).values())), columns
@@ -176,7 +186,7 @@ class OutputLayer:
 
     Args:
         model: causal language model, without a PEFT wrapper.
-        output: output class of the model below the output layer.
+        output: class of the object that the model body (below the output layer) returns.
         temperature: temperature that divides the logits.
     """
 
@@ -187,15 +197,15 @@ class OutputLayer:
         self._plain: bool | None = None
 
     def gradients(self, window: Window, vocabulary=slice(None), normaliser_BT=None):
-        """Return the gradients of the summed log-probabilities at the logits, [B, T, V].
+        """Return the gradient of the log-probabilities' sum with respect to the logits, [B, T, V].
 
         The second return value is the log-sum-exp over the vocabulary, [B, T].
 
         Args:
             window: positions and hidden states.
             vocabulary: slice of the vocabulary for which gradients are computed.
-            normaliser_BT: log-sum-exp over the full vocabulary; required if `vocabulary` is only a
-                part of it.
+            normaliser_BT: log-sum-exp over the full vocabulary; required if `vocabulary` does not
+                cover the full vocabulary.
         """
         with torch.enable_grad():
             logits, final = self.logits(window.hidden_BTD, vocabulary)
@@ -230,7 +240,7 @@ class OutputLayer:
         The hidden states before the output layer have shape [B, T, D].
         """
         output = self.output(last_hidden_state=hidden_BTD)
-        # A model may call either of these two modules.
+        # Some models call their body, and others call their decoder.
         below = {body(self.model), self.model.get_decoder()} - {self.model}
         with ExitStack() as patched:
             for module in below:
@@ -241,9 +251,10 @@ class OutputLayer:
     def logits(
         self, hidden_BTD: torch.Tensor, vocabulary: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of some tokens before and after the model's transformation, [B, T, V].
+        """Return logits before and after the model's transformation, each [B, T, V].
 
-        Both are the same tensor if the model does not transform the logits of its output layer.
+        Only the logits of a vocabulary slice are computed. The two results are the same tensor if
+        the model does not transform the logits of its output layer.
         """
         if self._plain:
             with torch.no_grad(), self._only(vocabulary):
@@ -258,9 +269,9 @@ class OutputLayer:
 
     @contextmanager
     def _only(self, vocabulary: slice, leaves: list | None = None) -> Iterator[None]:
-        """Make the layer compute the logits of only some tokens, [B, T, V], within the block.
+        """Restrict the output layer to the logits of a vocabulary slice within the block.
 
-        If `leaves` is given, these logits are a leaf of the graph and are appended to that list.
+        If `leaves` is given, the logits become a leaf of the graph and are appended to `leaves`.
         """
         head = self.head
 
@@ -287,7 +298,7 @@ def body(model: PreTrainedModel) -> nn.Module:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """Return the name of the cache argument of `forward`, or None.
+    """Return the name of the argument of `forward` that takes the cache, or None.
 
     The name is `past_key_values`, or `cache` since transformers 5.24.
     """
@@ -297,7 +308,7 @@ def cache_name(module: nn.Module) -> str | None:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Replace a module's forward pass by `forward` within the block."""
+    """Replace a module's forward pass with `forward` within the block."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

@@ -1,4 +1,4 @@
-"""TF32: float32 matrix products on a GPU whose factors are rounded to 10 bits of mantissa."""
+"""TF32, in which a GPU rounds the factors of float32 matrix products to 10 mantissa bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-# True if the installed PyTorch's bmm can accumulate in a wider type.
+# True if `bmm` of the installed PyTorch can return a type wider than the type of its factors.
 HAS_WIDENING_BMM = "dtype" in torch.ops.aten.bmm.overloads()
 
 
@@ -31,7 +31,7 @@ def full_products() -> Iterator[None]:
 
 
 def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if `wide_bmm` accepts these factors without widening them."""
+    """Return True if `wide_bmm` does not convert these factors to a wider type."""
     narrow = left.dtype == right.dtype and left.dtype in NARROW_DTYPES
     return HAS_WIDENING_BMM and narrow and left.device.type == "cuda"
 
@@ -41,8 +41,8 @@ def wide_bmm(
 ) -> torch.Tensor:
     """Compute the batched product, [B, I, J], in float32 or wider; write it to `out` if given.
 
-    Two factors of the same narrow type are not widened on a GPU, because the products of their
-    entries are exact in float32, the type of the sums.
+    On a GPU, two factors of the same 16-bit type are not converted to a wider type, because
+    products of their entries are exact in float32, in which they are summed.
     """
     if sums_wider(left_BIK, right_BKJ):
         return torch.bmm(left_BIK, right_BKJ, out_dtype=torch.float32, out=out)

@@ -1,10 +1,10 @@
-"""Forward passes over completions with gradients, in which a group's prompt is read only once.
+"""Forward passes over completions, with gradients, that read each group's prompt only once.
 
-A pass reads its prompts first. It then reads their completions in several parts, which continue
+A reader first reads the prompts. It then reads the completions in several parts, which continue
 from copies of the prompts' keys and values. The backward passes of the parts leave gradients at
-these copies, which are propagated through the prompts at the end. The gradient therefore equals the
-gradient of a pass over prompt and completion, but only the activations of the prompts and of one
-part are in memory at a time.
+these copies. At the end, the gradients at the copies are propagated through the prompts. The result
+equals the gradient of a pass over prompt and completion, but only the activations of the prompts
+and of one part are in memory at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_ustat.records import Rollouts
 
 
 class SharedPromptReader:
-    """Reader that reads each prompt once, and then its completions in parts that continue from it.
+    """Reader that reads each prompt once and reuses its cache for all of its completions.
 
     Args:
         prompts: ascending indices of the prompts to read.
@@ -60,7 +60,7 @@ class SharedPromptReader:
         mask_BT = rows.completion_mask_BT[:, -rows.width :]
         hidden_BTD = self.leaves[0][place_B][:, None]
         if rows.width > 1:
-            # Keys and values of the prompts, one row for each completion.
+            # Each completion has one row, with a copy of its prompt's keys and values.
             past = copy.copy(self.cache)
             past.layers = [copy.copy(layer) for layer in self.cache.layers]
             for number, layer in enumerate(cast("list[DynamicLayer]", past.layers)):
@@ -71,14 +71,14 @@ class SharedPromptReader:
         return Window(hidden_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Propagate gradients at the copies of hidden states, keys and values to the prompts."""
+        """Propagate the gradients at the copied hidden states, keys and values to the prompts."""
         pairs = [(e, x.grad) for e, x in zip(self.ends, self.leaves, strict=True)]
         pairs = [(end, grad) for end, grad in pairs if grad is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return the hidden states of these ids; a mask is used if prompts differ in length."""
+        """Return the hidden states at these token ids; pass no mask if no prompt is padded."""
         with self.policy.computing():
             output = self.below(
                 input_ids=ids,
@@ -94,7 +94,7 @@ class SharedPromptReader:
 class ContiguousReader:
     """Reader that reads prompt and completion in one pass, in rows padded only at the end.
 
-    It passes no mask, so the fast kernels of causal attention apply.
+    It passes no mask, so the model can use fast kernels for causal attention.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
@@ -118,7 +118,7 @@ class ContiguousReader:
 
 
 class FullReader:
-    """Reader that reads prompt and completion in one pass with a mask, for models that need it."""
+    """Reader that reads prompt and completion in one pass, with an attention mask."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
@@ -147,22 +147,22 @@ class FullReader:
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
 _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-# Largest mean difference of the log-probabilities of sampled tokens, in nats, that is attributed to
-# narrow types. SmolLM2-135M in bfloat16 has a difference of 0.07.
+# Largest mean absolute difference between log-probabilities of sampled tokens, in nats, that is
+# attributed to rounding in narrow types. It is 0.07 for SmolLM2-135M in bfloat16.
 MAX_NARROW_GAP = 0.3
-# Errors that a model may raise if it does not support a way of reading.
+# Exceptions that a model can raise if it does not support a reader.
 OTHER_WAYS_OF_READING = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-# Number of tokens of a prompt and its completion in a trial.
+# Largest number of tokens in a trial's row, which consists of a prompt and its completion.
 TRIAL_TOKENS = 20
-# Prompts used in trials.
+# Token ids of the prompts used in trials, with unequal and with equal lengths.
 UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]
 
 
 def can_share(policy: Policy) -> bool:
-    """Return True if a prompt can be read once for its group.
+    """Return True if the model can read a prompt once for all completions of its group.
 
-    The state of every layer must consist of keys and values, and a continuation from copies of them
-    must give the same log-probabilities as a single pass.
+    The state of every layer must consist of keys and values. Completions that are read from copies
+    of this state must have the same log-probabilities as in a single pass.
     """
     below = body(causal(policy.model))
     takes = cache_name(below) and "position_ids" in inspect.signature(below.forward).parameters
@@ -179,9 +179,9 @@ def can_share(policy: Policy) -> bool:
 def can_read_contiguous(policy: Policy) -> bool:
     """Return True if rows padded at the end and read without a mask give correct log-probabilities.
 
-    The reference is the log-probabilities of rows that are read one at a time. Each model is tried
-    only once. If there is not enough memory for the trial, the result is False and the next call
-    tries again.
+    A trial compares them with the log-probabilities of rows that are read one at a time. Each model
+    is tried only once. If memory runs out during the trial, the result is False, and the next
+    call tries again.
     """
     if policy.model not in _contiguous:
         agrees = _agrees(policy, ContiguousReader, UNEQUAL_PROMPTS, at_once=1)
@@ -194,18 +194,19 @@ def can_read_contiguous(policy: Policy) -> bool:
 def check_reading(
     policy: Policy, prompts: list[list[int]], completions: list[list[int]]
 ) -> torch.Tensor:
-    """Raise an error if the model reads padded rows differently from separate rows.
+    """Raise an error if padding changes the log-probabilities of a row.
 
-    This happens if padding shifts the positions; scores would then belong to other probabilities.
+    Padding does so if it shifts the positions. Scores would then be gradients of the wrong
+    log-probabilities.
 
     Args:
         prompts: tokens of P prompts of unequal lengths.
-        completions: T tokens of one completion per prompt. If the model computes in a narrow type,
-            it must have sampled these tokens, because rounding can change the log-probabilities of
-            unlikely tokens by several nats.
+        completions: T tokens of one completion per prompt. If the model computes in bfloat16,
+            float16 or TF32, it must have sampled these tokens, because rounding can change the
+            log-probabilities of unlikely tokens by several nats.
 
     Returns:
-        Log-probabilities of the separately read rows, [P, T].
+        Log-probabilities of the completions if each row is read separately, [P, T].
     """
     width = len(completions[0])
     rows = [[*prompt, *tokens] for prompt, tokens in zip(prompts, completions, strict=True)]
@@ -213,7 +214,7 @@ def check_reading(
     try:
         padded_PT = _trial(policy, FullReader, prompts, len(prompts), completions)
     except OTHER_WAYS_OF_READING:
-        # Scoring reports the failure.
+        # Scoring will report the failure.
         return alone_PT
     if gap := gap_beyond_rounding(policy, padded_PT, alone_PT):
         raise ConfigError(
@@ -225,10 +226,10 @@ def check_reading(
 
 
 def check_rows(policy: Policy) -> None:
-    """Apply `check_reading` to a model for which another program samples the tokens.
+    """Apply `check_reading` to a model whose tokens are sampled by another program.
 
-    A model that computes in a narrow type is not checked, because its check needs tokens that the
-    model itself has sampled.
+    Models that compute in bfloat16, float16 or TF32 are not checked, because their check needs
+    tokens that the model itself has sampled.
     """
     if computes_narrowly(policy):
         return
@@ -238,9 +239,9 @@ def check_rows(policy: Policy) -> None:
 
 @torch.inference_mode()
 def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
-    """Return the log-probabilities of the last tokens of a single row, [T].
+    """Return the log-probabilities of the last T tokens of a single row, [T].
 
-    The row is read without mask, positions or cache, which is the default of transformers.
+    The row is read without a cache and with the default mask and positions of transformers.
     """
     ids_1L = torch.tensor([tokens], device=policy.model.device)
     with policy.computing():
@@ -257,9 +258,10 @@ def computes_narrowly(policy: Policy) -> bool:
 
 
 def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the largest difference of log-probabilities, in nats, or 0 if rounding explains it.
+    """Return the largest difference between log-probabilities, or 0 if rounding explains it.
 
-    The result is also 0 for values that are not finite; sampling and scoring report those.
+    The unit is nats. The result is also 0 if a value is NaN, because sampling and scoring report
+    NaN values.
     """
     gaps = (first.double().cpu() - second.double().cpu()).abs()
     if computes_narrowly(policy):
@@ -275,7 +277,8 @@ def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tenso
 def trial(policy: Policy) -> tuple[list[list[int]], int]:
     """Return three short prompts of unequal lengths, and the length of their completions in tokens.
 
-    No row exceeds the model's positions, or the length at which LongRoPE changes its factors.
+    No row is longer than the model's context or than the length up to which LongRoPE uses its short
+    factors.
     """
     config = policy.model.config.get_text_config(decoder=True)
     limits = (getattr(config, "max_position_embeddings", None), rope_switch(config))
@@ -286,7 +289,7 @@ def trial(policy: Policy) -> tuple[list[list[int]], int]:
 
 
 def trial_tokens(policy: Policy, count: int) -> list[int]:
-    """Return a row of `count` token ids that the model has, without special tokens."""
+    """Return `count` token ids from the vocabulary, without padding or end-of-sequence tokens."""
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
     plain = (t for t in range(2, vocabulary) if t not in {policy.pad_token, *policy.end_tokens})
     tokens = list(islice(plain, 8)) or [0]
@@ -309,7 +312,7 @@ def _agrees(
         no_memory = isinstance(error, RuntimeError) and out_of_memory(error)
         return None if no_memory else False
     if policy.bf16 or policy.model.dtype.itemsize == 2:
-        # Rounding in bfloat16 changes a log-probability by at most this tolerance.
+        # The tolerance in nats covers rounding in bfloat16.
         return torch.allclose(tried, reference, rtol=0.0, atol=0.2)
     largest = max(1.0, float(reference.abs().max()))
     return torch.allclose(

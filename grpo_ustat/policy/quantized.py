@@ -1,4 +1,4 @@
-"""Quantised base weights under adapters; they are neither trained nor repacked here."""
+"""Quantised base weights under adapters, which must not be repacked for inference."""
 
 from __future__ import annotations
 

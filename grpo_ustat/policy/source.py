@@ -1,4 +1,4 @@
-"""Source of a model: its folder or hub id, loading errors, and values of its config.json."""
+"""Folder or hub id of a model, errors while loading it, and values in its config.json."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def resolve(model_name_or_path: str) -> str:
 
 @contextmanager
 def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path") -> Iterator[None]:
-    """Convert an error while loading from a source into a one-line message with the fix.
+    """Convert any exception in the block into a ConfigError with a one-line message and a fix.
 
-    Out-of-memory errors pass unchanged. `key`: name of the setting, for the error message.
+    Out-of-memory errors are not converted. `key`: name of the setting, for the error message.
     """
     of_hub = not Path(resolve(model_name_or_path)).exists()
     unreachable = of_hub and go_offline_if_unreachable()
@@ -57,8 +57,8 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
             )
         if "trust_remote_code" in str(error):
             reason = (
-                "it needs code that is distributed with it; read that code, and if you trust it, "
-                "add model.trust_remote_code=true to the command line"
+                "it needs Python code from the model's repository; read that code, and if you "
+                "trust it, add model.trust_remote_code=true to the command line"
             )
         raise ConfigError(
             f"no model could be loaded from {key}={model_name_or_path}: {reason}"
@@ -66,7 +66,7 @@ def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path")
 
 
 def _text_config(model: ModelConfig) -> PretrainedConfig:
-    """Load the configured model's config.json; return the part about its language model."""
+    """Return the part of the configured model's config.json that describes the language model."""
     name, revision = model.model_name_or_path, model.revision
     while adapters := adapter_base(model_folder(name)):
         name, revision = adapters
@@ -78,17 +78,17 @@ def _text_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Return the model's number of positions for prompt plus completion; None if unknown."""
+    """Return the largest total number of tokens of prompt and completion; None if unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def rope_switch(config: PretrainedConfig) -> int | None:
-    """Return the length up to which LongRoPE uses its short factors; None if it has only one set.
+    """Return the row length up to which LongRoPE uses its short factors; None without LongRoPE.
 
-    LongRoPE compares this length with the longest row of a pass. If that row is longer, all rows
-    are read with the long factors, including their first tokens; see `dynamic_rope_update` of
-    transformers. The other kind in that function, `dynamic`, changes only beyond
-    `max_position_embeddings`, which no row here exceeds.
+    LongRoPE compares this length with the longest row of a pass. If the longest row exceeds it, the
+    long factors are used for all rows, including their first tokens; see `dynamic_rope_update` in
+    transformers. The other RoPE type in that function, `dynamic`, changes only for rows longer than
+    `max_position_embeddings`, and no row here is that long.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # A model with several kinds of layers has rope parameters for each kind.
@@ -103,15 +103,15 @@ def rope_switch(config: PretrainedConfig) -> int | None:
 
 
 def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
-    """Return the model's `rope_switch` if passes lie on both sides of it, else None.
+    """Return `rope_switch` if some passes exceed this length and others do not, otherwise None.
 
-    In that case a token's log-probability would depend on the other rows of the pass and on the
-    cache.
+    If passes differ in this way, a token's log-probability depends on the other rows of the pass
+    and on the cache.
 
     Args:
-        shortest: number of tokens of the shortest prompt; the sampler may read all but the last
-            one.
-        longest: number of tokens of the longest row, including its completion.
+        shortest: number of tokens in the shortest prompt; the sampler's first pass can be one token
+            shorter.
+        longest: number of tokens in the longest row, including its completion.
     """
     switch = rope_switch(_text_config(model))
     return switch if switch is not None and shortest <= switch + 1 and longest > switch else None

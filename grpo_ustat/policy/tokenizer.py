@@ -1,4 +1,4 @@
-"""Tokenizer of a model: loading, saving, and encoding of texts."""
+"""Loading and saving of a model's tokenizer, and encoding of texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_ustat.config.model import ModelConfig, adapter_base
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.source import errors_in_one_line, resolve
 
-# Two names of one class, which transformers 5.0 renamed.
+# Generic class of a fast tokenizer: its name since transformers 5.0, and its earlier name.
 CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -23,11 +23,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     key: str = "model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer with AutoTokenizer unless its configuration names a generic class.
+    """Load a model's tokenizer with AutoTokenizer, or as it is stored if its class is generic.
 
-    If it names a generic class, tokenizer.json is used unchanged, because AutoTokenizer would
-    replace the pre-tokenizer by the default of the model type. Adapters without a tokenizer use
-    the tokenizer of their base model. `key`: name of the setting, for errors.
+    AutoTokenizer would replace the pre-tokenizer of a generic class with the default of the model
+    type. Adapters without a tokenizer use the tokenizer of their base model. `key`: name of the
+    setting, for error messages.
     """
     source = resolve(model_name_or_path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -55,7 +55,8 @@ def configured_tokenizer(
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer's files so that any version of transformers can load them.
 
-    The name of the class TokenizersBackend is replaced, because versions before 5.0 lack it.
+    The class name TokenizersBackend is replaced with PreTrainedTokenizerFast, its name before
+    version 5.0.
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"

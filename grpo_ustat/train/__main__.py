@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def load_run() -> Run:
-    """Import torch and return the function that makes one run."""
+    """Import torch and return the function that executes one run."""
     from grpo_ustat.train.trainer import fit
 
     return fit
 
 
 def show_costs(planned_runs: Sequence[PlannedRun]) -> None:
-    """Print the costs of planned runs."""
+    """Print the estimated costs of planned runs."""
     from grpo_ustat.costs import table
     from grpo_ustat.train.plan import plan
 

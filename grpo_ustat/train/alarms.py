@@ -15,11 +15,12 @@ from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.terminal.streams import percentage
 
-# Share of completions above which a failure counts as affecting most of them.
+# A failure counts as affecting most completions if it affects more than this share.
 MAJORITY = 0.5
 # Share of unjudged completions in a step above which rewards are no longer reliable.
 MAX_UNJUDGED = 0.01
-# Largest mean difference between sampler and trainer in nats per token, by computing type.
+# Largest accepted mean difference between the log-probabilities of the sampler and the trainer, in
+# nats per token, by the type in which forward passes compute.
 MAX_LOGPROB_GAP = {
     "float64": 1e-8,
     "float32": 1e-3,
@@ -32,11 +33,11 @@ Row = dict[str, Any]
 class Alarm:
     """Failure that is detected in a step's metrics row."""
 
-    # Number of consecutive steps with the condition until the alarm is printed.
+    # Number of consecutive steps for which the condition must hold before the alarm is printed.
     steps: int
     # Condition on a step's row.
     holds: Callable[[TrainConfig, Row], bool]
-    # Text with the meaning and the remedy.
+    # Text that explains the failure and its remedy.
     text: Callable[[TrainConfig, Row], str]
 
 
@@ -47,8 +48,10 @@ def check_alarms(
 
     Args:
         row: metrics of the step.
-        streaks: numbers of consecutive steps at which each condition has held; updated in place.
-        alarms: numbers of steps at which each alarm has held; updated in place.
+        streaks: for each alarm, the number of consecutive steps, up to this one, at which its
+            condition held; updated in place.
+        alarms: for each printed alarm, the number of steps at which it was active; updated in
+            place.
     """
     lines = []
     for name, alarm in ALARMS.items():
@@ -65,7 +68,7 @@ def check_alarms(
 
 
 def computing_type(config: TrainConfig) -> str:
-    """Return the number type of forward passes."""
+    """Return the name of the type in which forward passes compute."""
     return "bfloat16" if config.bf16 else config.model.dtype
 
 
@@ -95,9 +98,9 @@ ALARMS = {
         1,
         lambda config, row: _unjudged(row) > MAX_UNJUDGED * config.budget.rollouts,
         lambda config, row: (
-            f"{_unjudged(row)} answers of a step with {config.budget.rollouts} could not be judged "
+            f"{_unjudged(row)} of the step's {config.budget.rollouts} answers could not be judged "
             f"({row['judge/timeouts']} timed out, {row['judge/failures']} failed) and got "
-            "reward 0: read them in completions.parquet; on a busy machine lower "
+            "reward 0: read them in completions.parquet; on a busy machine, lower "
             "launch.judge_workers or raise dataset.judge_seconds"
         ),
     ),
@@ -105,7 +108,7 @@ ALARMS = {
         3,
         lambda config, row: row["frac_reward_zero_std"] == 1,
         lambda config, row: (
-            "every group of 3 steps was a zero-variance group (frac_reward_zero_std = 1, mean "
+            "in 3 steps in a row, all groups had zero variance (frac_reward_zero_std = 1, mean "
             f"reward {row['reward']:.3g}), so there is no gradient: use questions "
             f"that the policy solves sometimes, or raise group_size={config.group_size}"
         ),
@@ -114,8 +117,9 @@ ALARMS = {
         5,
         lambda config, row: row["reward_std"] == 0,
         lambda config, row: (
-            f"every completion of 5 steps had the same reward, now {row['reward']:.3g}: check the "
-            "reward on completions.parquet; if it is right, the questions are too hard or solved"
+            "in 5 steps in a row, all completions of a step had the same reward, now "
+            f"{row['reward']:.3g}: check the rewards in completions.parquet; if they are right, "
+            "all questions are too hard or all are solved"
         ),
     ),
     "logprob_gap": Alarm(
@@ -128,7 +132,7 @@ ALARMS = {
             "the sampler's log-probabilities are "
             f"{row['sampling/sampling_logp_difference/mean']:.3g} nats a token away from the "
             f"trainer's, above {MAX_LOGPROB_GAP[computing_type(config)]:.0e} for "
-            f"{computing_type(config)}: what is sampled is not what is trained; check the "
+            f"{computing_type(config)}: the sampled policy is not the trained policy; check the "
             "sampler's weights, temperature and type, or use rollout=local"
         ),
     ),
@@ -137,7 +141,7 @@ ALARMS = {
         2,
         lambda config, row: row["learning_rate"] == 0,
         lambda config, row: (
-            "the learning rate was 0 in 2 steps, which do not change the policy: check schedule="
+            "the learning rate was 0 in 2 steps, so the policy did not change: check schedule="
             f"{config.schedule.lr_scheduler_type} and its warmup_steps="
             f"{config.schedule.warmup_steps} against max_steps={config.max_steps}"
         ),

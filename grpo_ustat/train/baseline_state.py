@@ -1,9 +1,10 @@
-"""State that baselines keep from batch to batch.
+"""State that baselines keep between batches.
 
-In every step `context` is called before the advantages of the batch are computed and `update`
-after, both under the policy that sampled the batch. The context therefore does not depend on the
-current batch, and a baseline that reads only the context is unbiased given the past. Every rank
-adds the batches of all ranks, so that all ranks have the same state.
+In every step, `context` is called before the batch's advantages are computed, and `update` is
+called afterwards. In both calls, the policy is still the policy that sampled the batch. The context
+therefore does not depend on the current batch, and a baseline that reads only the context is
+unbiased given the past. Every rank updates its state with the completions of all ranks, so all
+ranks have the same state.
 """
 
 from __future__ import annotations
@@ -84,23 +85,23 @@ class RewardHistory(BaselineState):
 class Tracker(BaselineState):
     """SPO's tracker (Xu and Ding 2025): a Beta(alpha, beta) distribution for each prompt.
 
-    At a prompt's first visit the counts come from `budget.value_completions` completions outside
+    At a prompt's first visit, the counts come from `budget.value_completions` completions outside
     the batch. Each visit multiplies the past counts by rho and adds the group's rewards. Rho
-    depends on the mean absolute change of the token log-probabilities of the first completion of
-    the last visit.
+    depends on how much the policy has changed since the prompt's last visit. The change is the mean
+    absolute difference in the token log-probabilities of that visit's first completion.
     """
 
     def __init__(self, rho_min: float, rho_max: float, half_distance: float):
         self.rho_min, self.rho_max, self.half_distance = rho_min, rho_max, half_distance
         # Counts alpha and beta by prompt id.
         self.counts: dict[str, tuple[float, float]] = {}
-        # Tokens and log-probabilities of the first completion of the last visit, by prompt id.
+        # Tokens and log-probabilities of the last visit's first completion, by prompt id.
         self.completions: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """Return the expected rewards, alpha / (alpha + beta), and the cost of first visits."""
+        """Return the expected rewards, alpha / (alpha + beta), and the sampling cost."""
         unseen = [prompt for prompt in batch.own_rollouts.prompts if prompt.id not in self.counts]
         rollouts, cost = sample_extra(run, unseen, run.config.budget.value_completions, step)
         first_counts = {}
@@ -128,9 +129,10 @@ class Tracker(BaselineState):
             self.counts[prompt.id] = (rho * alpha + successes, rho * beta + size - successes)
 
     def distances(self, run: TrainContext, rollouts: Rollouts) -> dict[str, float]:
-        """Return the policy's change D on the stored completion of each of this rank's prompts.
+        """Return the policy's change D for each of this rank's prompts.
 
-        D is in nats per token and is 0 at the first visit of a prompt.
+        D is the mean absolute change of log-probabilities in the prompt's stored completion, in
+        nats per token. It is 0 at the first visit of a prompt.
         """
         result = {prompt.id: 0.0 for prompt in rollouts.prompts}
         visited = [p for p, prompt in enumerate(rollouts.prompts) if prompt.id in self.completions]
@@ -165,9 +167,9 @@ class Tracker(BaselineState):
 class Critic(BaselineState):
     """Linear value head on the policy's last hidden state at the prompt's last token.
 
-    The head is fitted by ridge least squares to the mean rewards of past batches. The batch of k
-    steps ago has weight decay^k. Before the first batch the head predicts 0. Hidden states are
-    those of the policy at the step of the batch.
+    The head is fitted by ridge least squares to the prompts' mean rewards in past batches. A batch
+    from k steps ago has weight decay^k. Before the first batch, the head predicts 0. The hidden
+    states of a batch come from the policy that sampled the batch.
     """
 
     def __init__(self, decay: float, ridge: float):
@@ -188,7 +190,7 @@ class Critic(BaselineState):
         return {"critic_P": self.features_PD @ weights_D}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """Add the mean rewards of the batch to the least-squares sums."""
+        """Add the batch's features and mean rewards to the least-squares sums."""
         x_PD, width = self.features_PD, self.features_PD.shape[1]
         if not len(self.moment):
             self.gram, self.moment = np.zeros((width, width)), np.zeros(width)
@@ -218,7 +220,7 @@ def make_baseline_state(baseline: BaselineConfig) -> BaselineState:
 
 
 def merge_ranks(own_entries: dict[str, Any]) -> dict[str, Any]:
-    """Merge the entries of all ranks into a dictionary."""
+    """Merge the entries of all ranks into one dictionary."""
     return {name: value for share in gather_object([own_entries]) for name, value in share.items()}
 
 
@@ -239,7 +241,7 @@ def check_successes(rewards_PG: np.ndarray) -> None:
 def first_completions(
     run: TrainContext, rollouts: Rollouts
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return tokens and log-probabilities of the first completion of this rank's prompts."""
+    """Return the first completion's tokens and log-probabilities for each prompt of this rank."""
     tokens = [rollouts.tokens_PGT[p, 0, : n[0]].copy() for p, n in enumerate(rollouts.lengths_PG)]
     logprobs = completion_logprobs(run, rollouts, list(range(len(tokens))), tokens)
     ids = (prompt.id for prompt in rollouts.prompts)

@@ -17,7 +17,7 @@ from grpo_ustat.train.context import Batch, SamplingCost, TrainContext
 
 
 def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
-    """Gather an entry for each prompt of the step, in order, on every rank.
+    """Gather one entry per prompt on every rank, in the order of the prompts.
 
     Rank r of w passes the entries of `prompts[r::w]`.
     """
@@ -51,9 +51,9 @@ def sample_batch(
 def sample_extra(
     run: TrainContext, prompts: list[Prompt], count: int, step: int, greedy: bool = False
 ) -> tuple[Rollouts | None, SamplingCost]:
-    """Sample completions outside the batch for this rank's prompts, and return them with the cost.
+    """Sample completions outside the batch for these prompts of this rank; also return the cost.
 
-    Without prompts the completions are None. The cost is the sum over ranks.
+    If there are no prompts, None is returned for the completions. The cost is summed over ranks.
     """
     rollouts, cost = None, (0, 0)
     if prompts:
@@ -69,7 +69,7 @@ def sample_extra(
 def baseline_context(
     run: TrainContext, batch: Batch, step: int
 ) -> tuple[BaselineContext, SamplingCost]:
-    """Return the inputs of the baseline other than rewards, for all P prompts, and their cost."""
+    """Return the baseline's inputs other than rewards for all P prompts, and the sampling cost."""
     needs = BASELINES[run.config.baseline.name].needs
     fields, cost = run.baseline_state.context(run, batch, step)
     if "lengths_PG" in needs:
@@ -83,7 +83,7 @@ def baseline_context(
             continue
         greedy = name == "greedy_P"
         rollouts, cost = sample_extra(run, prompts, 1 if greedy else count, step, greedy=greedy)
-        # Every rank has a prompt of each step.
+        # Every rank has at least one prompt in each step.
         assert rollouts is not None
         if name == "optimal_P":
             own_P = optimal_baseline(run, rollouts)
@@ -99,7 +99,7 @@ def optimal_baseline(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
     longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
 
     def squared_norms() -> np.ndarray:
-        """Compute q, [N], in parts within the token budget."""
+        """Compute q, [N], in parts that fit the token budget."""
         size = max(1, run.token_budget.tokens // longest)
         parts = np.split(np.arange(count), range(size, count, size))
         scores = (

@@ -36,7 +36,7 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 
 
 def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | None) -> bool:
-    """Write all rows so far and `checkpoint-<step>/`; return True if the write succeeded.
+    """Write all logged rows and `checkpoint-<step>/`; return True if the checkpoint was written.
 
     A failed write causes a warning and is counted. The run continues, and the previous checkpoint
     is kept.
@@ -79,9 +79,9 @@ def write_checkpoint(
 ) -> Path:
     """Publish `checkpoint-<step>/`.
 
-    It contains the model, the tokenizer, `moments` (see `fsdp2`), the state of the run and of the
-    baseline, and further texts by file name. With adapters, the model part is in PEFT's format and
-    contains only the adapters and the name of their base model.
+    The folder contains the model, the tokenizer, the optimizer state `moments` (see `fsdp2`), the
+    state of the run, the state of the baseline, and `texts` by file name. A model with adapters is
+    saved in PEFT's format, which contains only the adapters and the name of their base model.
 
     Raises:
         FloatingPointError: If a weight or optimizer state is not finite; nothing is published.
@@ -105,7 +105,7 @@ def write_checkpoint(
 
 
 def drop_old(run: TrainContext, step: int) -> None:
-    """Remove checkpoints beyond `save_total_limit`, including those of a killed launch."""
+    """Remove checkpoints beyond `save_total_limit`, including those that a killed launch left."""
     path, limit = run.folder.path, run.config.save_total_limit
     attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 
@@ -114,7 +114,7 @@ def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None)
     """Refuse weights or optimizer state that are not finite.
 
     Raises:
-        FloatingPointError: If a tensor is not finite; the message names the first one.
+        FloatingPointError: If a tensor is not finite; the message names the first such tensor.
     """
     tensors = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
     tensors |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
@@ -135,7 +135,7 @@ def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
 
 
 def resume(run: TrainContext) -> TrainProgress:
-    """Restore the newest complete checkpoint; without a checkpoint, return the start."""
+    """Restore the newest complete checkpoint and return its progress; return step 0 without one."""
     checkpoint = main_only(newest_whole, run.folder.path)
     if checkpoint is None:
         return TrainProgress()
@@ -155,7 +155,7 @@ def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> 
     _load_weights(checkpoint, policy.model)
     entries = load_file(checkpoint / OPTIMIZER_FILE)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    # Entries without dimensions count updates.
+    # Entries without dimensions are counts of updates.
     moments = {key: value for key, value in entries.items() if value.ndim}
     _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
     fields: dict[str, set[str]] = {}
@@ -165,8 +165,8 @@ def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> 
         fields.keys() != parameters.keys() or len(set(map(frozenset, fields.values()))) > 1
     ):
         raise ConfigError(
-            f"{checkpoint / OPTIMIZER_FILE} lacks state of some of the {len(parameters)} trained "
-            "parameters: use the model that wrote it, or on_existing=overwrite"
+            f"{checkpoint / OPTIMIZER_FILE} lacks state for some of the {len(parameters)} trained "
+            "parameters: use the model of the run that wrote it, or on_existing=overwrite"
         )
     load_moments(policy, optimizer, entries)
     return json.loads((checkpoint / STATE_FILE).read_text())
@@ -179,7 +179,7 @@ def load_baseline_state(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def _load_weights(checkpoint: Path, model: Any) -> None:
-    """Restore a model, or its adapters, in place, after a check of each tensor."""
+    """Check each stored tensor, then restore the model or its adapters in place."""
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -187,14 +187,14 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
         _check_fit(checkpoint, adapters, get_peft_model_state_dict(model))
         set_peft_model_state_dict(model, adapters)
         return
-    # The loading of the class reverses the changes of names by its save_pretrained.
+    # `from_pretrained` of the class reverses the renaming of weights by `save_pretrained`.
     options = dict(dtype="auto", use_safetensors=True, ignore_mismatched_sizes=True)
     loaded, info = type(model).from_pretrained(checkpoint, output_loading_info=True, **options)
     differences = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
     if differences:
         raise ConfigError(
-            f"{checkpoint}: {differences[0]} is absent there or of another shape: use the model "
-            "that wrote it, or on_existing=overwrite"
+            f"{checkpoint}: {differences[0]} is missing, unexpected or of another shape: use the "
+            "model of the run that wrote it, or on_existing=overwrite"
         )
     _check_fit(checkpoint, loaded.state_dict(), model.state_dict())
     model.load_state_dict(loaded.state_dict())
@@ -212,5 +212,5 @@ def _check_fit(checkpoint: Path, tensors: dict[str, Any], model_tensors: dict[st
         if in_file != in_model:
             raise ConfigError(
                 f"{checkpoint}: {name} is {in_file} there, {in_model} in this model: use the model "
-                "and model.dtype that wrote it, or on_existing=overwrite"
+                "and model.dtype of the run that wrote it, or on_existing=overwrite"
             )

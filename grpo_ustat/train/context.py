@@ -35,7 +35,7 @@ class Batch:
     ended_PG: np.ndarray
     # True if an answer, right or wrong, was found in the text.
     answered_PG: np.ndarray
-    # Numbers of tokens of the prompts.
+    # Number of tokens in each prompt.
     prompt_lengths_P: np.ndarray
     reward_weights_F: np.ndarray
 
@@ -53,19 +53,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """Numbers of further completions and tokens that a baseline sampled, over all ranks."""
+    """Number of additional completions that a baseline sampled on all ranks, and their tokens."""
 
     rollouts: int = 0
     tokens: int = 0
 
 
 class BaselineState:
-    """State of a baseline from batch to batch; this base class has no state."""
+    """State that a baseline keeps between batches; this base class keeps no state."""
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """Return fields of the baseline's `BaselineContext`, for all P prompts, and their cost."""
+        """Return fields of `BaselineContext` for all P prompts, and the cost of sampling them."""
         return {}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
@@ -86,14 +86,14 @@ class TrainContext:
     config: TrainConfig
     folder: RunFolder
     accelerator: Accelerator
-    # Full copy on every rank; under FSDP2 it is only read, not trained.
+    # Full policy, of which every rank has a copy. Under FSDP2, it is only read, not trained.
     policy: Policy
     # Sharded policy that FSDP2 trains; None without FSDP2.
     sharded_policy: Policy | None
     # Engine that samples completions. Call `refresh` after every change of the policy's weights.
     engine: Engine
-    # Frozen copy of the policy before training. It is None without a penalty, and with adapters,
-    # which can be disabled instead.
+    # Frozen copy of the policy before training. It is None if there is no penalty, or if adapters
+    # are trained, because adapters can be disabled instead.
     reference: Policy | None
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -101,7 +101,7 @@ class TrainContext:
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
     baseline_state: BaselineState
-    # Budget of tokens in a backward pass.
+    # Budget of padded tokens in a backward pass.
     token_budget: TokenBudget
     # True if updates read each prompt once per group.
     share_prompts: bool
@@ -134,7 +134,7 @@ class TrainProgress:
     step: int = 0
     # Number of completions in these steps.
     rollouts: int = 0
-    # Number of further completions that the baseline sampled.
+    # Number of additional completions that the baseline sampled.
     value_rollouts: int = 0
     # Number of tokens in all completions.
     tokens: int = 0
@@ -154,6 +154,6 @@ class TrainProgress:
     # decoding.
     rewards_first: list[float] = field(default_factory=list)
     rewards_last: list[float] = field(default_factory=list)
-    # Counts of `alarms.check_alarms`.
+    # Counts that `alarms.check_alarms` updates.
     streaks: dict[str, int] = field(default_factory=dict)
     alarms: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Held-out accuracy and pass@k of test questions, or mean reward if rewards are not all 0 or 1."""
+"""Accuracy and pass@k on test questions, or the mean reward if rewards are not all 0 or 1."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from grpo_ustat.train.context import Batch, TrainContext, TrainProgress
 def sample_eval(run: TrainContext, decoding: str) -> Batch:
     """Sample one greedy completion or `eval.num_generations` completions per test question.
 
-    Draws are keyed only by the prompt. Evaluations at different steps therefore use the same random
-    numbers, and their differences are paired.
+    Random draws are keyed only by the prompt. Evaluations at different steps therefore use the same
+    random numbers, and their differences are paired.
     """
     greedy = decoding == "greedy"
     count = 1 if greedy else run.config.eval.num_generations
@@ -36,16 +36,16 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
 def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:
     """Make one row of eval.csv; all rows of a run have the same keys.
 
-    The numbers use only the task's reward (see `quantity`), with intervals over questions (see
-    `mean_reward`). There is no pass@k for rewards other than 0 and 1, because they do not define
-    right answers.
+    Only the task's reward is used (see `quantity`). Intervals are over questions (see
+    `mean_reward`). If there are rewards other than 0 and 1, pass@k is None, because such rewards do
+    not define correct answers.
 
     Args:
         step: number of updates before the evaluation.
         decoding: `sampled` or `greedy`.
         batch: completions of the evaluation.
-        num_generations: largest k of the columns pass@k, k = 2, 4, 8 ... A column is None if the
-            row has fewer completions. pass@1 is the accuracy.
+        num_generations: largest k in the columns pass@k with k = 2, 4, 8 ... A column is None if
+            there are fewer than k completions per question. pass@1 is the accuracy.
     """
     rewards_PK = batch.rewards_PGF[..., 0]
     questions, count = rewards_PK.shape
@@ -67,8 +67,8 @@ def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> di
 def name_jointly(rows: list[dict[str, Any]]) -> None:
     """Give all evaluations of a run the same quantity.
 
-    The quantity is the mean reward, also for earlier evaluations, as soon as any evaluation has a
-    reward other than 0 and 1.
+    As soon as an evaluation has a reward other than 0 and 1, the quantity of all evaluations,
+    including earlier ones, is the mean reward.
     """
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         for row in rows:
@@ -79,8 +79,8 @@ def name_jointly(rows: list[dict[str, Any]]) -> None:
 def held_out_gain(progress: TrainProgress) -> Interval:
     """Return the mean of the last evaluation minus the mean of the first, paired by question.
 
-    Both evaluations use the first decoding. Accuracies use `matched_difference`, and mean rewards
-    use `paired_difference`.
+    Both evaluations use the first decoding in `eval.decoding`. The interval comes from
+    `matched_difference` for accuracies and from `paired_difference` for mean rewards.
     """
     names = (row["quantity"] for row in progress.evals)
     difference = matched_difference if joint_quantity(names) == ACCURACY else paired_difference

@@ -1,15 +1,16 @@
 """FSDP2: parameters, gradients and optimizer state in shards, one on each rank.
 
-The trained model exists twice. Gradients are computed with the sharded one, whose layers gather
-their parameters as they run, in collectives that every rank must enter equally often (`rounds`).
-Sampling, evaluation, log-probabilities, scores and checkpoints read a full copy on each rank
-without collectives, so that ranks may have unequal work. The copy's memory is released while
-gradients are computed (`release_full_copy`): a rank holds the shards and either all weights or
-those of one layer. Under bf16=true the copy has linear layers in bfloat16, in which autocast
-computes them; work that needs the exact weights gathers them for its duration (`exact_full_copy`).
+The trained model exists twice. Gradients are computed with the sharded model, whose layers gather
+their parameters when they run. Gathering is a collective, so every rank must run the layers equally
+often (`rounds`). Sampling, evaluation, log-probabilities, scores and checkpoints read a full copy
+on each rank without collectives, so ranks can have unequal amounts of work. The full copy's memory
+is released while gradients are computed (`release_full_copy`). In addition to its shards, a rank
+therefore stores either all weights or the weights of one layer. Under bf16=true, the full copy has
+linear layers in bfloat16, in which autocast computes them. Work that needs the exact weights
+gathers them for its duration (`exact_full_copy`).
 
-Sharding is torch's `fully_shard`, on CPUs and GPUs; accelerate starts the ranks and sets version
-and options, but does not shard on a CPU.
+Sharding uses torch's `fully_shard`, on CPUs and GPUs. Accelerate starts the ranks and sets the
+version and options of FSDP, but it does not shard on a CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from grpo_ustat.train.micro_batches import Result, plan
 def is_configured(accelerator: Accelerator) -> bool:
     """Return True if accelerate launched this run with FSDP2.
 
-    The configuration is grpo_ustat/launch/accelerate/fsdp2.yaml.
+    The supported configuration is grpo_ustat/launch/accelerate/fsdp2.yaml.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or not dist.is_initialized():
         return False
@@ -66,7 +67,7 @@ def is_configured(accelerator: Accelerator) -> bool:
 
 def shard(policy: Policy, device: torch.device) -> Policy:
     """Return a copy of the policy whose parameters are shards, gathered layer by layer."""
-    # No clone: `fully_shard` copies this rank's part out of the storage of the full copy.
+    # A clone is not needed, because `fully_shard` copies this rank's part out of the full copy.
     aliases = {
         id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
         for p in policy.model.parameters()
@@ -94,8 +95,9 @@ def shard(policy: Policy, device: torch.device) -> Policy:
 def release_full_copy(run: TrainContext) -> Iterator[None]:
     """Release the memory of the full copy of the weights within the block.
 
-    At the end of the block the copy is filled from the shards. Without FSDP2 nothing happens. After
-    an error the copy remains empty, because filling it would wait for ranks that may not take part.
+    At the end of the block, the copy is filled from the shards. Without FSDP2, nothing happens.
+    After an error, the copy remains empty, because filling it would wait for ranks that might not
+    join.
     """
     if run.sharded_policy is None:
         yield
@@ -108,9 +110,9 @@ def release_full_copy(run: TrainContext) -> Iterator[None]:
 
 @contextmanager
 def exact_full_copy(run: TrainContext) -> Iterator[None]:
-    """Hold the exact trained weights in the full copy within the block, also under bf16=true.
+    """Keep the exact trained weights in the full copy within the block, even under bf16=true.
 
-    All ranks must enter it together. Without FSDP2 nothing happens.
+    All ranks must enter the block together. Without FSDP2, nothing happens.
     """
     narrowed = run.sharded_policy is not None and run.policy.bf16
     if narrowed:
@@ -122,7 +124,7 @@ def exact_full_copy(run: TrainContext) -> Iterator[None]:
 
 @torch.no_grad()
 def gather_weights(run: TrainContext, exact: bool = False) -> None:
-    """Fill the full copy from the shards; all ranks call it together, under FSDP2.
+    """Fill the full copy from the shards under FSDP2; all ranks must call this together.
 
     Args:
         exact: True to gather all weights exactly. By default linear layers are gathered in bfloat16
@@ -135,7 +137,7 @@ def gather_weights(run: TrainContext, exact: bool = False) -> None:
         for module in run.policy.model.modules():
             parameters = {id(p) for p in module.parameters(recurse=False)}
             (linear if type(module) is torch.nn.Linear else other).update(parameters)
-        # An output layer that is also the embedding is not narrowed.
+        # An output layer that shares its weight with the embedding is not narrowed.
         narrow = linear - other
     for full, shard in parameter_pairs(run):
         full.data = full_tensor(shard.to(torch.bfloat16) if id(full) in narrow else shard)
@@ -143,7 +145,7 @@ def gather_weights(run: TrainContext, exact: bool = False) -> None:
 
 @torch.no_grad()
 def scatter_weights(run: TrainContext) -> None:
-    """Fill the shards from the full copy, which is equal on all ranks."""
+    """Fill the shards from the full copy, which must be equal on all ranks."""
     for full, shard in parameter_pairs(run):
         shard.copy_(shard_like(shard, full.detach()))
 
@@ -157,10 +159,10 @@ def parameter_pairs(run: TrainContext) -> Iterator[tuple[torch.Tensor, torch.Ten
 def rounds(
     run: TrainContext, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Fsdp2Reader, list[np.ndarray]]]:
-    """Yield readers of this rank's completions with one part each, equally many on every rank.
+    """Yield readers of this rank's completions, each with one part; all ranks yield equally many.
 
-    Ranks with less work than the busiest rank get empty parts, with which they take part in the
-    collectives and add 0.
+    Ranks with less work than the busiest rank get empty parts. For an empty part, a rank joins the
+    collectives and adds 0 to the gradients.
     """
     assert run.sharded_policy is not None
     micro_batches = plan(rollouts, index, run.token_budget.tokens, share=False)
@@ -173,9 +175,9 @@ def rounds(
 
 
 def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
-    """Return the result of the work, without a second try.
+    """Return the result of the work, without trying again if memory runs out.
 
-    Work with collectives cannot be repeated by a single rank.
+    A single rank cannot repeat work that contains collectives.
     """
     try:
         return work()
@@ -189,10 +191,10 @@ def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
 
 
 class Fsdp2Reader:
-    """Reader of prompts and completions by the sharded model: one forward, one backward pass.
+    """Reader that runs one forward and one backward pass of the sharded model.
 
-    The output layer's parameters stay gathered from the forward to the end of the backward pass.
-    Their gradients are summed over ranks with the others.
+    The output layer's parameters stay gathered from the forward pass to the end of the backward
+    pass. Their gradients are summed over ranks together with all other gradients.
 
     Args:
         sharded_policy: see `shard`.
@@ -232,14 +234,14 @@ class Fsdp2Reader:
                 self.model.device.type,
                 torch.bfloat16,
                 enabled=self.policy.bf16,
-                # The cache would keep every gathered layer.
+                # The autocast cache would keep the weights of every gathered layer.
                 cache_enabled=False,
             ):
-                # Only the root module has the hooks that gather the parameters.
+                # The root module is called, because its hooks gather the remaining parameters.
                 self.model(**inputs, logits_to_keep=1, use_cache=False)
         finally:
             hook.remove()
-        # Class of the output of the layers; set by `window`.
+        # Class of the output of the model body.
         self.output = type(outputs[0])
         hidden = outputs[0].last_hidden_state
         if isinstance(rows, ContiguousRows):
@@ -254,7 +256,7 @@ class Fsdp2Reader:
         return Window(self.leaf_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Propagate the hidden states' gradients, or 0, so that all ranks enter the collectives."""
+        """Propagate the gradients at the hidden states, or zeros, so that all ranks take part."""
         model: Any = causal(self.model)
         for parameter in model.get_output_embeddings().parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -264,7 +266,7 @@ class Fsdp2Reader:
 
 
 class _WithoutHooks:
-    """Sharded model whose call starts no collective, because its output layer is gathered."""
+    """Sharded model whose calls start no collective, for use while its output layer is gathered."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -277,9 +279,9 @@ class _WithoutHooks:
 
 
 def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the optimizer's full state by `parameter/field`, on rank 0's CPU.
+    """Return the optimizer's full state with keys `parameter/field`, on rank 0's CPU.
 
-    All ranks must call it together.
+    All ranks must call this function together. Ranks other than 0 get an empty dictionary.
     """
     result = {}
     for name, parameter in named_parameters(policy, optimizer).items():
@@ -293,14 +295,14 @@ def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch
 def load_moments(
     policy: Policy, optimizer: torch.optim.Optimizer, entries: dict[str, torch.Tensor]
 ) -> None:
-    """Restore the state that `moments` returned, for any numbers of ranks then and now."""
+    """Restore the state that `moments` returned, even if the number of ranks has changed."""
     parameters = named_parameters(policy, optimizer)
     for key, value in entries.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
         if value.ndim:
             value = shard_like(parameter, value)
-        # Fused AdamW also counts its updates on the device.
+        # Fused AdamW also keeps its count of updates on the device.
         optimizer.state[parameter][field] = value.to(parameter.device)
 
 
@@ -318,12 +320,12 @@ def trained_names(policy: Policy) -> list[str]:
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of shards, or the tensor itself; all ranks call it together."""
+    """Return the full tensor, gathered if `value` is sharded; all ranks must call this together."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the value sharded like the parameter; every rank passes the full value."""
+    """Return the value, sharded like the parameter; every rank must pass the full value."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements

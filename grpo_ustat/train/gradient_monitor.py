@@ -1,10 +1,10 @@
 """Estimates of C1, C2, C3 and G* during training, from the rollouts of a step before its update.
 
-A study computes these quantities from a pool (see `estimators.scaling`), using the leave-one-out
-gradients ghat_x of each prompt's group and the squared score norms q. Here they are computed from
-the P groups of a step, with N = G. This needs one more forward and backward pass over the step's
-completions but no further sampling. With bf16=true the completions are sampled in bfloat16, but the
-scores are computed in float32.
+A study computes these quantities from a pool with N completions per prompt (see
+`estimators.scaling`). It uses the leave-one-out gradient ghat_x of each prompt's group and the
+squared score norms q. Here, the quantities are computed from the P groups of a step, with N = G.
+This needs one more forward and backward pass over the step's completions, but no further sampling.
+With bf16=true, the completions are sampled in bfloat16, but the scores are computed in float32.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ REPORTED = (
 
 
 def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
-    """Return `monitor/...` of a metrics row: C1, C2, C3, G* and corr(q, Z) with intervals.
+    """Return the fields `monitor/...` of a metrics row, with intervals over prompts.
 
-    The intervals are over prompts. The constants refer to the population from which the step's
-    prompts are drawn and to the rewards of the task. A bound that is not finite is None, and
+    C1, C2, C3, G* and corr(q, Z) refer to the population from which the step's prompts are drawn
+    and to the rewards of the task. A value that is not finite is stored as None, and the field
     `..._reason` gives the reason.
 
-    `monitor/mse` is an unbiased estimate of the error of leave_one_out's gradient from a step of
-    this size, `(G C1 + C2 + C3/(G-1)) / n`. `monitor/noise_scale` is the number of rollouts at
-    which this error equals ||grad J||^2. `..._tokens` is the noise scale in tokens, with each
-    prompt counted once per group, and `..._best` is the noise scale at G*. `monitor/prompt_share`
-    is the share of the error that comes from the draw of prompts. `monitor/noise_share` is the
-    share of the error in E||ghat||^2; see `estimators.scaling`. If the estimate of ||grad J||^2 is
-    not positive, a noise scale has at most a lower bound. Averages over steps are ratios of
-    averages; see `ScalingLaw.of_steps`. `monitor/heavy_tails` is 1 if the intervals are likely to
-    cover less than 90 % (see `intervals.Tails`), and 0 otherwise.
+    `monitor/mse` is an unbiased estimate of the mean squared error of the leave-one-out gradient in
+    a step of this size, `(G C1 + C2 + C3/(G-1)) / n`. `monitor/noise_scale` is the number of
+    rollouts at which this error equals ||grad J||^2. `monitor/noise_scale_tokens` is the noise
+    scale in tokens, with each prompt counted once per group. `monitor/noise_scale_best` is the
+    noise scale at G*. `monitor/prompt_share` is the share of the error that comes from the draw of
+    prompts. `monitor/noise_share` is the share of the error in E||ghat||^2; see
+    `estimators.scaling`. If the estimate of ||grad J||^2 is not positive, a noise scale has at most
+    a lower bound. To average over steps, use ratios of averages; see `ScalingLaw.of_steps`.
+    `monitor/heavy_tails` is 1 if the intervals are likely to cover less than 90 % (see
+    `intervals.Tails`), and 0 otherwise.
 
-    The row is the same for any number of ranks. Parameters and gradients do not change. If some
-    rank lacks the memory for one completion at a time, all intervals are None, a warning is
+    The row is the same for any number of ranks. Parameters and gradients do not change. If a rank
+    has too little memory for even one completion at a time, all intervals are None, a warning is
     printed, and training continues with the same micro-batches.
     """
     start, error, heavy = time.perf_counter(), math.nan, None
@@ -97,15 +98,15 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
 def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | None]:
     """Return the score norms and leave-one-out gradient of each of this rank's prompts, in order.
 
-    If memory runs out, a prompt is read again with fewer completions at once. The result is None if
-    even one completion does not fit.
+    If memory runs out, a prompt is read again with fewer completions per pass. All entries are None
+    if memory is too small for even one completion.
     """
     rollouts, budget = batch.own_rollouts, TokenBudget(run.token_budget.tokens)
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
     weights_PG = run.own_rows(pool_gradient_weights(batch.rewards_PG))
 
     def gradient_of(p: int) -> GroupGradient:
-        """Compute the gradient of prompt `p`, as many completions at once as fit the budget."""
+        """Compute the gradient of prompt `p` in passes that fit the token budget."""
         longest = len(rollouts.prompt_tokens[p]) + int(rollouts.lengths_PG[p].max())
         at_once = max(1, budget.tokens // longest)
         scores = group_scores(run.policy, rollouts, p, run.config.temperature, sketch, at_once)
@@ -115,12 +116,12 @@ def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | N
     try:
         return [budget.attempt(partial(gradient_of, p), "the monitor") for p in prompts]
     except OutOfMemory:
-        warn("no memory for monitor.gradient_mse_every: this step's row has no gradient error")
+        warn("not enough memory for monitor.gradient_mse_every: no gradient error for this step")
         return [None for _ in prompts]
 
 
 def _reason(name: str, intervals: dict[str, Interval]) -> str:
-    """Return the reason why an interval has a bound that is not finite."""
+    """Return the reason why an interval has an estimate or a bound that is not finite."""
     if math.isnan(intervals["c1"].estimate):
         return "every group has zero variance"
     if name == "corr":
@@ -128,6 +129,9 @@ def _reason(name: str, intervals: dict[str, Interval]) -> str:
     if name in ("noise_scale", "noise_scale_tokens", "noise_share") or (
         name == "noise_scale_best" and math.isfinite(intervals["gstar"].estimate)
     ):
-        return "the interval of ||grad J||^2 reaches 0: more prompts a step, or an average"
+        return "the interval of ||grad J||^2 reaches 0: use more prompts a step, or average steps"
     unsure = [constant for constant in ("c1", "c3") if not intervals[constant].low > 0]
-    return f"the interval of {' and '.join(unsure)} reaches 0: more prompts a step, or an average"
+    return (
+        f"the interval of {' and '.join(unsure)} reaches 0: use more prompts a step, or average "
+        "steps"
+    )

@@ -1,4 +1,4 @@
-"""Row of a step in metrics.jsonl with TRL's names, over the completions of all ranks."""
+"""A step's row of metrics.jsonl, with TRL's names, computed over the completions of all ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 
 
 def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict[str, Any]:
-    """Compute the fields of rewards and lengths.
+    """Compute the metrics of rewards and completion lengths.
 
-    With several reward functions, `reward` and the following fields refer to the weighted sum, and
-    each function has `rewards/NAME/mean` and `.../std`. As in TRL, standard deviations are over the
-    whole batch with divisor n - 1, and lengths of terminated completions are 0 if all were
-    truncated. `frac_reward_zero_std` is the share of groups with exactly equal rewards.
-    `..._expected` exists only for 0/1 rewards and is `zero_variance_share_if_equal`.
+    With several reward functions, `reward` and the other reward metrics refer to the weighted sum,
+    and each function also has `rewards/NAME/mean` and `rewards/NAME/std`. As in TRL, standard
+    deviations are over the whole batch with divisor n - 1. The lengths of terminated completions
+    are 0 if all completions were truncated. `frac_reward_zero_std` is the share of groups with
+    exactly equal rewards. `frac_reward_zero_std_expected` exists only for 0/1 rewards; see
+    `zero_variance_share_if_equal`.
     """
     rewards_PG, size = batch.rewards_PG, batch.rewards_PG.shape[1]
     row = {
@@ -55,9 +56,9 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
 
 
 def _std(rewards_PG: np.ndarray) -> float:
-    """Compute the standard deviation of all rewards; 0 if they are equal.
+    """Compute the standard deviation of all rewards, which is exactly 0 if they are equal.
 
-    The mean of equal rewards may differ from them in its last digit.
+    Without this special case, rounding of the mean could make the result slightly larger than 0.
     """
     equal = (rewards_PG == rewards_PG[0, 0]).all()
     return 0.0 if equal else float(rewards_PG.std(ddof=1))
@@ -79,17 +80,18 @@ def judge_failures(run: TrainContext) -> dict[str, int]:
 def num_tokens(batch: Batch) -> int:
     """Count the tokens of a batch like TRL's `num_tokens`.
 
-    A prompt's tokens count once for each of its completions, plus the completions' tokens.
+    The number includes the tokens of all completions. A prompt's tokens are counted once for each
+    of its completions.
     """
     return int(batch.prompt_lengths_P.sum() * batch.lengths_PG.shape[1] + batch.lengths_PG.sum())
 
 
 def update_metrics(stats: UpdateStats, rollouts: Rollouts, fixed: FixedLogprobs) -> dict[str, Any]:
-    """Compute the fields of the step's updates and of the sampler, over all ranks.
+    """Compute the metrics of the step's updates and of the sampler, over all ranks.
 
-    Only fields that apply to the objective and the sampler are present. Entropy is a mean over all
-    tokens. `sampling_logp_difference` compares the log-probabilities of the sampler and of the
-    trainer before the update, over the tokens that the trainer read.
+    Only metrics that apply to the objective and the sampler are present. Entropy is a mean over all
+    tokens. `sampling_logp_difference` compares the sampler's log-probabilities with the trainer's
+    log-probabilities before the update. It covers only tokens that the trainer read.
     """
     own_sums, mask_PGT = Counter(stats.sums), rollouts.mask_PGT
     if rollouts.entropy_PGT is not None:
@@ -125,9 +127,9 @@ def update_metrics(stats: UpdateStats, rollouts: Rollouts, fixed: FixedLogprobs)
 def completion_rows(
     run: TrainContext, batch: Batch, advantage_PG: np.ndarray, step: int
 ) -> list[dict[str, Any]]:
-    """Make the rows of completions.parquet: the step's first `log_completions` completions.
+    """Make the rows of completions.parquet for the step's first `log_completions` completions.
 
-    The rows come in whole groups from the first prompts, which are in random order. Every rank
+    The completions belong to the first prompts of the step, whose order is random. Every rank
     returns the same rows.
     """
     count = run.config.log_completions

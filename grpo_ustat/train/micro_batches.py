@@ -17,18 +17,20 @@ from grpo_ustat.terminal.console import warn
 
 Result = TypeVar("Result")
 
-# Share of the allowed tokens at which the matrix products of a part are large enough. On a GPU each
-# pass costs thousands of kernel launches, so that a part ends early only if padding costs as much.
+# Share of the allowed tokens above which the matrix products of a part are large enough. The share
+# is larger on a GPU, because each pass costs thousands of kernel launches there. A part therefore
+# ends early only if padding would cost as much as another pass.
 MIN_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
-# Smallest ratio to a part's longest completion; shorter completions begin a new part.
+# A part that is large enough ends before a completion that is shorter than this share of the part's
+# longest completion.
 MIN_LENGTH_RATIO = 0.9
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Prompts read together, and the completions that continue them, part by part."""
+    """Prompts that are read together, and their completions, divided into parts."""
 
-    # Prompt numbers, ascending.
+    # Indices of the prompts, ascending.
     prompts: np.ndarray
     # Flat completion indices p*G + i; the longest completions come first.
     parts: list[np.ndarray]
@@ -40,9 +42,9 @@ def plan(
     """Cut completions into micro-batches whose padded tokens stay below a limit.
 
     Args:
-        index: flat indices of the completions that count.
-        tokens: largest number of padded prompt and completion tokens at a time, which only a
-            single row may exceed.
+        index: flat indices of the completions to read.
+        tokens: largest number of padded prompt and completion tokens at a time; only a single row
+            can exceed it.
         share: True if a micro-batch reads each of its prompts once.
         device: type of the device, see `MIN_FILL`.
     """
@@ -71,14 +73,14 @@ def plan(
 def _parts(
     rows: Iterable[tuple[int, int, int]], tokens: int, enough: float = math.inf
 ) -> Iterator[np.ndarray]:
-    """Cut consecutive rows while count x (longest head + longest tail) <= tokens.
+    """Cut consecutive rows into parts with count x (longest head + longest tail) <= tokens.
 
-    Once a part has enough tokens, it also ends before a tail that needs much padding.
+    A part that has enough tokens also ends before a row whose tail would need much padding.
 
     Args:
         rows: tuples (number, head, tail) of row number, prompt tokens and completion tokens.
-        tokens: largest number of padded tokens of a part.
-        enough: number of padded tokens at which a part is large enough.
+        tokens: largest number of padded tokens in a part.
+        enough: number of padded tokens above which a part is large enough.
 
     Yields:
         Row numbers of each part.
@@ -99,7 +101,7 @@ def _parts(
 
 
 class OutOfMemory(ConfigError):
-    """Error for lack of memory even with one completion at a time."""
+    """Error raised if memory runs out even with one completion at a time."""
 
 
 class TokenBudget:
@@ -108,7 +110,7 @@ class TokenBudget:
     The size of micro-batches does not change gradients.
 
     Args:
-        tokens: `micro_batch_tokens`.
+        tokens: initial budget, `micro_batch_tokens`.
     """
 
     def __init__(self, tokens: int):
@@ -130,8 +132,8 @@ class TokenBudget:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            # This is outside the handler, because the error keeps references to the allocated
-            # tensors.
+            # The retry is outside the `except` block, because the exception keeps references to
+            # the allocated tensors.
             if self.tokens < 2:
                 raise OutOfMemory(
                     "out of memory with one completion at a time: use "

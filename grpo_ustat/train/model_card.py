@@ -1,7 +1,7 @@
 """Model card of a finished run: README.md of the last checkpoint, in the format of the Hub.
 
 The checkpoint also contains the full configuration, with which the run can be repeated. Both files
-are written before the manifest, which covers them.
+are written before the manifest, so the manifest contains their checksums.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]])
     parts = [
         f"---\n{yaml.safe_dump(front_matter(config), sort_keys=False)}---",
         f"# {plain(config.run_name)}",
-        f"{kind} {plain(config.model.model_name_or_path)}{plain(revision)}, by {progress.step} "
-        f"steps of GRPO with the baseline {plain(config.baseline.name)} and the objective "
-        f"{plain(config.objective.name)} on {plain(config.dataset.name)}. Written by grpo\\_ustat "
-        "when training ended.",
+        f"{kind} {plain(config.model.model_name_or_path)}{plain(revision)}, trained for "
+        f"{progress.step} steps of GRPO with the baseline {plain(config.baseline.name)} and the "
+        f"objective {plain(config.objective.name)} on {plain(config.dataset.name)}. grpo\\_ustat "
+        "wrote this card when training ended.",
     ]
     for title, section in SECTIONS.items():
         parts.append(f"## {title}\n\n{section(run, progress, rows)}")
@@ -83,7 +83,7 @@ def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]])
 
 
 def front_matter(config: TrainConfig) -> dict[str, Any]:
-    """Return the metadata fields for the Hub, without unknown ones."""
+    """Return the metadata for the Hub, without fields that have no value."""
     name, lora = config.model.model_name_or_path, config.lora.r > 0
     paths = (getattr(config.dataset, key, None) for key in ("path", "test_path"))
     fields = {
@@ -109,7 +109,7 @@ def is_local(name: str | None) -> bool:
 
 
 def license_of(name: str) -> str | None:
-    """Return the license from the base model's card, or this package's for embedded policies."""
+    """Return the license in the base model's card, or this package's for an embedded model."""
     if name.startswith(EMBEDDED):
         return "apache-2.0"
     with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
@@ -120,7 +120,7 @@ def license_of(name: str) -> str | None:
 
 
 def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Write held-out accuracy or mean reward by step, and the change from first to last."""
+    """Write held-out accuracy or mean reward by step, and the change over the run."""
     config, name = run.config, progress.evals[0]["quantity"]
     header = ("step", "decoding", name, "95 % interval", "questions", "cut")
     cells = [
@@ -134,10 +134,11 @@ def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[An
     gain = held_out_gain(progress)
     evaluations = Table("", header, cells).markdown()
     return (
-        f"Questions of the test split of {plain(config.dataset.name)}.\n\n"
-        f"{evaluations}\n\nFirst to last, {config.eval.decoding[0]}, paired on the same "
-        f"questions: {gain.estimate:+.3f}, 95 % interval {gain.low:+.3f} to {gain.high:+.3f}. Cut: "
-        f"longer than {config.max_completion_length} tokens."
+        f"Evaluated on the test split of {plain(config.dataset.name)}.\n\n"
+        f"{evaluations}\n\nChange from first to last evaluation ({config.eval.decoding[0]}, "
+        f"paired by question): {gain.estimate:+.3f}, 95 % interval {gain.low:+.3f} to "
+        f"{gain.high:+.3f}. Cut: share of completions truncated at "
+        f"{config.max_completion_length} tokens."
     )
 
 
@@ -178,7 +179,7 @@ def data_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) ->
 
 
 def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Write the main settings, the resources used, and the whole configuration."""
+    """Write the main settings, the resources used, and the full configuration."""
     config = run.config
     facts = {
         "completions a step": f"n = {config.budget.rollouts} = {config.prompts_per_step} prompts x "
@@ -190,12 +191,12 @@ def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]
         "longest completion": f"{config.max_completion_length} tokens",
         "precision": f"{config.model.dtype} weights" + (", bf16 computation" * config.bf16),
         "seed": config.seed,
-        "completions in all": progress.rollouts + progress.value_rollouts,
-        "tokens written": progress.tokens,
-        "seconds in steps": round(progress.seconds, 1),
+        "completions in total": progress.rollouts + progress.value_rollouts,
+        "tokens sampled": progress.tokens,
+        "seconds spent in steps": round(progress.seconds, 1),
     }
     settings = fenced(yaml.safe_dump(_published(config), sort_keys=False), "yaml")
-    details = f"<details><summary>Whole configuration</summary>\n\n{settings}\n\n</details>"
+    details = f"<details><summary>Full configuration</summary>\n\n{settings}\n\n</details>"
     return Table("", ("", ""), list(facts.items())).markdown() + "\n\n" + details
 
 
@@ -217,7 +218,7 @@ def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any])
         cells.append((row.get("time"), event, text))
     more = f" The last {MAX_ROWS} of {len(cells)} events:" if len(cells) > MAX_ROWS else ""
     return (
-        f"{starts} launch{'es' * (starts != 1)}; the last one was under way when this was written."
+        f"{starts} launch{'es' * (starts != 1)}; the last was running when this card was written."
         f"{more}\n\n" + Table("", ("time (UTC)", "event", ""), cells[-MAX_ROWS:]).markdown()
     )
 
@@ -236,17 +237,17 @@ def repeat_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
 
 
 def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """List the limits of the numbers."""
+    """List the limits of the results."""
     config = run.config
     lines = [
         f"One run with seed {config.seed}: the intervals generalise to new questions, not to new "
         "seeds.",
         f"The model was trained and evaluated only on {plain(config.dataset.name)} with the prompt "
         f"{plain(config.prompt.name)}. Other tasks, other languages and safety were not tested.",
-        "The reward depends only on final answers; the reasoning before them may be wrong.",
+        "The reward depends only on final answers; the reasoning before an answer can be wrong.",
     ]
     if on_hub(config.model.model_name_or_path):
-        lines.append("It is unknown if the base model was trained on the test questions.")
+        lines.append("It is unknown whether the base model was trained on the test questions.")
     if progress.clipped_ratio > 0.05:
         lines.append(
             f"{percentage(progress.clipped_ratio)} of the last step's completions were truncated."
@@ -272,5 +273,5 @@ SECTIONS: dict[str, Section] = {
 
 
 def _published(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration without the folder to which the run wrote."""
+    """Return the configuration with `outputs` instead of the folder to which the run wrote."""
     return asdict(config) | {"output_root": "outputs"}

@@ -1,8 +1,9 @@
 r"""Objective of an update as a function of the log-probabilities of completion tokens.
 
-With `l_it` the log-probability of token t of completion i, `o_it` that of the policy that sampled
-it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the weight of its tokens by
-`loss_type` (`estimators.row_weights` has the table):
+Token t of completion i has the log-probability `l_it` under the current policy, `o_it` under the
+policy that sampled the completion, and `r_it` under the reference model. `A_i` is the advantage of
+completion i. `w_i` is the weight of its tokens, which depends on `loss_type`
+(`estimators.row_weights` has a table). The general forms of the objective are:
 
     algorithm1       1/n sum_i A_i sum_t l_it                                 paper, Algorithm 1
     none             sum_i w_i sum_t   A_i l_it
@@ -10,40 +11,42 @@ it, `r_it` that of the reference model, `A_i` the advantage, and `w_i` the weigh
     sequence         sum_i 1/n         clip( exp(1/L_i sum_t (l_it - o_it)), A_i ) Zheng et al. 2025
     whole_sequence   sum_i 1/n         clip( exp(sum_t (l_it - o_it)), A_i )  the unbiased reference
 
-`sequence` has the gradient `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`, divided by n L_i. Some
-loss types have their own form, in which `sg` marks a factor that is not differentiated (TRL 1.16's
-`GRPOTrainer._compute_loss` with its default constants):
+The gradient of `sequence` is `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`, so each completion is
+also divided by its length L_i. Some loss types have a special form, as in TRL 1.16's
+`GRPOTrainer._compute_loss` with its default constants. `sg` marks a factor that is not
+differentiated:
 
     cispo    sum_i w_i sum_t sg min(rho_it, epsilon_high) A_i l_it            MiniMax-M1 2025
     sapo     sum_i w_i sum_t 4/tau sigmoid(tau (rho_it - 1)) A_i              arXiv 2511.20347
-             tau = 1 where A_i > 0, else 1.05
+             tau = 1 if A_i > 0, else 1.05
     vespo    sum_i w_i sum_t sg W_i^k exp(lambda (1 - W_i)) A_i l_it          arXiv 2602.10693
-             (k, lambda) = (2, 3) where A_i >= 0, else (3, 2); W_i = exp(sum_t (l_it - o_it))
+             (k, lambda) = (2, 3) if A_i >= 0, else (3, 2); W_i = exp(sum_t (l_it - o_it))
     luspo    sum_i L_i/n       clip( exp(1/L_i sum_t (l_it - o_it)), A_i )    arXiv 2602.05261
 
-Here rho_it = exp(l_it - o_it). The sums and n are over the update's minibatch on all ranks.
-Completions that `mask_truncated_completions` excludes have L_i = 0 but count in n (Yu et al. 2025).
-Completions that a filter excludes (`row_weights.rows_that_count`) are in no sum and do not count in
-n. With `top_entropy_quantile` q < 1, the sum over t includes only tokens whose entropy under the
-current policy is at or above the quantile 1 - q of all tokens of the update, while w_i and the
-penalty do not change (Wang et al. 2025, arXiv 2506.01939; TRL uses the quantile of each
-micro-batch).
+Here rho_it = exp(l_it - o_it). The sums run over the update's minibatch on all ranks, and n is its
+number of completions. Completions that `mask_truncated_completions` excludes have L_i = 0 but count
+in n (Yu et al. 2025). Completions that a filter excludes (`row_weights.rows_that_count`) are in no
+sum and do not count in n. With `top_entropy_quantile` q < 1, the sum over t includes only tokens
+whose entropy under the current policy is at or above the quantile 1 - q over all tokens of the
+update. The weights w_i and the penalty do not change (Wang et al. 2025, arXiv 2506.01939; TRL uses
+the quantile of each micro-batch).
 
-`clip(rho, A)` is `rho A`, with epsilon
-`min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). At the policy that
-sampled the completions every ratio is 1, and each form has the gradient of `none`. For another
-policy, token-level ratios are biased. Whole-sequence ratios are unbiased, with a variance that
-explodes (Theorem 12), if the completions themselves did not change the policy before: in one pass
-over minibatches of prompts drawn independently. A second pass over a batch is biased with any
-ratio.
+Without epsilon, `clip(rho, A)` is `rho A`. With epsilon, it is
+`min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). If the current
+policy is the policy that sampled the completions, every ratio is 1, and each form has the gradient
+of `none`. For any other current policy, token-level ratios give a biased gradient. Whole-sequence
+ratios give an unbiased gradient, with a variance that explodes (Theorem 12), if no earlier update
+used the same completions. This is the case in a single pass over minibatches of independently drawn
+prompts. In a second pass over a batch, the gradient is biased with any ratio.
 
-A penalty in the loss subtracts `beta K` from each token's term, a bonus adds `entropy_coef H`:
+A penalty in the loss subtracts `beta K` from each token's term. An entropy bonus adds
+`entropy_coef H` to each token's term. K is one of these estimates of the divergence:
 
-    k3 = exp(r - l) - (r - l) - 1  gradient of KL(reference || policy) in the mean, on-policy
-    k2 = (l - r)^2 / 2             gradient of KL(policy || reference) in the mean, on-policy
-                                   (both token by token, with the tokens before held fixed)
-    k1 in the reward: Z_i - beta sum_t (o_it - r_it), whose score-function gradient is that of
-    E Z - beta KL(policy || reference), unbiased
+    k3 = exp(r - l) - (r - l) - 1  expected on-policy gradient: that of KL(reference || policy)
+    k2 = (l - r)^2 / 2             expected on-policy gradient: that of KL(policy || reference)
+                                   (both token by token, with the preceding tokens held fixed)
+    k1 in the reward: Z_i - beta sum_t (o_it - r_it); its score-function gradient is an unbiased
+    estimate of the gradient of E Z - beta KL(policy || reference)
 """
 
 from __future__ import annotations
@@ -64,15 +67,15 @@ from grpo_ustat.estimators.token_weights import (
 
 @dataclass(frozen=True)
 class Part:
-    """Part of an update with B completions and the constants of their loss."""
+    """B completions of an update, with the constants of their loss."""
 
     advantage_B: torch.Tensor
     # 1 on completion tokens.
     mask_BT: torch.Tensor
-    # Log-probabilities under the policy that sampled the completions; None while it is the current
-    # one.
+    # Log-probabilities under the policy that sampled the completions; None if this policy is the
+    # current policy.
     old_BT: torch.Tensor | None
-    # Log-probabilities under the reference model, None without one.
+    # Log-probabilities under the reference model; None if there is no reference model.
     reference_BT: torch.Tensor | None
     # Weights w_i; see `estimators.row_weights.token_weights`.
     weight_B: torch.Tensor
@@ -83,7 +86,7 @@ class Part:
 
 
 def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return the term of these completions in the objective, without entropy bonus, a scalar.
+    """Return these completions' term in the objective, a scalar, without the entropy bonus.
 
     Args:
         logprob_BT: log-probabilities l with their graph.
@@ -134,7 +137,7 @@ def fixed_weights(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Pa
 def ratios(
     objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return importance ratios, [B, T] of tokens or [B] of sequences, and the mask of used ones."""
+    """Return importance ratios of tokens, [B, T], or sequences, [B], and a mask of used ratios."""
     old_BT = logprob_BT.detach() if part.old_BT is None else part.old_BT
     change_BT = (logprob_BT - old_BT) * part.mask_BT
     if objective.importance_sampling_level == "token":
@@ -146,7 +149,7 @@ def ratios(
 
 
 def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return K of each token, [B, T], which estimates the divergence from the reference model."""
+    """Return each token's estimate K of the divergence from the reference model, [B, T]."""
     assert part.reference_BT is not None
     log_BT = (part.reference_BT - logprob_BT) * part.mask_BT
     if objective.kl_estimator == "k2":
@@ -157,9 +160,10 @@ def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) ->
 def factors(
     objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Differentiate the objective by each token's log-probability and by its entropy, [B, T].
+    """Differentiate the objective with respect to each token's log-probability and entropy, [B, T].
 
-    The gradient is `sum factor grad l + entropy_factor grad H`; the second is None without a bonus.
+    The gradient is `sum factor grad l + entropy_factor grad H`. Without an entropy bonus, the
+    entropy factors are None.
     """
     with torch.enable_grad():
         leaf_BT = logprob_BT.detach().requires_grad_()
@@ -170,17 +174,17 @@ def factors(
 
 
 def penalised_loss(objective: ObjectiveConfig) -> bool:
-    """Return True if the loss has a penalty for leaving the reference model."""
+    """Return True if the loss has a penalty for divergence from the reference model."""
     return objective.beta > 0 and objective.kl_in == "loss"
 
 
 def has_ratio(objective: ObjectiveConfig, part: Part) -> bool:
-    """Return True if importance ratios are in use and may differ from 1."""
+    """Return True if importance ratios are in use and can differ from 1."""
     return part.old_BT is not None and objective.importance_sampling_level != "none"
 
 
 def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
-    """Return True if `factors` need the current log-probabilities.
+    """Return True if `factors` needs the current log-probabilities.
 
     A plain on-policy update does not need them.
     """
@@ -195,7 +199,7 @@ def skips_zero_variance(objective: ObjectiveConfig) -> bool:
 def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
     """Return True if the log-probabilities before a step's first update are needed.
 
-    This is so if a batch has several updates, or the reward has a penalty.
+    They are needed if a batch has several updates or if the reward contains a penalty.
     """
     several = objective.num_iterations > 1 or objective.update_size(num_rollouts) < num_rollouts
     return several or (objective.beta > 0 and objective.kl_in == "reward")
@@ -203,7 +207,7 @@ def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
 
 @torch.no_grad()
 def diagnostics(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> dict[str, Any]:
-    """Sum over tokens (or sequences) for the step's metrics: clipped ratios, and K."""
+    """Sum ratios, clipped ratios and K over tokens (or sequences), for the step's metrics."""
     sums: dict[str, Any] = {}
     if has_ratio(objective, part):
         ratio, counts = ratios(objective, logprob_BT, part)

@@ -35,14 +35,14 @@ MONITORED = {
 }  # fmt: skip
 NOISE_COLUMNS = {
     "noise_scale": "noise scale, rollouts", "noise_share": "noise in a step",
-    "prompt_share": "of it from prompts",
+    "prompt_share": "share of noise from prompts",
 }  # fmt: skip
 # Largest number of rows in the table of steps.
 MAX_STEPS = 200
 
 
 def title(run: RunRecord) -> str:
-    """Return model, data set, baseline and sizes."""
+    """Return the page's title, with model, data set, baseline and sizes."""
     names = [run.value(key) for key in ("model.name", "dataset.name", "baseline.name")]
     model, dataset, baseline = names
     size, rollouts, seed = (run.value(key) for key in ("group_size", "budget.rollouts", "seed"))
@@ -55,9 +55,9 @@ def answer(run: RunRecord) -> str:
     def mean(row: dict[str, Any]) -> str:
         return "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
 
-    progress = f"Unfinished, {steps_done(run)} of {run.value('max_steps')} steps are done"
+    progress = f"Unfinished ({steps_done(run)} of {run.value('max_steps')} steps done)"
     if not run.evals:
-        return f"{progress}; nothing was evaluated yet."
+        return f"{progress}; no evaluation so far."
     first, last = run.evals[0], run.evals[-1]
     name = last["quantity"]
     setting = (
@@ -76,7 +76,7 @@ def answer(run: RunRecord) -> str:
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Return settings and cost."""
+    """Return the run's settings and costs."""
     result, value = run.result or {}, run.value
     size, rollouts = value("group_size"), value("budget.rollouts")
     rollouts_per_step = as_cell(rollouts)
@@ -103,7 +103,7 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
         ("Optimizer", f"{value('optimizer.name')}, learning rate {value('learning_rate')}"),
         ("Sampling", f"temperature {value('temperature')}, at most "
                      f"{value('max_completion_length')} tokens"),
-        ("Rollouts in all", as_cell(result.get("rollouts", last.get("rollouts")))),
+        ("Rollouts in total", as_cell(result.get("rollouts", last.get("rollouts")))),
         ("Tokens sampled", as_cell(tokens)),
         *([("G* of the gradient, latest", latest_gstar)] if latest_gstar else []),
         *([("Noise of a step", noise.removeprefix("Noise: "))] if noise else []),
@@ -111,7 +111,7 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
             "Alarms",
             ", ".join(f"{ALARM_WORDS.get(x, x)} in {n} steps" for x, n in alarms.items()) or "none",
         ),
-        ("Checkpoints refused by the disk", as_cell(result.get("failed_saves", 0))),
+        ("Checkpoints that could not be written", as_cell(result.get("failed_saves", 0))),
     ]  # fmt: skip
 
 
@@ -140,13 +140,13 @@ def tables(run: RunRecord) -> list[Table]:
             }
             for row in (monitored[place] for place in places)
         ]
-        note = "Of the step's own groups, before its update; 95 % intervals over prompts."
+        note = "Computed from a step's groups before its update; 95 % intervals over prompts."
         tables.append(rows_table("Best group size and error of the gradient", rows, note))
     if run.metrics:
         places = spaced(len(run.metrics), MAX_STEPS)
         steps = [run.metrics[place] for place in places]
         rows = [{METRICS[k]: row.get(k) for k in METRICS if k in row} for row in steps]
-        note = f"{len(steps)} of {len(run.metrics)} steps; metrics.jsonl holds all of them."
+        note = f"{len(steps)} of {len(run.metrics)} steps; metrics.jsonl contains all steps."
         tables.append(rows_table("Steps", rows, note))
     return tables
 
@@ -175,7 +175,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], all_pass_at: bool = True
     ]
     note = (
         "95 % intervals for new questions. cut: share of completions that reached "
-        "max_completion_length; no answer: share in which no answer could be read."
+        "max_completion_length; no answer: share of completions without a readable answer."
     )
     return rows_table(f"Held-out {name}", cells, note)
 
@@ -192,7 +192,7 @@ def steps_done(run: RunRecord) -> int:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the warnings and the numbers of dropped questions."""
+    """Return the warnings, and the number of dropped questions for each reason."""
     result = run.result or {}
     _, warnings = summary_and_warnings(result.get("summary", ""))
     dropped = result.get("left_out") or {}

@@ -1,4 +1,4 @@
-"""Description of a planned run of `train` for cost estimates: sampling, updates and files."""
+"""Description of a planned training run for cost estimates: sampling, updates and files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from grpo_ustat.runs.status import PlannedRun
 
 # Number of values that the optimizer stores per parameter.
 MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}
-# Assumed share of micro_batch_tokens in a pass, which is 1/8 to 1 if answers differ in length.
+# Assumed share of micro_batch_tokens that a pass uses. The share lies between 1/8 and 1 if answers
+# differ in length.
 PASS_FILL = 1 / 4
 
 
 def plan(planned: PlannedRun) -> Plan:
-    """Describe a planned run with its cost."""
+    """Return the description of a planned run, including its cost."""
     config: TrainConfig = planned.config
     is_open = config.dataset.test_size is None
     return Plan(
@@ -61,12 +62,12 @@ def plan(planned: PlannedRun) -> Plan:
 def training_cost(config: TrainConfig) -> Cost:
     """Compute the cost of n completions per step and of the evaluations.
 
-    Evaluations are at step 0, every eval_steps and the last step. Per step and prompt, `oracle` and
-    `optimal` draw at most budget.value_completions completions, and `remax` draws one greedy
-    completion; `spo` draws budget.value_completions at the first visit of a prompt. A gradient and
-    the optimizer's moments are counted for each weight, but not for adapters, which have few
-    parameters. There are save_total_limit + 1 checkpoints while one is written, and
-    save_total_limit afterwards.
+    Evaluations take place at step 0, every eval_steps steps and at the last step. Per step and
+    prompt, `oracle` and `optimal` draw budget.value_completions completions, and `remax` draws one
+    greedy completion. `spo` draws budget.value_completions completions at the first visit of a
+    prompt. Gradients and optimizer moments are counted if all weights are trained, but not for
+    adapters, which have few parameters. At most save_total_limit + 1 checkpoints exist while one of
+    them is written, and at most save_total_limit afterwards.
     """
     needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
     visits = config.prompts_per_step * config.max_steps
@@ -108,7 +109,7 @@ def training_cost(config: TrainConfig) -> Cost:
 
 
 def batch_in_words(config: TrainConfig) -> str:
-    """Describe the division of a step's batch into shares, updates and backward passes."""
+    """Describe how a step's batch is divided among processes, updates and backward passes."""
     rollouts, prompts = config.budget.rollouts, config.prompts_per_step
     ranks, objective = config.launch.num_processes, config.objective
     size = objective.update_size(rollouts)

@@ -39,7 +39,7 @@ RANK_TIMEOUT = timedelta(hours=2)
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
-    """Build all objects of a run; checks that do not need the weights come before loading them."""
+    """Build all objects of a run; checks that need no weights run before the weights are loaded."""
     accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config.model)
@@ -108,11 +108,11 @@ def _trained_policy(config: TrainConfig, device: str, tokenizer: PreTrainedToken
 
 
 def join_ranks(config: TrainConfig) -> Accelerator:
-    """Connect this process with the other ranks; every call returns the same accelerator."""
+    """Connect this process with the other ranks; further calls use the same connection."""
     check_device(config.launch.device)
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RefusedByRank(
-            "accelerate is configured for DeepSpeed, which does not train here: use fsdp2 "
+            "accelerate is configured for DeepSpeed, which is not supported: use fsdp2 "
             "(launch.accelerate=fsdp2), which shards weights, gradients and the optimizer's state"
         )
     patience = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
@@ -126,18 +126,18 @@ def join_ranks(config: TrainConfig) -> Accelerator:
     if accelerator.gradient_accumulation_steps != 1:
         raise RefusedByRank(
             f"accelerate's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} "
-            "has no effect here: set it to 1, and use micro_batch_tokens to divide a gradient"
+            "has no effect here: set it to 1, and use micro_batch_tokens to set micro-batch sizes"
         )
     if accelerator.mixed_precision != "no":
         raise RefusedByRank(
             f"accelerate's mixed_precision={accelerator.mixed_precision} has no effect here: "
-            "use mixed_precision=no there and bf16=true here"
+            "use mixed_precision=no for accelerate and bf16=true for this command"
         )
     return accelerator
 
 
 def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
-    """Refuse a data set with too few questions for a step or for the ranks of an evaluation."""
+    """Refuse a data set with too few questions for a step or for an evaluation on all ranks."""
     if train < config.prompts_per_step:
         raise RefusedByRank(
             f"{config.prompts_per_step} prompts a step (budget.rollouts / group_size), but "
@@ -145,7 +145,7 @@ def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
         )
     if test < max(world, 2):
         raise RefusedByRank(
-            f"{test} test questions for {world} processes and a paired interval: "
+            f"{test} test questions are too few for {world} processes and a paired interval: "
             f"use dataset.test_size={max(world, 2)} or more"
         )
 
@@ -155,7 +155,8 @@ def make_optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Build the configured optimizer of the trained parameters and its learning-rate schedule.
 
-    The schedule advances once per step for any number of updates, so that its state is the step.
+    The schedule advances once per step, whatever the number of updates, so its state is the step
+    number.
     """
     options, schedule = config.optimizer, config.schedule
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -178,24 +179,24 @@ def make_optimizer(
 
 
 def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
-    """Return True if updates can read each prompt once per group; otherwise print the reason."""
+    """Return True if updates read each prompt once per group; print the reason if they cannot."""
     if not config.share_prompts:
         return False
     if config.gradient_checkpointing:
         reason = "gradient_checkpointing=true keeps no keys and values"
     elif not can_share(policy):
-        reason = f"{type(causal(policy.model)).__name__} does not allow it"
+        reason = f"{type(causal(policy.model)).__name__} does not support sharing"
     else:
         return True
     if is_main():
-        tell(f"note: updates read each prompt once a completion: {reason}", file=sys.stderr)
+        tell(f"note: updates read prompts once per completion, because {reason}", file=sys.stderr)
     return False
 
 
 def check_same_start(run: TrainContext, step: int) -> None:
     """Refuse ranks that start from different weights or steps.
 
-    Later steps apply the same updates on all ranks, and no collective compares the weights again.
+    Later steps apply the same updates on all ranks, and the ranks' weights are not compared again.
     """
     if run.accelerator.num_processes == 1:
         return

@@ -1,9 +1,9 @@
-"""Numbered folders of a run that are either complete or absent and are verified by checksums.
+"""Snapshots: numbered folders that are either complete or absent and are verified by checksums.
 
-A snapshot is first written to a hidden folder. The files are synced to the disk, their sizes and
+A snapshot is first written to a hidden folder. Its files are synced to the disk, their sizes and
 checksums are written to a manifest, and the folder is renamed. Only then are older snapshots
-removed, and each is renamed before it is emptied. A folder `checkpoint-<step>` is therefore never
-incomplete, and once there is a complete snapshot, there is one at any later time.
+removed. Each older snapshot is renamed before its files are deleted. A folder `checkpoint-<step>`
+is therefore never incomplete, and once a complete snapshot exists, there is one at any later time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DamagedSnapshot(ValueError):
 
 
 def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a staging folder and make it `checkpoint-<step>`.
+    """Let `write` fill a staging folder, then rename this folder to `checkpoint-<step>`.
 
     Raises:
         Exception: If `write` or the disk fails; the staging folder is removed.
@@ -43,7 +43,8 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
         write(staging)
         _seal(staging, step)
         if target.exists():
-            # The existing folder did not verify; otherwise this run would have continued from it.
+            # The existing folder failed verification; otherwise the run would have continued from
+            # it.
             _remove(target, ".replaced")
         os.replace(staging, target)
     except BaseException:
@@ -54,10 +55,11 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
 
 
 def prune(folder: Path, step: int, limit: int | None) -> None:
-    """Keep the newest `limit` snapshots up to the complete one of `step`; remove staging folders.
+    """Keep the newest `limit` snapshots up to `step`; remove all others and all staging folders.
 
-    Later snapshots are also removed, since they did not verify: otherwise `step` would not have
-    been written after them. Links and folders without a manifest are kept.
+    The snapshot of `step` must be complete. Snapshots of later steps have failed verification,
+    because otherwise the run would have continued from them. Links and folders without a manifest
+    are kept. If `limit` is None, only staging folders are removed.
     """
     for staging in folder.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(staging)
@@ -72,9 +74,9 @@ def prune(folder: Path, step: int, limit: int | None) -> None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the latest snapshot that verifies, or None if there are no snapshots.
+    """Return the latest snapshot that passes verification, or None if there are no snapshots.
 
-    A warning names each later snapshot with the damaged file and the fault.
+    For each later snapshot, a warning names the damaged file and the fault.
     """
     snapshots = _numbered(folder)[::-1]
     for _, path in snapshots:
@@ -88,7 +90,7 @@ def newest_whole(folder: Path) -> Path | None:
         names = ", ".join(path.name for _, path in snapshots)
         raise ConfigError(
             f"no checkpoint in {folder} can be used ({names}; reasons above): restore one, or "
-            "start anew with on_existing=overwrite"
+            "start again with on_existing=overwrite"
         )
     return None
 
@@ -105,7 +107,7 @@ def verify(snapshot: Path) -> None:
             raise DamagedSnapshot(f"{name} is missing")
         size = file.stat().st_size
         if size != entry["bytes"]:
-            raise DamagedSnapshot(f"{name} has {size} bytes, {entry['bytes']} were written")
+            raise DamagedSnapshot(f"{name} has {size} bytes, but {entry['bytes']} were written")
         if _digest(file) != entry["sha256"]:
             raise DamagedSnapshot(f"{name} does not match the checksum (sha256) that was written")
 
@@ -134,7 +136,7 @@ def _manifest(snapshot: Path) -> dict[str, Any]:
     """Return the content of a snapshot's manifest; refuse a damaged manifest or another format."""
     if not (snapshot / MANIFEST).is_file():
         raise DamagedSnapshot(
-            f"{MANIFEST} is missing: the folder is incomplete, or of a version without manifests"
+            f"{MANIFEST} is missing: the folder is incomplete, or from a version without manifests"
         )
     text = (snapshot / MANIFEST).read_bytes()
     try:
@@ -147,27 +149,27 @@ def _manifest(snapshot: Path) -> dict[str, Any]:
         raise DamagedSnapshot(f"{MANIFEST} does not match its checksum")
     if content["format"] != FORMAT:
         raise ConfigError(
-            f"{snapshot} has format {content['format']}, this version reads {FORMAT}: use the "
-            "version that wrote it, or on_existing=overwrite"
+            f"{snapshot} has format {content['format']}, but this version reads format {FORMAT}: "
+            "use the version that wrote it, or on_existing=overwrite"
         )
     return content
 
 
 def _manifest_text(content: dict[str, Any]) -> str:
-    """Return the manifest's text; its last field is the checksum of the others."""
+    """Return the manifest's text; its last field is the checksum of the other fields."""
     text = json.dumps(content, indent=1)
     checksum = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps(content | {"sha256": checksum}, indent=1) + "\n"
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """List every (step, folder) that looks like a snapshot, in order."""
+    """List (step, folder) for every folder with the name of a snapshot, by ascending step."""
     names = {path: path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}
     return sorted((int(n), path) for path, n in names.items() if n.isdecimal() and path.is_dir())
 
 
 def _remove(path: Path, mark: str = "") -> None:
-    """Rename a folder and remove it, so that a half removed one never counts as a snapshot."""
+    """Rename a folder before removing it, so that its remains never count as a snapshot."""
     hidden = hidden_path(path, mark)
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)

@@ -74,7 +74,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
             console.print(text, soft_wrap=True)
         else:
             with folder.lock(), name_lost_ranks():
-                # Another process may have finished the run in the meantime.
+                # Another process could have finished the run in the meantime.
                 result = main_only(finished_result, config, folder) or train(config, folder)
     console.print(f"{wrapped(result['summary'])}\n", soft_wrap=True)
     console.print(evaluation_table(result["evals"], all_pass_at=False))
@@ -116,7 +116,7 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         progress = resume(run)
         check_same_start(run, progress.step)
         if run.sharded_policy is not None:
-            # Under bf16=true the weights are gathered in fewer bytes from here on.
+            # From here on, weights are gathered in fewer bytes under bf16=true.
             fsdp2.gather_weights(run)
         refuse_fewer_steps(config, folder, progress.step)
         if main and progress.step:
@@ -140,7 +140,7 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         except OSError as error:
             raise NotSaved(
                 f"{folder.path}: training is done but its files could not be written "
-                f"({error}): the same command writes them from the last checkpoint"
+                f"({error}): run the same command again to write them from the last checkpoint"
             ) from error
     return content
 
@@ -152,9 +152,10 @@ def loop(
     bar: TrainingBar,
     stop: StopRequest,
 ) -> None:
-    """Evaluate, save and take a step, until the last step or a signal to stop.
+    """Repeatedly evaluate, save and take a step, until the last step or a signal to stop.
 
-    Only the step determines which actions are due, so that a resumed run takes the same actions.
+    The actions that are due depend only on the step number, so a resumed run takes the same
+    actions.
 
     Raises:
         Stopped: After a checkpoint, if any rank received a signal.
@@ -197,8 +198,8 @@ def loop(
             bar.print_alarm(line)
     if saved_step < progress.step:
         raise NotSaved(
-            f"{run.folder.path}: the last checkpoint could not be written (reason above): make "
-            "room on the disk, then the same command continues from the previous checkpoint"
+            f"{run.folder.path}: the last checkpoint could not be written (reason above): free "
+            "disk space and run the same command, which continues from the previous checkpoint"
         )
 
 
@@ -213,7 +214,7 @@ def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
 
 
 def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
-    """Choose P distinct prompts for the step, depending only on seed and step."""
+    """Choose P distinct prompts for the step; the choice depends only on seed and step."""
     rng = generator(config.seed, "prompts", step)
     return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
 
@@ -221,7 +222,7 @@ def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> lis
 def train_step(
     run: TrainContext, progress: TrainProgress
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Take one step: from prompts to an update of the policy.
+    """Take one training step, from the choice of prompts to the update of the policy.
 
     Returns:
         Row of metrics.jsonl and rows of completions.parquet for the step.
@@ -302,7 +303,7 @@ def train_result(
 ) -> TrainResult:
     """Build the result with a summary of the change in held-out accuracy or mean reward.
 
-    The summary uses the first decoding in the list.
+    The summary refers to the first decoding in `eval.decoding`.
     """
     evals = [row for row in progress.evals if row["decoding"] == config.eval.decoding[0]]
     first, last = evals[0], evals[-1]
@@ -343,21 +344,21 @@ def train_result(
 
 
 def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
-    """Print the duration of a stop and the time that SLURM or the parent process grants.
+    """Print how long a stop takes, and how much time SLURM or the parent process allows for it.
 
-    The line is a warning if a kill would lose steps. Without SLURM and without a parent process
-    there is no limit, and nothing is printed. The time after `scancel` does not cause a warning,
-    because a cancelled job does not continue.
+    The line is a warning if the allowed time is too short, so that a kill would lose steps. If
+    there is neither SLURM nor a parent process, there is no limit, and nothing is printed. A short
+    time after `scancel` does not cause a warning, because a cancelled job does not continue.
 
     Args:
-        seconds_step, seconds_save: seconds of the latest step and of the checkpoint after it.
+        seconds_step, seconds_save: durations of the latest step and of its checkpoint, in seconds.
         grace_seconds: `launch.grace_seconds`.
     """
     cluster, limits = slurm.grace(), {}
     if PARENT_VARIABLE in os.environ:
         limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
     if cluster.preempted:
-        # SLURM's default is 0, also if jobs are never preempted.
+        # SLURM's default is 0, even if jobs are never preempted.
         limits["after a preemption (GraceTime)"] = cluster.preempted
     waits = [f"{seconds:g} s {event}" for event, seconds in limits.items()]
     if cluster.killed is not None:

@@ -1,7 +1,7 @@
 """Updates of the policy: exact gradients of the objective and steps of the optimizer.
 
-Ranks hold complete groups and communicate only to sum gradients, so that they may have unequal
-work.
+Each rank has complete groups. Except under FSDP2, ranks do not communicate within forward and
+backward passes, so they can have unequal amounts of work.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.micro_batches import plan
 from grpo_ustat.train.objective import Part
 
-# Largest difference in nats between entropies that count as equal. Completions with the same
-# beginning have the same entropies there, up to rounding in the passes that read them.
+# Largest difference in nats between entropies that count as equal. Completions that begin with the
+# same tokens have the same entropies at these tokens, up to rounding.
 TIE = 1e-6
 
 
@@ -47,7 +47,7 @@ TIE = 1e-6
 class FixedLogprobs:
     """Log-probabilities of this rank's N completions, fixed during a step's updates.
 
-    The values are 0 on padding, and None if the objective does not need them.
+    Values are 0 on padding. A field is None if the objective does not need it.
     """
 
     # Log-probabilities under the policy that sampled the completions.
@@ -80,7 +80,7 @@ class UpdateStats:
 
 
 def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
-    """Compute the log-probabilities that the step's updates and rewards need, before any update.
+    """Compute, before any update, the log-probabilities that the step's updates and rewards need.
 
     The reference model is a frozen copy of the policy, or the policy without its adapters.
     """
@@ -112,10 +112,10 @@ def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> 
 def update(
     run: TrainContext, batch: Batch, advantage_PG: np.ndarray, fixed: FixedLogprobs, step: int
 ) -> tuple[float, UpdateStats]:
-    """Make all updates of a step, each one optimizer step on a minibatch.
+    """Make all updates of a step; each update is one optimizer step on a minibatch.
 
     Args:
-        run: training run, whose parameters change.
+        run: training run; the parameters of its policy are changed.
         batch: completions of the step.
         advantage_PG: advantages of the completions of all ranks.
         fixed: log-probabilities of this rank's completions before the step.
@@ -145,7 +145,7 @@ def update(
 
 
 def counted_lengths(run: TrainContext, batch: Batch) -> np.ndarray:
-    """Return the numbers of tokens of the completions of all ranks, [P, G].
+    """Return the number of tokens in each completion of all ranks, [P, G].
 
     The number is 0 for a completion that `mask_truncated_completions` excludes.
     """
@@ -161,14 +161,15 @@ def minibatches(
     rewards_PG: np.ndarray | None = None,
     advantage_PG: np.ndarray | None = None,
 ) -> Iterator[Minibatch]:
-    """Yield the updates of a step in order, with complete groups that each iteration reshuffles.
+    """Yield the minibatches of a step's updates, in order.
 
-    Micro-batches of `bnpo` contain the rows of the update in random order, as in TRL, independently
-    of the number of ranks.
+    A minibatch consists of complete groups, which are shuffled again in each iteration. For `bnpo`,
+    the rows of an update are assigned to micro-batches in random order, as in TRL. The order does
+    not depend on the number of ranks.
 
     Args:
         lengths_PG: see `counted_lengths`.
-        step: number of the step, which keys the orders.
+        step: number of the step, which keys the random orders.
         rewards_PG, advantage_PG: rewards and advantages of the completions of all ranks, for the
             objective's filter of rows; see `estimators.row_weights.rows_that_count`.
     """
@@ -213,8 +214,8 @@ def trainable(policy: Policy) -> list[torch.nn.Parameter]:
 def sum_gradients(run: TrainContext) -> list[torch.Tensor]:
     """Sum the gradients over ranks in place and return them.
 
-    The divisors in the gradients already refer to all ranks. Under FSDP2 the gradient of each shard
-    is already the sum.
+    The divisors in the gradients already refer to the completions of all ranks. Under FSDP2, the
+    gradient of each shard is already summed over ranks.
     """
     grads = []
     for parameter in trainable(run.trained_policy):
@@ -239,8 +240,8 @@ def accumulate_gradient(
 ) -> None:
     """Set `grad` to the negated gradient of the objective on this rank's completions.
 
-    Completions whose term is exactly 0 are skipped. If memory runs out, the gradient is computed
-    again from smaller micro-batches.
+    Completions whose term in the objective is exactly 0 are skipped. If memory runs out, the
+    gradient is computed again with smaller micro-batches, except under FSDP2.
     """
     index = minibatch.index[minibatch.weight_N[minibatch.index] > 0]
     chosen_NT = highest_entropies(run, rollouts, index)
@@ -273,8 +274,8 @@ def backward_parts(
 ) -> UpdateStats:
     """Add the negated gradient of the completions in `index` to `grad`, one part at a time.
 
-    The derivative of the objective by each token's log-probability (and entropy) is propagated
-    through the output layer, and from there through the model.
+    The derivatives of the objective with respect to each token's log-probability and entropy are
+    propagated through the output layer, and from there through the model.
     """
     config, objective = run.config, run.config.objective
     advantage_N = torch.from_numpy(advantage_PG.ravel())
@@ -284,8 +285,8 @@ def backward_parts(
         for index_B in parts:
             window = reader.window(index_B)
             if len(index_B):
-                # With an empty part this rank only takes part in the collectives of another rank's
-                # work.
+                # For an empty part, this block is skipped, and this rank only joins the collectives
+                # that other ranks need.
                 head = Head(reader.policy, reader.output, config.temperature)
                 dtype = torch.promote_types(window.hidden_BTD.dtype, torch.float32)
                 mask_BT = window.mask_BT.to(dtype)
@@ -319,7 +320,7 @@ def backward_parts(
 def readers(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Reader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
-    """Yield micro-batches, each a reader of prompts and parts of their completions."""
+    """Yield, for each micro-batch, a reader of its prompts and the parts of its completions."""
     if policy is run.sharded_policy:
         yield from fsdp2.rounds(run, rollouts, index)
         return
@@ -337,16 +338,17 @@ def readers(
 def rows_like(
     mask_BT: torch.Tensor, values_NT: torch.Tensor | None, index_B: np.ndarray
 ) -> torch.Tensor | None:
-    """Return the rows of some completions with the width and type of the mask; None for None."""
+    """Return some completions' rows of `values_NT`, in the mask's width and type, or None."""
     return None if values_NT is None else values_NT[index_B, : mask_BT.shape[1]].to(mask_BT)
 
 
 def logprob_gap(
     rollouts: Rollouts, index_B: np.ndarray, logprob_BT: torch.Tensor, factor_BT: torch.Tensor
 ) -> np.ndarray:
-    """Return absolute differences in nats from the sampler's log-probabilities.
+    """Return the absolute differences between the trainer's and the sampler's log-probabilities.
 
-    Only tokens with a factor other than 0 count, because the trainer computes only these.
+    The unit is nats. Only tokens with a factor other than 0 are included, because the trainer
+    computes log-probabilities only for these tokens.
     """
     assert rollouts.logprobs_PGT is not None
     used_BT = (factor_BT != 0).cpu().numpy()
@@ -358,10 +360,11 @@ def logprob_gap(
 def highest_entropies(
     run: TrainContext, rollouts: Rollouts, index: np.ndarray
 ) -> torch.Tensor | None:
-    """Mark the tokens with the highest entropies under the current policy, [N, T] of this rank.
+    """Mark the tokens with the highest entropies under the current policy.
 
-    Marked tokens have entropies at or above the quantile `1 - top_entropy_quantile` of the update.
-    The result is None if all tokens count.
+    The mask has shape [N, T] and covers this rank's completions. A token is marked if its entropy
+    is at or above the quantile `1 - top_entropy_quantile` of the entropies in the update. The
+    result is None if all tokens count.
 
     Args:
         run: training run.
@@ -388,7 +391,7 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Compute the trainer's log-probabilities of this rank's completions under a policy.
 
-    The shape is [N, T], with 0 outside `index` and on padding.
+    The result has shape [N, T] and is 0 outside `index` and on padding.
     """
     return read_tokens(run, policy, rollouts, index, Head.logprobs)
 
@@ -400,9 +403,9 @@ def read_tokens(
     index: np.ndarray,
     of_window: Callable[[Head, Window], torch.Tensor],
 ) -> torch.Tensor:
-    """Compute `of_window`, which gives a number per token, on this rank's completions.
+    """Apply `of_window`, which returns one number per token, to this rank's completions.
 
-    The shape is [N, T], with 0 outside `index` and on padding.
+    The result has shape [N, T] and is 0 outside `index` and on padding.
     """
     shape = (rollouts.lengths_PG.size, rollouts.mask_PGT.shape[-1])
 

@@ -183,7 +183,7 @@ def test_hostile_names_and_reasons_stay_text(tmp_path):
     tokens = rendered(body)
     html = [t.content for t in tokens if t.type in ("html_block", "html_inline")]
     assert [re.sub(r"\s", "", one) for one in html] == [
-        "<details><summary>Wholeconfiguration</summary>", "</details>",
+        "<details><summary>Fullconfiguration</summary>", "</details>",
     ]  # fmt: skip
     assert not [t for t in tokens if t.type == "image"]
     assert not [t for t in tokens if t.type in ("link_open", "em_open", "strong_open", "hr")]

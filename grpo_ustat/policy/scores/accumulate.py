@@ -1,10 +1,10 @@
 r"""Sums over layers: norms, Gram matrix, pooled gradients, sketches.
 
-A linear layer's gradient of completion i is `G_i = sum_t left_it right_it'`, [R, C]. Its norm can
-be computed exactly in two ways, and the cheaper one is chosen for each layer:
+In a linear layer, completion i has the gradient `G_i = sum_t left_it right_it'`, [R, C]. Its norm
+can be computed exactly in two ways, and the cheaper way is chosen for each layer:
 
     by T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
-    by the gradient     G_i itself, some of its rows at a time, for all completions
+    by the gradient     G_i itself, in chunks of its rows, for all completions
 
 The full gradients G_i of all completions are never in memory together.
 """
@@ -21,9 +21,9 @@ from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
-# Number of multiplications that cost as much as one more access to an entry in memory.
+# Number of multiplications that take as long as one access to an entry in memory.
 MULTIPLICATIONS_PER_LOOK = 24
-# Bytes of the gradients that are computed at a time.
+# Largest size in bytes of the gradients that are computed at a time.
 GRADIENT_BYTES = {"cpu": 2**22, "cuda": 2**28}
 # Number of slices into which long vectors are split on a GPU.
 VECTOR_SLICES = 256
@@ -38,14 +38,16 @@ The sizes n and T may differ between passes.
 
 
 class Accumulator:
-    """Running totals of B completions, to which the gradients of each parameter are added once.
+    """Norms, inner products and sketches of B completions, summed over parameters.
+
+    The gradients of each parameter must be added only once.
 
     Args:
         batch: number of completions, B.
-        weights_KB: K weight vectors for pooled gradients, or None.
-        gram: True to compute the inner products <s_i, s_j>.
+        weights_KB: K weight vectors for pooled gradients (weighted sums of scores), or None.
+        gram: True to compute the inner products <s_i, s_j> of the scores.
         features: sketch of every completion's score, or None.
-        pooled: sketch that replaces the pooled gradients, or None.
+        pooled: sketch of the pooled gradients, computed instead of the gradients, or None.
         metric: weights of the entries of every gradient, see `metric`; None for Euclidean norms.
     """
 
@@ -80,8 +82,8 @@ class Accumulator:
 
         Args:
             name, shape: name and shape of the parameter.
-            factors: factors of R rows of the parameter, starting at `first_row`.
-            rows: indices of these completions; None for all.
+            factors: factors for R rows of the parameter, starting at `first_row`.
+            rows: indices of the N completions; None for all completions.
         """
         self.names.add(name)
         if self._squares_are_cheaper(factors):
@@ -103,7 +105,7 @@ class Accumulator:
     def add_flat(
         self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
     ) -> None:
-        """Add entries `start` to `start + C` of N completions' gradients; overwrite `flat_NC`."""
+        """Add entries `start` to `start + C` of N completions' gradients; change `flat_NC`."""
         self.names.add(name)
         flat_NC = widen(flat_NC)
         if self.metric is not None:
@@ -122,7 +124,7 @@ class Accumulator:
         self.features_BR[rows] += sketch_BR
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
-        """Add full rows of a matrix's gradients; `ids_U` is sorted, `dense_NUD` is overwritten."""
+        """Add full rows of a matrix's gradients; `ids_U` must be sorted, `dense_NUD` is changed."""
         if self.features is None and self.pooled is None:
             self.names.add(name)
             if self.metric is not None:
@@ -151,9 +153,9 @@ class Accumulator:
     def cross(
         self, name: str, shape: torch.Size, ids_U, first_NUD: torch.Tensor, second_NUD: torch.Tensor
     ) -> None:
-        """Add 2 <first, second> for the rows of a matrix with these ids; overwrite `first_NUD`.
+        """Add 2 <first, second> over the matrix rows with these ids; change `first_NUD`.
 
-        The sum is ||first + second||^2 minus the two squared norms.
+        The added number is ||first + second||^2 - ||first||^2 - ||second||^2.
         """
         if self.metric is not None:
             weights_UD = self.metric.rows(name, shape, ids_U)
@@ -179,7 +181,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _squares_are_cheaper(self, factors: Factors) -> bool:
-        """Return True if T x T products cost less than the gradients; see the module docstring."""
+        """Return True if T x T products cost less than gradients; see the module docstring."""
         if self.features is not None or self.metric is not None:
             return False
         rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
@@ -200,7 +202,7 @@ class Accumulator:
     def _squares(
         self, name: str, shape: torch.Size, factors: Factors, first_row: int, rows
     ) -> None:
-        """Add gradients by T x T products; only the pooled gradients are computed as matrices."""
+        """Add norms and inner products by T x T products, and pooled gradients as matrices."""
         if self.gram_BB is None:
             norms = []
             for left_NTR, right_NTC in factors:
@@ -254,7 +256,7 @@ class Accumulator:
 
 
 def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
-    """Return <G_i, G_j> of all completions, [N, N], computed from products of pairs of tokens."""
+    """Compute <G_i, G_j> for all pairs of completions, [N, N], from products of pairs of tokens."""
     left_1MR, right_1MC = (
         _together([x.flatten(0, 1) for x in side])[None] for side in zip(*factors, strict=True)
     )
@@ -272,7 +274,7 @@ def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Join the rows of tensors; a single tensor is not copied."""
+    """Concatenate tensors along the first axis; a single tensor is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -285,9 +287,10 @@ def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
 
 
 def sliced_products(flat_NC: torch.Tensor, slices: int = VECTOR_SLICES) -> torch.Tensor:
-    """Compute inner products as a sum over slices of the vectors.
+    """Compute all inner products of N long vectors as sums over slices of the vectors.
 
-    Without slices, a GPU would use few of its cores for a product of few entries and long sums.
+    Without slices, a GPU would use only few of its cores, because the result has few entries and
+    each entry is a long sum.
     """
     even = flat_NC.shape[1] // slices * slices
     parts_SNK = flat_NC[:, :even].unflatten(1, (slices, -1)).transpose(0, 1)

@@ -2,31 +2,33 @@ r"""Scores of completions: squared norms, pooled gradients and Gram matrices fro
 
 The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. A
 module's input and the gradient at its output determine the module's part of every s_i. One forward
-and one backward pass over the batch, or over parts of its rows ("passes"), are therefore enough.
-During these passes the parameters require no gradient. The steps, in the order of the methods of
-`_Backward`, are:
+and one backward pass over the batch are therefore enough. The batch can also be split into several
+passes, each over some of its rows. During a pass, the parameters require no gradient. The steps, in
+the order of the methods of `_Backward`, are:
 
 1. `_hooks` registers a forward hook on each module with a rule in `layers`, and on each embedding.
-2. The forward pass calls the hook, `_called`. For an embedding, the hook replaces the output by a
-   leaf, where the graph begins (`_root`). For another module, it keeps the arguments, counts one
-   more expected part of the gradient of each parameter (`_expect`), and registers a gradient hook
-   on the output. A module whose arguments do not separate the completions (a fused expert) has no
-   gradient hook; its parameters are `left_out`.
-3. Layer by layer (`LayerByLayer`), a module is called twice. The first call, without a graph, only
-   counts the expected part. The second call, in the backward pass, registers the gradient hook.
-4. The output layer has no hook. `_output_layer` computes the logits in chunks, adds the layer's
-   parameters to the totals, and sets the gradients at the last hidden states, where the backward
-   pass begins.
-5. The gradient hook fires once and calls `_arrive`. The rule computes a part of each parameter's
-   gradient from the arguments and the gradient at the output, which are then dropped.
-6. When all expected parts of a parameter have arrived, from all passes and all modules that share
-   it, `_reduce` joins them, adds the result to the totals and drops the parts.
-7. After the backward pass, `_add_embeddings` uses the gradients at the leaves as the parts of the
-   embeddings. If a module's output had no influence, its part never arrives and is 0, so `_reduce`
-   joins the parts that have arrived.
+2. The forward pass calls the hook, `_called`. For an embedding, the hook replaces the output with a
+   leaf, at which the graph begins (`_root`). For any other module, the hook keeps the arguments,
+   counts one more expected part of each parameter's gradient (`_expect`), and registers a gradient
+   hook on the output. A module whose arguments do not separate the completions (a fused expert)
+   gets no gradient hook; its parameters are added to `left_out`.
+3. If scoring proceeds layer by layer (`LayerByLayer`), each module is called twice. The first call,
+   without a graph, only counts the expected part. The second call, in the backward pass, registers
+   the gradient hook.
+4. The output layer has no hook. `_output_layer` computes the logits in chunks, adds the gradients
+   of the layer's parameters to the totals, and sets the gradients at the last hidden states, at
+   which the backward pass begins.
+5. The gradient hook is called once and calls `_arrive`. The module's rule computes a part of each
+   parameter's gradient from the arguments and the gradient at the output. The arguments and the
+   gradient at the output are then dropped.
+6. When a parameter's expected parts have arrived from all passes and all modules that share the
+   parameter, `_reduce` joins the parts, adds the result to the totals and drops the parts.
+7. After the backward pass, `_add_embeddings` computes the embeddings' parts from the gradients at
+   the leaves. If the loss does not depend on a module's output, the module's part is 0 and never
+   arrives, so `_reduce` joins only the parts that have arrived.
 8. Trainable parameters whose modules have no rule (fused experts, routers, attention sinks) are
-   missing from the totals. They are differentiated one completion at a time (`one_by_one`), which
-   is exact and costs one more pass.
+   missing from the totals. `one_by_one` differentiates them for one completion at a time, which is
+   exact and costs one more pass.
 """
 
 from __future__ import annotations
@@ -64,12 +66,12 @@ from grpo_ustat.policy.scores.sketch import Sketch
 
 @dataclass(frozen=True)
 class CompletionScores:
-    """Scores of B completions and their sums."""
+    """Norms, inner products and weighted sums of the scores s_i of B completions."""
 
     # ||s_i||^2, float64.
     sq_norm_B: torch.Tensor
-    # For each weight vector, `sum_i w_ki s_i` by parameter name, at least float32; empty if
-    # sketches of the pooled gradients were requested.
+    # For each weight vector w_k, the pooled gradient `sum_i w_ki s_i` by parameter name, float32 or
+    # wider; empty if sketches of the pooled gradients were requested.
     gradients_K: list[dict[str, torch.Tensor]]
     # <s_i, s_j>, float64; None unless requested.
     gram_BB: torch.Tensor | None
@@ -99,38 +101,43 @@ def completion_scores(
     drops: bool = False,
     all_columns: bool = False,
 ) -> CompletionScores:
-    """Compute score norms, pooled gradients and Gram matrix over all trainable parameters.
+    """Compute score norms, pooled gradients and the Gram matrix over all trainable parameters.
 
     Args:
         model: loaded causal language model in evaluation mode, with or without PEFT adapters;
-            scores cover its parameters with requires_grad. Training mode needs `drops`.
+            scores cover the parameters with requires_grad. If the model is in training mode,
+            `drops` must be True.
         input_ids_BT: token ids of prompts and completions.
         attention_mask_BT: 1 on real tokens.
-        completion_mask_BT: weights (1 or any number) of the tokens whose log-probabilities the
-            score sums; 0 in the first column, because token t is predicted from token t-1.
-        weights_KB: K weight vectors over the B completions.
+        completion_mask_BT: weights of the tokens' log-probabilities in the score: usually 1 on
+            completion tokens and 0 elsewhere, but any number is allowed. The first column must be
+            0, because token t is predicted from token t-1.
+        weights_KB: K weight vectors over the B completions, for pooled gradients.
         gram: True to compute the Gram matrix.
         temperature: temperature that divides the logits, as in sampling.
         features: sketch of every completion's score.
         pooled: sketch of the pooled gradients, returned instead of the gradients.
-        metric: metric of norms, products and pooled gradients, see `metric`; None for Euclidean.
-        by_layer: True to keep only the inputs of layers and compute each layer twice, which saves
-            memory; this has no effect on a model without such layers.
-        layer_weights: context that provides a layer's weights, for a model whose layers have them
-            only within a block; it needs `by_layer`, and a model made of such layers.
-        passes: numbers of completions of the passes through the model, in order; None for one pass.
-            A pass omits the columns that are padding in all its rows. The scores are the same up to
-            rounding.
-        contiguous: True to read a pass whose rows are padded only at the end without a mask, so
-            that the fast kernels of causal attention apply; for models that `can_read_contiguous`.
-        images: images of the prompt that all rows share, as further inputs of the model; see
+        metric: weights of gradient entries in norms, products and pooled gradients, see `metric`;
+            None for Euclidean norms.
+        by_layer: True to keep only the layers' inputs and compute each layer twice, which saves
+            memory; this has no effect if the model has no layers that can be checkpointed.
+        layer_weights: function that returns a context within which a layer has its weights, for
+            models whose layers do not always have them. It requires `by_layer` and a model made of
+            layers that can be checkpointed.
+        passes: number of completions in each pass through the model, in order; None for one pass.
+            A pass omits the columns that are padding in all its rows. The split into passes changes
+            the scores only by rounding.
+        contiguous: True to pass no mask if the rows of a pass are padded only at the end, so that
+            the model can use fast kernels for causal attention. `can_read_contiguous` must be True
+            for the model.
+        images: additional inputs from the images of the prompt that all rows share; see
             `images.row_inputs`. Trainable parameters of a vision tower or projector are
-            differentiated plainly, one completion at a time.
+            differentiated for one completion at a time.
         drops: True to allow dropout; each score is then computed with its completion's masks.
         all_columns: True to also read columns that are padding in all rows of a pass. The dropout
-            masks are then the masks that the generator states give for the whole batch. Parameters
-            without a rule raise an error, because their completions would be read once more, with
-            other masks.
+            masks are then the same as in a forward pass over the whole batch. Trainable parameters
+            without a rule raise an error, because scoring them would read their completions once
+            more, with other masks.
     """
     if model.training and not drops:
         raise ConfigError("the model is in training mode: scores need model.eval()")
@@ -174,7 +181,7 @@ def completion_scores(
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters with requires_grad and their names."""
+    """Return (name, parameter) for every parameter with requires_grad."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError("the model has no trainable parameter: nothing to differentiate")
@@ -182,7 +189,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def covered_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of the parameters that scores cover, which are all trainable parameters."""
+    """Return the names of the parameters that scores cover, namely all trainable parameters."""
     return [name for name, _ in trainable(model)]
 
 
@@ -193,7 +200,7 @@ def parameter_sizes(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def _activations_only(model: nn.Module) -> Iterator[None]:
-    """Disable gradients of parameters, so that backward computes only gradients of activations."""
+    """Disable gradients of parameters within the block; activations still have gradients."""
     switched = [p for _, p in trainable(model)]
     for parameter in switched:
         parameter.requires_grad_(False)
@@ -206,9 +213,9 @@ def _activations_only(model: nn.Module) -> Iterator[None]:
 
 
 class _Pass:
-    """Pass of some rows through the model, without columns that are padding in all of the rows."""
+    """Pass of some rows through the model, usually without columns that contain only padding."""
 
-    # Positions whose next tokens are scored; set by `cut_window`.
+    # Window of the positions whose next tokens are scored; set by `cut_window`.
     window: Window
     # Columns of the pass that the window covers; set by `cut_window`.
     scored: slice
@@ -224,34 +231,34 @@ class _Pass:
         real = attention_BT[rows].any(dim=0).nonzero()
         # A pass needs one token to read and one token to predict.
         first = min(int(real.min()), ids_BT.shape[1] - 2)
-        # Rows and columns of the batch that the pass reads.
+        # Range of columns that contains all real tokens of these rows.
         columns = slice(first, max(int(real.max()) + 1, first + 2))
         self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if all_columns else columns
         # Token ids and mask of these rows and columns.
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
-        # None if the pass is not computed layer by layer.
+        # Layers of the model; None if the pass is not computed layer by layer.
         self.layers = layers
-        # For each embedding: its output, where the backward pass ends; the module; and the
-        # arguments of its call, or None if no rule covers the call.
+        # For each call of an embedding: the leaf that replaced its output, the module, and the
+        # arguments of the call, or None if no rule covers the call.
         self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
         # The last hidden states, the gradients at the window's hidden states, and the gradients at
-        # the window's logits of the tokens that occur in the batch.
+        # the window's logits for the tokens that occur in the batch.
         self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
     def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
-        """Return the window of hidden states that predict scored tokens, without their graph."""
+        """Return the window of detached hidden states that predict scored tokens."""
         ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
         window = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
         self.window, self.scored = window.part(slice(None))
         return self.window
 
     def head_rows(self, place_U: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the output layer's gradients for some tokens, [B, U, D]."""
+        """Return the output layer's weight gradients in the rows of some tokens, [B, U, D]."""
         hidden = widen(self.window.hidden_BTD)
         return torch.bmm(self.grad_logits[:, :, place_U].mT.to(hidden), hidden)
 
     def backward(self) -> Iterator[None]:
-        """Propagate the gradient at the hidden states to the roots; yield after each layer."""
+        """Propagate the gradient at the last hidden states to the roots; yield after each layer."""
         grad_hidden = torch.zeros_like(self.hidden)
         grad_hidden[:, self.scored] = self.grad_window
         self.grad_window = torch.empty(0)
@@ -263,7 +270,7 @@ class _Pass:
 
 
 class _Backward:
-    """Forward and backward pass, in which hooks add the gradients of parameters to the totals."""
+    """Forward and backward passes, in which hooks add the parameters' gradients to the totals."""
 
     def __init__(
         self,
@@ -284,13 +291,13 @@ class _Backward:
         # Number of expected parts of each parameter's gradient, and the parts that have arrived.
         self.expected: dict[str, int] = {}
         self.arrived: dict[str, list[tuple[_Pass, layers.Part]]] = {}
-        # Names of parameters with a part that no rule computes.
+        # Names of parameters for which no rule computes some part of the gradient.
         self.left_out: set[str] = set()
         self.passes: list[_Pass] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        # Name of the weight that embedding and output layer share; None if they share none.
+        # Name of the weight that the embedding and the output layer share; None if none is shared.
         self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
         others = (
             m for m in body(self.model).modules() if m is not embedding and self._scored_names(m)
@@ -307,7 +314,7 @@ class _Backward:
         return [self.names[id(p)] for p in parameters if id(p) in self.names]
 
     def _score_shared_alone(self) -> None:
-        """Let `one_by_one` score the shared weight of embedding and output layer."""
+        """Leave the weight shared by the embedding and the output layer to `one_by_one`."""
         self.names = {key: name for key, name in self.names.items() if name != self.shared}
         self.shared = None
 
@@ -322,10 +329,10 @@ class _Backward:
         contiguous: bool,
         all_columns: bool,
     ) -> None:
-        """Run the forward and the backward pass, which fill the totals.
+        """Run the forward and backward passes, which fill the totals.
 
-        The arguments have the same meaning as in `completion_scores`. `counts` is the list of the
-        numbers of rows of the passes.
+        The arguments have the same meaning as in `completion_scores`. `counts` lists the number of
+        rows in each pass.
         """
         by_layer = by_layer and LayerByLayer(self.model).fits
         with self._hooks():
@@ -350,7 +357,7 @@ class _Backward:
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Register forward hooks on modules with a rule and on embeddings, within the block."""
+        """Register forward hooks on embeddings and on modules with a rule, within the block."""
         outside = {module for top in self.outside for module in top.modules()}
         handles = [
             module.register_forward_hook(partial(self._called, name), with_kwargs=True)
@@ -382,7 +389,7 @@ class _Backward:
         self._add_zeros([top for top in self.outside if top not in called])
 
     def _add_zeros(self, modules: list[nn.Module]) -> None:
-        """Add gradients of 0 for the parameters of modules that were not called."""
+        """Add gradients of 0 for the parameters of these modules, which were not called."""
         for module in modules:
             for parameter in module.parameters():
                 name = self.names.get(id(parameter))
@@ -394,7 +401,7 @@ class _Backward:
         self, path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> torch.Tensor | None:
         """Begin the graph at an embedding's output, or register a gradient hook on the output."""
-        # The pass that recomputes a layer, or else the pass that is in the model now.
+        # The pass that is recomputing a layer, or the newest pass if no pass is.
         pass_ = next(
             (x for x in self.passes if x.layers is not None and x.layers.recomputes),
             self.passes[-1],
@@ -403,7 +410,7 @@ class _Backward:
             return self._root(pass_, module, args, output)
         called_twice = pass_.layers is not None and pass_.layers.computes
         if not output.requires_grad and not called_twice:
-            # A rule calls the module itself.
+            # This call comes from a rule, which calls the module without a graph.
             return None
         by_row = self._by_row(pass_, path, args, kwargs)
         if by_row is None:
@@ -412,13 +419,13 @@ class _Backward:
             if pass_.layers is None or not pass_.layers.recomputes:
                 self._expect(module)
             if output.requires_grad:
-                # The rows are dropped as soon as the gradient arrives.
+                # The arguments are dropped as soon as the gradient arrives.
                 held = [by_row]
                 output.register_hook(lambda grad: self._arrive(pass_, module, held.pop(), grad))
         return None
 
     def _root(self, pass_: _Pass, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
-        """Replace an embedding's output by a leaf, at which the backward pass ends."""
+        """Replace an embedding's output with a leaf, at which the backward pass ends."""
         leaf = output.detach().requires_grad_()
         if layers.kind(module) and args and args[0].shape == pass_.ids.shape:
             self._expect(module)
@@ -426,7 +433,7 @@ class _Backward:
         else:
             self.left_out.update(self._scored_names(module))
             pass_.roots.append((leaf, module, None))
-        # A model may scale its embeddings in place.
+        # A model can scale its embeddings in place.
         return leaf.clone()
 
     def _by_row(self, pass_: _Pass, path: str, args: tuple, kwargs: dict) -> tuple | None:
@@ -445,12 +452,12 @@ class _Backward:
         return None
 
     def _expect(self, module: nn.Module) -> None:
-        """Count one more expected part of the gradient of each parameter of a module."""
+        """Expect one more part of the gradient for each scored parameter of a module."""
         for name in self._scored_names(module):
             self.expected[name] = self.expected.get(name, 0) + 1
 
     def _output_layer(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
-        """Add the output layer's parameters; set the gradient at each pass's last hidden states."""
+        """Add the output layer's gradients; set the gradients at each pass's last hidden states."""
         windows = [pass_.cut_window(completion_mask_BT) for pass_ in self.passes]
         layer = OutputLayer(self.model, self.output, temperature)
         self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
@@ -462,13 +469,13 @@ class _Backward:
         self.added.update(name for name in names if name != self.shared)
 
     def _arrive(self, pass_: _Pass, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
-        """Compute the parts of a module's parameters from the gradient at its output.
+        """Compute gradient parts of a module's parameters from the gradient at its output.
 
-        A parameter is added to the totals when its last part has arrived.
+        A parameter's gradient is added to the totals when its last part has arrived.
         """
         grad = grad.detach()
         if grad.shape[0] != len(pass_.ids):
-            # The module sees the tokens of all rows along one axis.
+            # The module received the tokens of all rows along a single axis.
             grad = grad.view(*pass_.ids.shape, -1)
         for local, part in layers.parts(module, args, grad):
             name = self.names.get(id(getattr(module, local)))
@@ -490,9 +497,9 @@ class _Backward:
             return
         if name == self.shared:
             assert isinstance(part, layers.Lookup)
-            # The gradient is H + E, with H of the output layer and E of the embedding, and
-            # ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>. The rows of E are 0 for tokens that do not
-            # occur.
+            # The gradient is H + E, where H comes from the output layer and E from the embedding,
+            # and ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>. Rows of E are 0 for tokens that do not
+            # occur in the batch.
             for ids_U, dense_BUD in layers.dense_rows(part):
                 place = torch.searchsorted(self.tokens_U, ids_U)
                 products = torch.cat([pass_.head_rows(place) for pass_ in self.passes])
@@ -501,7 +508,7 @@ class _Backward:
         self.added.add(name)
 
     def _add_embeddings(self) -> None:
-        """Add the embeddings, whose gradients are at the leaves, and all remaining parts."""
+        """Add the embeddings' gradients, which are at the leaves, and all remaining parts."""
         for pass_ in self.passes:
             for leaf, module, args in pass_.roots:
                 if args is not None and leaf.grad is not None:

@@ -1,10 +1,10 @@
 """Forward pass that keeps only the inputs of the layers.
 
 Each layer is recomputed in the backward pass (gradient checkpointing, Chen et al. 2016), with the
-same dropout masks, so that only the graph of one layer exists at a time.
+same dropout masks, so that the graph of only one layer exists at a time.
 
-The checkpointing of transformers is not used, because it would run the hooks of the score rules
-twice and works only in training mode.
+Gradient checkpointing in transformers is not used, because it would call the hooks of the score
+rules twice and because it works only in training mode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LayerWeights = Callable[[nn.Module], AbstractContextManager[None]]
 
 @dataclass
 class _Call:
-    """Call of a layer."""
+    """Recorded call of a layer, which the backward pass repeats."""
 
     layer: nn.Module
     # The layer's original forward pass.
@@ -37,21 +37,21 @@ class _Call:
     # Flattened arguments of the call, and their structure.
     inputs: list[Any]
     structure: Any
-    # Generator states before the call if the layer may apply dropout, else None.
+    # States of the random generators before the call if the layer is in training mode, else None.
     states: RandomStates | None
-    # Gradients accumulated at the outputs through which gradients flow.
+    # Gradient accumulated at each floating-point output; None if no gradient has arrived.
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class _Top(torch.autograd.Function):
     """Output of a layer, at which the graph above the layer begins.
 
-    The gradient at this output is stored in the call. The function saves no tensors.
+    The backward pass stores the gradient at this output in the recorded call.
     """
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, call: _Call, output: list[torch.Tensor]) -> torch.Tensor:
-        """Return the output, passed in a list so that autograd treats it as a new tensor."""
+        """Return the output, which comes in a list so that autograd treats it as a new tensor."""
         ctx.call, ctx.place = call, len(call.grads)
         call.grads.append(None)
         return output.pop()
@@ -68,8 +68,8 @@ class LayerByLayer:
     """Forward and backward pass of a model's layers, with the graph of one layer at a time.
 
     Args:
-        weights: function that returns a context in which a layer has its weights; None if layers
-            always have them.
+        weights: function that returns a context within which a layer has its weights; None if the
+            weights are always present.
     """
 
     def __init__(self, model: PreTrainedModel, weights: LayerWeights | None = None):
@@ -87,13 +87,13 @@ class LayerByLayer:
 
     @property
     def fits(self) -> bool:
-        """True if the model has checkpointing layers and none of them contains an embedding."""
+        """True if the model has layers that can be checkpointed and they contain no embedding."""
         embeddings = (isinstance(m, nn.Embedding) for x in self.layers for m in x.modules())
         return bool(self.layers) and not any(embeddings)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Compute layers without a graph within the block, and keep their inputs."""
+        """Make the layers compute without a graph and keep their inputs, within the block."""
         before = [vars(layer).get("forward") for layer in self.layers]
         try:
             for layer in self.layers:
@@ -110,7 +110,7 @@ class LayerByLayer:
     ) -> Iterator[None]:
         """Propagate the gradient at the last hidden states through all layers to the roots.
 
-        The result is added to the `grad` of the roots. The iterator yields after each layer.
+        The gradients are added to the roots' `grad`. The iterator yields after each layer.
         """
         below = [*roots, self._anchor]
         torch.autograd.backward(hidden, grad, inputs=below)
@@ -140,11 +140,11 @@ class LayerByLayer:
                 if _is_above_a_layer(before):
                     torch.autograd.backward(before, value.grad, inputs=below, retain_graph=True)
                 else:
-                    # The part below all layers, such as Gemma 3n's per-layer inputs, is propagated
-                    # only once, at the end.
+                    # Gradients below all layers, such as those at Gemma 3n's per-layer inputs, are
+                    # propagated only once, at the end.
                     _, total = at_the_bottom.get(id(before), (before, 0.0))
                     at_the_bottom[id(before)] = (before, total + value.grad)
-            # The graph above still references the call, so drop its tensors.
+            # The graph above still references the call, so its tensors are dropped here.
             call.inputs, call.grads = [], []
             yield
         if at_the_bottom:
@@ -152,7 +152,7 @@ class LayerByLayer:
             torch.autograd.backward(ends, grads, inputs=below)
 
     def _first(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward pass that has no graph and records its call for the backward pass."""
+        """Return a forward pass without a graph that records each call for the backward pass."""
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             """Return the layer's output, at which a new graph begins."""
@@ -179,12 +179,12 @@ class LayerByLayer:
 
 
 def _flows(value: Any) -> bool:
-    """Return True if gradients flow through a value."""
+    """Return True if a value is a tensor that requires a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_above_a_layer(value: torch.Tensor) -> bool:
-    """Return True if the output of a layer is in the graph of a value."""
+    """Return True if a value was computed from the output of a layer."""
     nodes, visited = [value.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -198,5 +198,5 @@ def _is_above_a_layer(value: torch.Tensor) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Return True if gradients could flow through a value."""
+    """Return True if a value is a floating-point tensor."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()

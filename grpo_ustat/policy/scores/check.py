@@ -1,4 +1,4 @@
-"""Comparison of the score rules with plain differentiation on the user's model."""
+"""Comparison of the score rules with ordinary backpropagation on the user's model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_ustat.policy.scores.one_by_one import logprob
 # The tolerance for float64 is wide, because transformers computes norms and rotations of float64
 # models in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-# At this temperature no token is nearly certain.
+# High temperature, at which no token is nearly certain.
 FLAT = 10.0
 # Number of parameter entries whose gradients are compared at a time.
 PARAMETERS_AT_ONCE = 2**28
@@ -34,12 +34,12 @@ def check_scores(
     contiguous: bool = False,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Compare a pooled gradient of these completions with plain differentiation, by parameter.
+    """Compare a weighted sum of these completions' scores with ordinary backpropagation.
 
-    The check detects a layer that uses its inputs in a way that its rule does not cover. Unequal
-    weights detect rows that were mixed up. At a high temperature, the scores of a peaked policy are
-    not dominated by the rounding of 1 - p. If `images` is given, the rows belong to one prompt; see
-    `completion_scores`.
+    The comparison is made for each parameter. An error is raised if a layer uses its inputs in a
+    way that its rule does not cover. The weights are unequal, so the check also detects swapped
+    rows. The temperature is high, so that the rounding of 1 - p does not dominate the scores of a
+    peaked policy. If `images` is given, the rows belong to one prompt; see `completion_scores`.
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
@@ -74,7 +74,7 @@ def check_scores(
 
 
 def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
-    """Yield groups of consecutive parameters with at most PARAMETERS_AT_ONCE entries in all.
+    """Yield groups of consecutive parameters with at most PARAMETERS_AT_ONCE entries in total.
 
     A parameter with more entries forms a separate group.
     """

@@ -1,4 +1,4 @@
-"""Inner products and sketches of the scores of one prompt's group, and products between groups."""
+"""Inner products and sketches of a group's scores, and inner products between groups' gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from grpo_ustat.records import Array, Rollouts
 
 @dataclass(frozen=True)
 class GroupGradient:
-    """Score norms and gradient of one prompt's group."""
+    """Score norms of one prompt's group, and a sketch of its gradient estimate ghat."""
 
-    # Squared score norms q.
+    # Squared score norms.
     sq_norm_G: Array
     # ||ghat||^2.
     ghat_sq: float
@@ -32,17 +32,17 @@ class GroupGradient:
 class GroupScores:
     """Inner products and sketches of the scores of one prompt's group.
 
-    No gradient with an entry for every parameter is kept.
+    Full gradients, with an entry for every parameter, are not kept.
     """
 
-    # <s_i, s_j>, float64; exact within a pass of the model, and unbiased estimates from sketches
-    # between passes.
+    # <s_i, s_j>, float64; exact if completions i and j were scored in the same pass, otherwise
+    # estimated without bias from sketches.
     gram_GG: Array
-    # Sketches of the scores; they are exact if the model has at most R parameters.
+    # Sketches of the scores; a sketch is the full score if the model has at most R parameters.
     features_GR: npt.NDArray[np.float32]
 
     def gradient(self, weights_G: Array) -> GroupGradient:
-        """Return `ghat = sum_i w_i s_i`; `pool_gradient_weights` gives leave-one-out weights."""
+        """Return `ghat = sum_i w_i s_i`; `pool_gradient_weights` returns leave-one-out weights."""
         ghat_sq = float(weights_G @ self.gram_GG @ weights_G)
         return GroupGradient(np.diagonal(self.gram_GG), ghat_sq, weights_G @ self.features_GR)
 

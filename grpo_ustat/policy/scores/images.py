@@ -1,8 +1,8 @@
-"""Images of a prompt: the model's additional inputs, and the modules that read them.
+"""Images of a prompt: the model's additional inputs, and the modules that read images.
 
 All completions of a prompt have the same images. Vision towers and projectors are computed without
-a graph, because the scores of the language part do not need it. `one_by_one` scores the trainable
-parameters of these modules.
+a graph, because the scores of the language part do not need their graph. `one_by_one` scores the
+trainable parameters of vision towers and projectors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from grpo_ustat.policy.output_layer import body, causal, replaced_forward
 
-# Suffix of inputs with one number for each token, such as `mm_token_type_ids`.
+# Name suffix of inputs that contain one number for each token, such as `mm_token_type_ids`.
 TOKEN_TYPES = "token_type_ids"
 
 
@@ -29,7 +29,7 @@ def row_inputs(
     Args:
         images: output of the processor for the prompt without completions. `pixel_values`,
             `image_grid_thw`, `image_sizes` and other inputs are repeated along the first axis.
-            `*token_type_ids` has an entry for each token of the prompt; completions are text.
+            `*token_type_ids` has an entry for each token of the prompt; completion tokens get 0.
         attention_mask_BT: 1 on real tokens of prompts and completions.
         dtype: data type of the model.
     """
@@ -51,7 +51,7 @@ def row_inputs(
 def outside_language(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules below the output layer that do not belong to the language part.
 
-    The list contains vision towers and projectors, but not their submodules.
+    These modules are vision towers and projectors. Their submodules are not listed.
     """
     base = body(causal(model))
     decoder, embedding = causal(model).get_decoder(), causal(model).get_input_embeddings()
@@ -68,7 +68,7 @@ def outside_language(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
-    """Compute these modules without a graph; yield the set of the called modules."""
+    """Compute these modules without a graph within the block; yield the set of called modules."""
     called: set[nn.Module] = set()
 
     def plain(module: nn.Module, forward: Any):
@@ -89,7 +89,7 @@ def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
 
 @contextmanager
 def same_positions(model: PreTrainedModel) -> Iterator[None]:
-    """Restore position offsets, which some models store when they read images, after the block."""
+    """Restore the position offsets after the block; some models store them when reading images."""
     base: Any = body(causal(model))
     before = getattr(base, "rope_deltas", None)
     try:

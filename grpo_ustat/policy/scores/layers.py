@@ -1,11 +1,14 @@
 r"""Rules that compute a layer's part of a score from its input and the gradient at its output.
 
+For completion i and position t, a_it is the layer's input and b_it is the gradient at its output.
+
     Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
     norms             dw_i = sum_t b_it * xhat_it, both for `w * xhat` and for `(1 + w) * xhat`
     embedding         dE_i = sum_t c e_{x_t} b_it', c the factor of a scaled embedding
 
-If a layer is called twice, or two layers share a weight, the weight is one parameter, and its parts
-are joined before they are squared. Parameters without a rule here are scored by `one_by_one`.
+If a layer is called twice, or if two layers share a weight, the weight is a single parameter. The
+parts of its gradient are then summed before they are squared. `one_by_one` scores the parameters
+that have no rule here.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.precision import full_products
 from grpo_ustat.policy.scores.accumulate import Accumulator, Factors
 
-# Bytes of the embedding rows in memory at a time.
+# Largest size in bytes of the embedding gradients in memory at a time.
 EMBEDDING_BYTES = 2**25
 
 
@@ -70,9 +73,9 @@ def kind(module: nn.Module) -> str | None:
 
 
 def looks_up_tokens(module: nn.Module) -> bool:
-    """Return True if a module reads token ids: an embedding, or PEFT's wrapper of an embedding.
+    """Return True for an embedding and for PEFT's wrapper of an embedding.
 
-    PEFT's wrapper for `trainable_token_indices` looks up trained rows itself, without calling the
+    PEFT's wrapper for `trainable_token_indices` looks up trained rows itself and does not call the
     embedding.
     """
     trains_rows = hasattr(module, "trainable_tokens_delta")
@@ -80,7 +83,7 @@ def looks_up_tokens(module: nn.Module) -> bool:
 
 
 def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield the local name of each parameter and the parameter's part.
+    """Yield the local name of each parameter and its part of the score.
 
     Args:
         module: module with a rule.
@@ -92,8 +95,8 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
         assert isinstance(module, nn.Embedding)
         ids, scale = arguments[0], getattr(module, "embed_scale", None)
         if module.padding_idx is not None:
-            # Backpropagation gives this row no gradient either. Its gradient may be infinite, such
-            # as the gradient of a square root at a row of zeros (Gemma 3n).
+            # Autograd also gives the padding row no gradient. The row's gradient can be infinite,
+            # for example that of a square root at a row of zeros (Gemma 3n).
             grads = grads.masked_fill((ids == module.padding_idx)[..., None], 0)
         grads = grads if scale is None else grads * torch.as_tensor(scale).to(grads)
         yield "weight", Lookup(ids, grads)
@@ -110,7 +113,7 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield the name of each parameter of a norm and its part, [B, *shape]."""
+    """Yield the name of each parameter of a norm and its part of the score, [B, *shape]."""
     parameters = dict(module.named_parameters(recurse=False))
 
     def output(value: float) -> torch.Tensor:
@@ -146,7 +149,7 @@ def joined(parts: list[Part]) -> Part | None:
 
 
 def stacked(parts: Sequence[Part | None]) -> Part | None:
-    """Join the parts of passes over consecutive completions.
+    """Concatenate a parameter's parts from passes over consecutive completions.
 
     The result is None if the kinds differ or a part is missing.
     """
@@ -159,7 +162,7 @@ def stacked(parts: Sequence[Part | None]) -> Part | None:
     if lookups := _all(Lookup, parts):
         longest = max(part.ids_BT.shape[1] for part in lookups)
         ids, grads = [], []
-        # Shorter parts are padded: they look up their last token again, with a gradient of 0.
+        # Shorter parts are padded with their last token and a gradient of 0.
         for part in lookups:
             more = longest - part.ids_BT.shape[1]
             ids.append(torch.cat([part.ids_BT, part.ids_BT[:, -1:].expand(-1, more)], dim=1))
@@ -169,7 +172,7 @@ def stacked(parts: Sequence[Part | None]) -> Part | None:
 
 
 def _all(cls: type[P], parts: Sequence[Part | None]) -> list[P]:
-    """Return the parts if all are of the given kind, else an empty list."""
+    """Return the parts if all are of the given kind, otherwise an empty list."""
     chosen = [part for part in parts if isinstance(part, cls)]
     return chosen if len(chosen) == len(parts) else []
 
@@ -186,9 +189,9 @@ def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
 
 
 def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield chunks of the embedding's gradients at the tokens that occur.
+    """Yield the nonzero rows of an embedding's gradients in chunks.
 
-    A chunk consists of ids, [U], and rows, [B, U, D].
+    A chunk consists of token ids, [U], and the gradients of their rows, [B, U, D].
     """
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
     grads = widen(part.grads_BTD)
@@ -201,7 +204,7 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> torch.Tensor:
-    """Sum the vectors of each index from 0 to count - 1, [B, count, D]; ignore other indices."""
+    """Sum the vectors with equal index, [B, count, D]; ignore indices outside 0 to count - 1."""
     inside = (place_BT >= 0) & (place_BT < count)
     target = torch.where(inside, place_BT, 0)[:, :, None].expand_as(grads_BTD)
     empty = grads_BTD.new_zeros((len(grads_BTD), count, grads_BTD.shape[2]))

@@ -1,16 +1,16 @@
 r"""Norm in which a gradient's error is measured: the Euclidean norm or the norm of AdamW's step.
 
-AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) changes entry j of the parameters by the learning
-rate times `d_j m_j`, where m is a mean of gradients and
+AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) changes parameter j by the learning rate times
+`d_j m_j`, where m is a running mean of the gradients and
 
     d_j = 1 / (sqrt(v_j) + eps),        v_j = a running mean of the squared entries ghat_j^2
 
-If v equals its expectation for a fixed policy, v_j = E ghat_j^2, the error of that step is
-||D (ghat - grad J)|| with D = diag(d). No entry adds more than 1 to E ||D ghat||^2, even if it
-rarely has a gradient. `mse.adam_pool` explains the choice of ghat and the estimate of v. Every
-estimator here is linear in the scores, so its bias, variance and error in this norm follow from the
-scores D s_i. Norms, Gram matrices, sketches and closed forms therefore need no other change. A
-common factor of v changes neither the ratios of errors nor the best G.
+If v equals its expectation for a fixed policy, v_j = E ghat_j^2, the error of AdamW's step is
+||D (ghat - grad J)|| with D = diag(d). No entry adds more than 1 to E ||D ghat||^2, even if its
+gradient is rarely different from 0. `mse.adam_pool` explains the choice of ghat and the estimate of
+v. Every estimator here is linear in the scores, so its bias, variance and error in this norm follow
+from the scores D s_i. Norms, Gram matrices, sketches and closed forms therefore need no other
+change. Multiplying v by a constant changes neither the ratios of errors nor the best G.
 
 An entry that never has a gradient has v_j = 0 and no error; its weight is 0.
 """
@@ -24,10 +24,10 @@ EPS = 1e-8
 
 
 class Metric:
-    """Weights d of a model's trainable parameters.
+    """Weights d of all entries of a model's trainable parameters.
 
     Args:
-        weights: flat weights by parameter name.
+        weights: flat weights of each parameter's entries, by name.
     """
 
     def __init__(self, weights: dict[str, torch.Tensor]):
@@ -43,7 +43,7 @@ class Metric:
 
 
 def adam_metric(second_moments: dict[str, torch.Tensor]) -> Metric:
-    """Return the metric of AdamW's step, given v of every trainable parameter by name."""
+    """Return the metric of AdamW's step, given v for every trainable parameter by name."""
     weights = {}
     for name, v in second_moments.items():
         weight = 1 / (v.sqrt() + EPS)

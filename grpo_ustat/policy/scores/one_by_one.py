@@ -1,4 +1,4 @@
-"""Plain differentiation of one completion at a time, which is slow but valid for any parameter."""
+"""Backpropagation of one completion at a time, which is slow but valid for any parameter."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def one_by_one(
     """Add the gradients of parameters without a rule to the totals, one completion at a time.
 
     Args:
-        rest: names and parameters.
-        rows: input ids, attention mask and completion mask, [B, T] each.
+        rest: names and parameters to score.
+        rows: input ids, attention mask and completion mask, each [B, T].
         temperature: temperature that divides the logits.
         totals: totals to which the gradients are added.
-        images: images that all rows share, see `row_inputs`.
+        images: inputs from the images that all rows share, see `row_inputs`.
     """
     batch = len(rows[0])
     for group in _groups(rest, batch):
@@ -46,9 +46,9 @@ def one_by_one(
 
 
 def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
-    """Yield lists of slices (name, parameter, start, stop) of parameters.
+    """Yield lists of parameter slices (name, parameter, start, stop).
 
-    The gradients of all completions for the slices of one list fit into memory together.
+    For all completions together, the gradients of one list's slices fit into `PRODUCT_BYTES`.
     """
     room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
     for name, p in rest:
@@ -76,7 +76,7 @@ def logprob(
         ids_T: token ids of the prompt and the completion.
         completion_T: weights of the tokens' log-probabilities.
         temperature: temperature that divides the logits.
-        images: images of the prompt, see `row_inputs`.
+        images: inputs from the prompt's images, see `row_inputs`.
     """
     inputs = row_inputs(images or {}, torch.ones_like(ids_T)[None], model.dtype)
     logits = model(input_ids=ids_T[None], use_cache=False, **inputs).logits[0, :-1]

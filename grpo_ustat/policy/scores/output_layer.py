@@ -1,7 +1,7 @@
 """Scores of the output layer's parameters, and the gradient for the layers below.
 
-All logits of a batch are computed at once if they fit into memory. Otherwise they are computed for
-some rows, or for a part of the vocabulary, at a time.
+All logits of a batch are computed at once if they fit into memory. Otherwise they are computed in
+chunks of rows or of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_ustat.policy.output_layer import OutputLayer, Window
 from grpo_ustat.policy.scores.accumulate import Accumulator
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Gradients of each window at the hidden states, [B, T, D], and at U tokens' logits, [B, T, U]."""
+"""For each window: gradients at hidden states, [B, T, D], and at U tokens' logits, [B, T, U]."""
 
 
 def add_output_layer(
@@ -27,17 +27,17 @@ def add_output_layer(
     totals: Accumulator,
     tokens_U: torch.Tensor,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Add the output layer's parameters to the totals.
+    """Add the gradients of the output layer's parameters to the totals.
 
     Args:
         windows: scored positions, one window for each pass over consecutive completions.
         names: names of the trainable parameters, by id.
         totals: totals to which the gradients are added.
-        tokens_U: tokens for which gradients at the logits are also returned.
+        tokens_U: tokens whose gradients at the logits are also returned.
 
     Returns:
-        For each window the gradients at its hidden states, [B, T, D], and at the logits of
-        `tokens_U`, [B, T, U].
+        For each window, the gradients at its hidden states, [B, T, D], and the gradients at the
+        logits of `tokens_U`, [B, T, U].
     """
     vocabulary, dtype = layer.head.weight.shape[0], windows[0].hidden_BTD.dtype
     wide = widen(windows[0].hidden_BTD[:0])
@@ -73,7 +73,7 @@ def _all_logits(
     tokens_U: torch.Tensor,
     add: Callable[..., None],
 ) -> None:
-    """Fill `grads`, with the gradients at all logits in memory at once."""
+    """Fill `grads` with the gradients at all logits in memory at once."""
     logit_grads = [layer.gradients(window)[0] for window in windows]
     for grad_BTV, (grad_BTD, grad_BTU) in zip(logit_grads, grads, strict=True):
         grad_BTD[:] = layer.back(grad_BTV)
@@ -89,7 +89,7 @@ def _by_rows(
     add: Callable[..., None],
     most: int,
 ) -> None:
-    """Fill `grads` for rows of similar length at a time, with logits at up to `most` positions.
+    """Fill `grads` in chunks of rows of similar length, with at most `most` positions in a chunk.
 
     Each logit is computed only once.
     """
@@ -113,7 +113,7 @@ def _by_tokens(
     add: Callable[..., None],
     budget: int,
 ) -> None:
-    """Fill `grads` for a part of the vocabulary at a time, with up to `budget` logits.
+    """Fill `grads` in chunks of the vocabulary, with at most `budget` logits in a chunk.
 
     The log-sum-exp over the full vocabulary is computed first.
     """
@@ -135,7 +135,7 @@ def _by_tokens(
 
 
 def _rows(window: Window, positions: int) -> int:
-    """Return the number of a window's rows that fit into `positions` positions, at least 1."""
+    """Return how many rows of a window fit into `positions` positions, but at least 1."""
     return max(1, positions // window.mask_BT.shape[1])
 
 
@@ -158,7 +158,7 @@ def _add_parameters(
     first_row: int = 0,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Add the gradients of the layer's weight and bias if they are trainable."""
+    """Add the gradients of the layer's weight and bias, if these are trainable, to the totals."""
     weight, bias = layer.head.weight, layer.head.bias
     if (name := names.get(id(weight))) is not None:
         pairs = zip(logit_grads, (window.hidden_BTD for window in windows), strict=True)

@@ -21,7 +21,7 @@ from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Rollouts
 
-# Number of products of a weight and a token that take as long as calling a layer once more.
+# Number of multiplications that take as long as the overhead of one call of a layer.
 PRODUCTS_OF_A_LAYER = {"cpu": 3e7, "cuda": 1e11}
 
 
@@ -45,15 +45,16 @@ def score_rollouts(
 
     Completions are scored layer by layer if the full graph would need more than half of the free
     memory. Without dropout, equal completions of a prompt have equal scores, so they are scored
-    once with the sum of their weights. Completions of similar length are read in the same pass; see
-    `pass_sizes`.
+    only once, with the sum of their weights. Completions of similar length are read in the same
+    pass; see `pass_sizes`.
 
     Args:
         index: flat indices, [B].
         temperature: temperature that divides the logits.
         token_weights_BT: weights of the tokens' log-probabilities in a score; None for 1.
         weights_KB, gram, features, pooled, metric: see `completion_scores`.
-        images: images of the prompt that these completions share, see `completion_scores`.
+        images: inputs from the images of the prompt, if all completions belong to one prompt; see
+            `completion_scores`.
         drops: see `completion_scores`.
         layer_weights: see `completion_scores`; if given, all completions are read in one pass.
     """
@@ -94,9 +95,9 @@ def score_rollouts(
 
 
 def _weighed(rows: Rows, weights_UT: np.ndarray, dtype: torch.dtype) -> Rows:
-    """Return the rows with the weights of their completion tokens.
+    """Return the rows with their completion masks multiplied by token weights.
 
-    The weights are float32 or wider, like the log-probabilities.
+    The masks become float32 or wider, like the log-probabilities.
     """
     mask_UT = rows.completion_mask_BT.to(torch.promote_types(dtype, torch.float32))
     mask_UT[:, -rows.width :] *= torch.from_numpy(weights_UT[:, : rows.width]).to(mask_UT)
@@ -122,14 +123,14 @@ def _graph_is_large(
 
 
 def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
-    """Choose the number of rows of each pass through the model so that the total cost is least.
+    """Choose the number of rows in each pass through the model so that the total cost is minimal.
 
     The cost of a pass is a fixed overhead plus its number of rows times the length of its longest
     row.
 
     Args:
-        tokens_U: ascending numbers of tokens of the rows, including the prompt.
-        overhead: number of tokens that cost as much as one more pass.
+        tokens_U: number of tokens in each row, including the prompt, in ascending order.
+        overhead: fixed cost of a pass, in tokens.
     """
     count = len(tokens_U)
     cost, before = np.zeros(count + 1), np.zeros(count + 1, dtype=int)
@@ -145,7 +146,7 @@ def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
 
 
 def tokens_of_overhead(model: PreTrainedModel) -> float:
-    """Return the number of tokens that cost as much as the overhead of one more pass."""
+    """Return the fixed cost of a pass, expressed as a number of tokens."""
     below = body(causal(model))
     embeddings = {
         id(p) for m in below.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
@@ -158,10 +159,10 @@ def tokens_of_overhead(model: PreTrainedModel) -> float:
 def distinct(
     rollouts: Rollouts, index: np.ndarray, token_weights_BT: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of distinct completions in `index`, [U].
+    """Return the positions in `index` of the distinct completions, [U], and a map to them, [B].
 
-    The second array, [B], maps each completion to its position among the distinct completions.
-    Completions are distinct if their prompts, tokens or token weights differ.
+    The map contains, for each completion, its place among the distinct completions. Completions are
+    distinct if their prompts, tokens, scored tokens or token weights differ.
     """
     size, width = rollouts.mask_PGT.shape[1:]
     tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]

@@ -1,4 +1,4 @@
-r"""Seeded sketches: unbiased estimates of inner products of long vectors from short vectors.
+r"""Seeded sketches: short vectors that give unbiased estimates of long vectors' inner products.
 
 With independent random signs `e_j = +-1` and buckets `h(j) = j mod R`, R prime,
 
@@ -6,8 +6,8 @@ With independent random signs `e_j = +-1` and buckets `h(j) = j mod R`, R prime,
     Var <F u, F v> <= ( ||u||^2 ||v||^2 + <u, v>^2 ) / R   on average over buckets
 
 This is a count sketch (Charikar, Chen & Farach-Colton 2002) in which only the signs are random. The
-cross terms e_j e_k have expectation zero for any buckets, so the product is unbiased. If a model
-has at most R parameters, vectors are kept in full, and products are exact.
+factors e_j e_k of the cross terms have expectation zero for any buckets, so the inner product is
+unbiased. If a model has at most R parameters, vectors are kept in full and products are exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import numpy as np
 import torch
 
-# Largest number of entries of a parameter whose signs are kept unpacked.
+# Largest number of entries that a parameter can have if its signs are kept unpacked.
 MAX_UNPACKED = 2**18
 # Number of entries that are sketched at a time.
 ENTRIES_AT_ONCE = 2**26
@@ -37,7 +37,7 @@ class Signs:
         self._kept: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Return +-1 for entries `start` to `stop` of a parameter, int8."""
+        """Return the signs, +-1 as int8, of entries `start` to `stop` of a parameter."""
         if name in self._kept:
             return self._kept[name][start:stop]
         if self.sizes[name] <= MAX_UNPACKED:
@@ -48,7 +48,7 @@ class Signs:
         return _unpacked(self._bits[name], start, stop)
 
     def _packed(self, name: str) -> torch.Tensor:
-        """Draw one bit per entry; the first entry's bit is the highest bit of the first byte."""
+        """Draw one random bit per entry; the first entry's bit is the highest of the first byte."""
         digest = hashlib.blake2b(f"{self.seed}\x1f{name}".encode(), digest_size=16).digest()
         bits = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64))
         words = bits.random_raw((self.sizes[name] + 63) // 64)
@@ -56,7 +56,7 @@ class Signs:
 
 
 def _unpacked(bytes_M: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the signs of bits `start` to `stop`, int8: 1 for bit 0, -1 for bit 1."""
+    """Convert bits `start` to `stop` to int8 signs: 1 for bit 0, -1 for bit 1."""
     first = start // 8
     shifts_8 = torch.arange(7, -1, -1, dtype=torch.uint8, device=bytes_M.device)
     bits = (bytes_M[first : (stop + 7) // 8, None] >> shifts_8).bitwise_and_(1).flatten()
@@ -68,9 +68,9 @@ class Sketch:
 
     Args:
         sizes: number of entries of every parameter by name, in any order.
-        size: length R of a sketch, preferably prime; vectors are kept in full if there are at most
-            R parameters.
-        signs: signs of another sketch of the same parameters, whose memory is shared.
+        size: length R of a sketch, preferably prime; vectors are kept in full if they have at most
+            R entries.
+        signs: signs of another sketch of the same parameters, used to share memory.
     """
 
     def __init__(self, sizes: dict[str, int], size: int, seed: int = 0, signs: Signs | None = None):
@@ -82,7 +82,7 @@ class Sketch:
         self.signs = signs or Signs(sizes, seed)
 
     def add(self, out_NR: torch.Tensor, name: str, start: int, flat_NC: torch.Tensor) -> None:
-        """Add entries `start` to `start + C` of a parameter's N vectors to their sketches.
+        """Add entries `start` to `start + C` of a parameter's N gradients to their sketches.
 
         `flat_NC` is overwritten unless vectors are kept in full.
         """
@@ -104,7 +104,7 @@ class Sketch:
         out_NR[:, : tail.shape[1]] += tail
 
     def of(self, gradient: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Compute the sketch, [R], of a gradient given by parameter name, at least float32."""
+        """Sketch a gradient given by parameter name; return [R] in float32 or wider."""
         some = next(iter(gradient.values()))
         wide = torch.promote_types(some.dtype, torch.float32)
         out = torch.zeros((1, self.dimension), dtype=wide, device=some.device)
