@@ -142,7 +142,7 @@ def several_values(override: Override, schema: type) -> str:
     if schema in RUN_SCHEMAS.values() and node not in UNSWEPT_NODES:
         each = re.sub(r"([^,]+)", r"[\1]", value) if is_list and not is_call else value
         runs = command_line(command_of(schema), "-m", f"{key}={each}")
-        fixes.append(f"add -m for a run of each, as in {runs}")
+        fixes.append(f"add -m for one run per value, as in {runs}")
     fixes = fixes or [f"it takes a single one, such as {key}={value.partition(',')[0]}"]
     return f"{key}={value} has several values: {', or '.join(fixes)}"
 

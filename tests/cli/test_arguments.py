@@ -24,11 +24,11 @@ TRAIN = {
     ("group_size=true",): "group_size=true: a whole number is needed, such as group_size=8",
     ("group_size=",): "group_size= has no value: a whole number is needed, such as group_size=8",
     ("group_size=[4,8]",): (
-        "group_size=[4,8]: a whole number is needed, not a list; for a run of each: "
+        "group_size=[4,8]: a whole number is needed, not a list; for one run per value: "
         "-m group_size=4,8"
     ),
     ("group_size=4,8",): (
-        "group_size=4,8 has several values: add -m for a run of each, as in "
+        "group_size=4,8 has several values: add -m for one run per value, as in "
         "grpo-ustat train -m group_size=4,8"
     ),
     ("group_size",): "group_size has no value: write group_size=8",
@@ -158,7 +158,7 @@ GAP = {
         "theorem.baselines"
     ),
     ("theorem=lemma6,theorem7",): (
-        "theorem=lemma6,theorem7 has several values: add -m for a run of each, as in "
+        "theorem=lemma6,theorem7 has several values: add -m for one run per value, as in "
         "grpo-ustat gap -m theorem=lemma6,theorem7"
     ),
     ("problem.kind=coin",): (
@@ -276,7 +276,7 @@ def typed(line):
     line = line.partition(", where ")[0]
     hint = re.split(r"(?:write|quote it[:,]|such as|as in|is needed:|each:) ", line, maxsplit=1)[1]
     hint = re.sub(
-        r"(, or )(?:add -m for a run of each, as in|if it is a single value, quote it:|quote it,) ",
+        r"(, or )(?:add -m for one run per value, as in|if it is a single value, quote it:|quote it,) ",
         r"\1",
         hint,
     )

@@ -173,7 +173,7 @@ def test_a_broken_row_is_refused_before_the_command_says_what_it_does(answer, fa
 
 
 def test_an_empty_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no row"):
+    with pytest.raises(ConfigError, match="contains no rows"):
         configured(written(tmp_path / "my.jsonl", [""]))
 
 
