@@ -59,7 +59,9 @@ class DatasetConfig:
         "to train on; null: all remaining ones", "questions", positive=True
     )
     test_size: int | None = field("held out for evaluation; null: all", "questions", positive=True)
-    study_size: int = field("for studies by mse, never trained on", "questions", positive=True)
+    study_size: int = field(
+        "for studies by mse, never used for training", "questions", positive=True
+    )
     reward: str | None = field(
         "a reward function of your own, FILE.py:FUNCTION or the name of an entry point; null: "
         "the data set's reward"
@@ -177,7 +179,7 @@ class Gsm8kConfig(DatasetConfig):
 
     @property
     def sources(self) -> list[str]:
-        """Every path from which questions come."""
+        """All paths from which questions are read."""
         return [path for path in (self.path, self.test_path) if path is not None]
 
     @property
@@ -262,8 +264,7 @@ class JsonlConfig(DatasetConfig):
     )
 
     def check(self) -> None:
-        """Refuse missing files, invalid rows and excessive sizes, and fill in sizes that are
-        null."""
+        """Refuse missing files, invalid rows and excessive sizes; fill in null sizes."""
         super().check()
         for name in ("path", "test_path"):
             place = getattr(self, name)
@@ -350,7 +351,7 @@ class JsonlConfig(DatasetConfig):
             names = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
             fixes.append(f"dataset.{key}={names[0] if names else 'COLUMN'}")
         raise ConfigError(
-            f"{file} row 1: field {getattr(self, missing[0])} is missing, the fields there are: "
+            f"{file} row 1: field {getattr(self, missing[0])} is missing, the row has "
             f"{', '.join(columns)}: set {' '.join(fixes)}"
         )
 
@@ -380,7 +381,7 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def sources(self) -> list[str]:
-        """Every path from which questions come."""
+        """All paths from which questions are read."""
         return [path for path in (self.path, self.test_path) if path is not None]
 
 

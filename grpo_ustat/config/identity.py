@@ -210,16 +210,14 @@ def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
 
 
 def baselines_fingerprint(config: Any) -> str | None:
-    """Hash the modules of baselines from installed packages; return None if no such baseline is
-    used."""
+    """Hash the modules of baselines from installed packages; return None without such baselines."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
     files = [_module(PLUGIN_GROUP, name) for name in sorted(plugin_baselines(used))]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def measurements_fingerprint(config: Any) -> str | None:
-    """Hash the modules of measurements from installed packages; return None without
-    measurements."""
+    """Hash the modules of measurements from installed packages; return None if there are none."""
     names: list[str] = config.study.measurements if hasattr(config, "baselines") else []
     files = [_module(MEASUREMENTS, name) for name in sorted(names)]
     return _hash_of(files).hexdigest()[:12] if files else None

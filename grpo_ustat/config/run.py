@@ -38,7 +38,7 @@ class ProcessConfig:
 
 @dataclass
 class LoggerConfig:
-    """Tracker that displays metrics and files of the run folder.
+    """Tracker that displays the metrics of a run.
 
     The tracker reads keys and addresses from its environment variables.
     """
@@ -94,9 +94,7 @@ class Shared:
     output_root: str = field("folder below which outputs are written", default="outputs")
     dry_run: bool = field("print what would run and its estimated cost, and end")
     report: ReportConfig = node(ReportConfig, "the report of a sweep")
-    logger: LoggerConfig = node(
-        LoggerConfig, "a tracker that displays metrics and files of the run folder"
-    )
+    logger: LoggerConfig = node(LoggerConfig, "a tracker that displays the metrics of the run")
 
     # Class attributes, not fields. Commands with prompts and a model declare fields with these
     # names.

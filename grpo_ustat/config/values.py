@@ -68,7 +68,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(field: FieldInfo, conf: Path) -> str | None:
-    """Return a valid example value as typed, from the first file with one or from the default."""
+    """Return a valid value as typed, from the first suitable file or from the default."""
     values = _values_in_files(field.path, conf)
     kind = field.kind.removesuffix(" or null")
     of = kind.removeprefix("list of ")
@@ -82,8 +82,7 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
 
 
 def _values_in_files(path: str, conf: Path) -> Iterator[object]:
-    """Yield a field's value in each configuration file, beginning with the main files of
-    commands."""
+    """Yield a field's value in each configuration file; main files of commands come first."""
     node, _, name = path.rpartition(".")
     of_node, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
     for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *of_node, *rest]):
@@ -140,7 +139,6 @@ def is_of_kind(value: str, kind: str) -> bool:
 
 
 def field_at(path: str, fields: Iterable[FieldInfo]) -> FieldInfo | None:
-    """Return the field at this path or the list field that contains the path; None if there is
-    none."""
+    """Return the field at a path, or the list field that contains the path, or None."""
     path = re.sub(r"\[\d+\].*", "", path)
     return next((field for field in fields if field.path == path), None)

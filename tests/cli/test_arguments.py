@@ -274,9 +274,12 @@ HINTED = [  # a wrong command line
 def typed(line):
     """The command lines that a message says to type, as a shell splits them."""
     line = line.partition(", where ")[0]
-    hint = re.split(r"(?:write|quote it[:,]|such as|as in|is needed:|each:) ", line, maxsplit=1)[1]
+    hint = re.split(
+        r"(?:write|quote it[:,]|such as|as in|is needed:|per value:) ", line, maxsplit=1
+    )[1]
     hint = re.sub(
-        r"(, or )(?:add -m for one run per value, as in|if it is a single value, quote it:|quote it,) ",
+        r"(, or )(?:add -m for one run per value, as in|if it is a single value, quote it:"
+        r"|quote it,) ",
         r"\1",
         hint,
     )

@@ -142,7 +142,7 @@ def test_a_worked_example_keeps_its_white_space_under_as_is(tmp_path):
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"question": "x"}, "row 3: field answer is missing, the fields there are: question"),
+    ({"question": "x"}, "row 3: field answer is missing, the row has question"),
     ({"question": " ", "answer": "1"}, "row 3: field question is ' ', it must be a text that"),
     ({"question": "x", "answer": [1]}, r"row 3: field answer is \[1\], it must be a text or a num"),
     ({"question": "x", "answer": True}, "row 3: field answer is True, it must be a text or a num"),
@@ -310,7 +310,7 @@ def test_a_file_without_its_function_says_which_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("columns, words, fix", [
-    (("problem", "solution"), (), "question is missing, the fields there are: problem, solution: "
+    (("problem", "solution"), (), "question is missing, the row has problem, solution: "
      "set dataset.question=problem dataset.answer=solution"),
     (("problem", "answer"), (), "field question is missing, .*: set dataset.question=problem$"),
     (("problem", "solution"), ("dataset.question=problem",), "set dataset.answer=solution$"),
@@ -433,7 +433,7 @@ def test_rows_of_csv_are_texts_with_the_names_of_the_header(tmp_path):
 
 
 @pytest.mark.parametrize("line, message", [
-    ("a,b,c", "row 41 has more fields than the header names"),
+    ("a,b,c", "row 41 has more fields than the header"),
     ("a", "row 41: field answer is missing"),
     ('"a,b', "rows.csv cannot be read: unexpected end of data"),
 ])  # fmt: skip

@@ -144,7 +144,7 @@ def refused(match, path, **fields):
 BAD_LINES = {
     '{"question": "x", "answer"': r"bad.jsonl row 8 is no json: ",
     '["x", "y"]': "row 8 is .'x', 'y'., it must be an object with named fields",
-    '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the fields there are: question",
+    '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the row has question",
     '{"question": "x", "answer": 4}': "row 8: field answer is 4, it must be a text",
     '{"question": " ", "answer": "#### 4"}': "row 8: field question is ' ', it must be a text",
     '{"question": ["x"], "answer": "#### 4"}': r"row 8: field question is \['x'\], it must be",
@@ -170,7 +170,7 @@ def test_a_row_of_a_parquet_file_is_named(tmp_path):
 
 def test_other_fields_are_named(tmp_path):
     other = written(tmp_path / "other.jsonl", '{"problem": "x", "solution": "y"}\n')
-    told = "row 1: field question is missing, the fields there are: problem, solution"
+    told = "row 1: field question is missing, the row has problem, solution"
     refused(told, other, test_path=str(written(tmp_path / "good.jsonl", LINES)))
 
 
