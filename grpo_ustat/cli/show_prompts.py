@@ -1,4 +1,4 @@
-"""Preview of the rendered prompts of a run and of the extraction of answers."""
+"""Preview of a run's prompts and of the extraction of answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"
 
 
 def show_prompts(config: Common, split: str) -> None:
-    """Print the first `show_prompts` prompts of a split and the extraction of their answers.
+    """Print the first `show_prompts` prompts of a split and the answers read from references.
 
-    The length of the longest prompt of the split is also printed. Only the tokenizer is loaded, not
-    the model.
+    The function also prints the length of the split's longest prompt. Only the tokenizer is loaded,
+    not the model.
     """
     tokenizer = configured_tokenizer(config.model)
     task = configured_task(config.task_options, config.model, tokenizer)
