@@ -25,7 +25,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 LAUNCHER = "hydra/launcher"
 # Descriptions of groups that set fields of several nodes or have no node with their name.
 GROUP_MEANINGS = {
-    "theorem": "a result of the paper, with a suitable test problem",
+    "theorem": "a result of the paper with a test problem",
     "experiment": "all settings for a figure, table or check",
     "debug": "a run that ends in seconds",
     LAUNCHER: "where a sweep (-m) starts its runs",

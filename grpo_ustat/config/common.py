@@ -51,7 +51,9 @@ class Common(Shared):
     )
     temperature: float = field("divisor of the logits in sampling and scoring", positive=True)
     max_completion_length: int = field(
-        "after which a completion is truncated and counted as truncated", "tokens", positive=True
+        "after which a completion is truncated; metrics count truncated completions",
+        "tokens",
+        positive=True,
     )
     rollout_batch_size: int = field(
         "sampled at a time; affects only memory and speed", "completions", positive=True

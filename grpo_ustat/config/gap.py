@@ -90,7 +90,7 @@ class Lemma6Config(SimulatedConfig):
 
     baselines: list[str] = field("baselines of the runs", choices=SIMULATED_BASELINES)
     rollouts: int = field("of a step, n = B G", "completions", positive=True)
-    group_size: int = field("in a group, G", "completions", at_least=2)
+    group_size: int = field("per group, G", "completions", at_least=2)
     constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
     steps: int = field("of each run, T", "steps", positive=True)
 

@@ -201,9 +201,7 @@ class TrainConfig(Common):
     monitor: MonitorConfig = node(MonitorConfig, "estimates of the gradient error during training")
     budget: TrainBudget = node(TrainBudget, "numbers of completions per step")
     group_size: int = field("in a group, G; num_generations in TRL", "completions", positive=True)
-    learning_rate: float = field(
-        "learning rate of the optimizer at the schedule's maximum", positive=True
-    )
+    learning_rate: float = field("learning rate at the schedule's maximum", positive=True)
     max_grad_norm: float | None = field(
         "gradient norm above which gradients are scaled down to this norm; null: no limit",
         positive=True,
