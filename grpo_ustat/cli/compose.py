@@ -44,7 +44,7 @@ from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
 from grpo_ustat.launch.sharding import check_ranks
 
-# Imports that the help and refused command lines do not need are placed where they are used.
+# Imports that are not needed for the help or for refused command lines are local.
 if TYPE_CHECKING:
     from grpo_ustat.runs.status import PlannedRun
 
@@ -152,7 +152,7 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
     Args:
         entry: command, a key of `SCHEMAS`.
         words: parsed command line.
-        sweep: True if keys may have several values, as before a sweep is split into runs.
+        sweep: True to allow several values per key, for a sweep that is not yet split into runs.
     """
     name = words.config_name or entry
     refuse_early(entry, words)
@@ -289,7 +289,7 @@ def compose_node(
 
     Args:
         name: name of the main configuration file.
-        overrides: overrides as Hydra reads them.
+        overrides: overrides in Hydra's syntax.
         schema: schema of the command.
         multirun: True if `-m` is typed.
     """
@@ -431,7 +431,7 @@ def _check_slurm(warning: int, grace: int) -> None:
 
     Args:
         warning: seconds between SLURM's signal and the time limit.
-        grace: seconds that a run may need to save.
+        grace: seconds that a run can need to save.
     """
     if warning < grace:
         raise ConfigError(

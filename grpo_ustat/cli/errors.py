@@ -199,7 +199,7 @@ def _no_value(word: str, schema: type) -> str:
         groups = [group for group in groups_of(schema) if is_choice(group, word, schema)]
         choices = [f"{group}={word}" for group in groups]
         choices += [f"{x}={names[word]}" for x, names in CHOICES.items() if word in names]
-        fix = " or ".join(choices) or f"one, {_example(schema)}"
+        fix = " or ".join(choices) or f"KEY=VALUE, {_example(schema)}"
         return f"the argument {word} is not KEY=VALUE: write {fix}"
     if typed != key:
         return f"{word}: remove the blanks, write {to_type(key, value, 'str' * is_text)}"

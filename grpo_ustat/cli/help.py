@@ -107,7 +107,7 @@ BRIEF = {
     "problem.parameters": "D, dimension of theta",
     "problem.start": "u of the initial policy",
     "problem.values": "probability of a right answer",
-    "problem.slopes": "slopes of the probability in u",
+    "problem.slopes": "slopes of that probability in u",
     "problem.styles": "slopes of choices without reward",
     "problem.reach": "largest J* - J in the tested set",
 }
@@ -177,7 +177,7 @@ def _lines(page: CommandOptions, sections: dict[str, list[str]]) -> Iterator[str
     if groups:
         first = next(name for names in sections.values() for name in names if name in groups)
         yield _in(
-            DIM, f"--help {first}: choices of the group; --help {first}=NAME: fields that it sets"
+            DIM, f"--help {first}: choices of the group; --help {first}=NAME: fields that NAME sets"
         )
     yield _in(DIM, "--help all: every field; --help WORD: search")
 

@@ -196,7 +196,7 @@ def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictC
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return parsed overrides; within a session they also know the choices of their groups."""
+    """Return parsed overrides; within a session each can look up the choices of its group."""
     session = GlobalHydra.instance().hydra
     loader = session.config_loader if session else None
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))

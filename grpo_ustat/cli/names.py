@@ -13,8 +13,8 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.load import CONF, all_fields
 from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_type
 
-# Words with our names that accept the same values. If there are several names, the first one that
-# the command has is used.
+# Words that users type, with our names for fields or groups that accept the same values. The first
+# of our names that the command has is used.
 MEANT = {
     "policy actor checkpoint llm model_name model_name_or_path base_model "
     "pretrained": "model problem",

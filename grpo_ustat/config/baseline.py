@@ -121,7 +121,7 @@ class BaselineConfig:
     """Baseline that turns rewards into advantages, and the values of its options."""
 
     name: str = field(
-        "name of the baseline; choose by baseline=NAME",
+        "name of the baseline; set by baseline=NAME",
         choices=tuple(BASELINES),
         plugins=plugin_baselines,
     )

@@ -59,7 +59,7 @@ class Common(Shared):
         "sampled at a time; affects only memory and speed", "completions", positive=True
     )
     show_prompts: int = field(
-        "to print, with the method of reading their answers, before ending; 0: run normally",
+        "to print, with answers read from their reference solutions, instead of a run; 0: run",
         "prompts",
     )
 

@@ -67,8 +67,7 @@ class DatasetConfig:
         "the data set's reward"
     )
     max_completion_length: int | None = field(
-        "in a completion at most, if the command's max_completion_length is not set; null: that "
-        "field must be set",
+        "used as default of max_completion_length; null: max_completion_length must be set",
         "tokens",
         positive=True,
         default=None,
@@ -285,7 +284,7 @@ class JsonlConfig(DatasetConfig):
         if self.study_size + tests > rows:
             sizes = f"dataset.study_size={self.study_size}"
             sizes += f" and dataset.test_size={tests}" * bool(tests)
-            raise ConfigError(f"{sizes} of {rows} rows in {self.path}: use at most {rows} in all")
+            raise ConfigError(f"{sizes} of {rows} rows in {self.path}: use at most {rows} in total")
 
     def check_training(self, prompts: int) -> None:
         """Refuse a file with too few rows for a training step and an evaluation.
@@ -310,9 +309,9 @@ class JsonlConfig(DatasetConfig):
         of_tests = f", {tests} for tests (dataset.test_size)" * (test_rows is None)
         needs = "2 for tests and " * (test_rows is None)
         raise ConfigError(
-            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size){of_tests} and "
-            f"{train} to train on, but training needs {needs}{prompts} a step (budget.rollouts / "
-            f"group_size): {fix}{lower}"
+            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size){of_tests} "
+            f"and {train} to train on, but training needs {needs}{prompts} per step "
+            f"(budget.rollouts / group_size): {fix}{lower}"
         )
 
     def question_and_answer(self, row: Row) -> tuple[str, str]:
@@ -327,7 +326,7 @@ class JsonlConfig(DatasetConfig):
         if isinstance(answer, float) and answer.is_integer() and abs(answer) < MAX_EXACT_FLOAT:
             answer = int(answer)
         if not str(answer).rpartition(MARK)[2].strip():
-            raise row.refused(self.answer, answer, "a text that is not empty")
+            raise row.refused(self.answer, answer, "non-empty text")
         return text, str(answer)
 
     def row_counts(self) -> tuple[int, int | None]:

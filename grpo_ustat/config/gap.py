@@ -30,7 +30,7 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 class TheoryConfig:
     """Fields of every theorem."""
 
-    # Title in pages, figures and tables. A class attribute is not a configuration field.
+    # Title in pages, figures and tables; a class attribute, not a configuration field.
     title: ClassVar[str] = ""
     # Kinds of test problems on which the theorem can be tested.
     problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")
@@ -89,7 +89,7 @@ class Lemma6Config(SimulatedConfig):
     title = "Lemma 6, the gap under constant and falling learning rates"
 
     baselines: list[str] = field("baselines of the runs", choices=SIMULATED_BASELINES)
-    rollouts: int = field("of a step, n = B G", "completions", positive=True)
+    rollouts: int = field("per step, n = B G", "completions", positive=True)
     group_size: int = field("per group, G", "completions", at_least=2)
     constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
     steps: int = field("of each run, T", "steps", positive=True)
@@ -111,7 +111,7 @@ class Theorem7Config(SimulatedConfig):
     title = "Theorem 7, the best group size"
 
     rollouts: list[int] = field(
-        "in a step, n = B G: the values at which group sizes are compared, for each T",
+        "per step, n = B G: the values at which group sizes are compared, for each T",
         "completions",
         positive=True,
         distinct=True,
@@ -123,7 +123,7 @@ class Theorem7Config(SimulatedConfig):
         distinct=True,
     )
     group_sizes: list[int] = field(
-        "in a group: the values of G; values that do not divide n are skipped",
+        "per group: the values of G; values that do not divide n are skipped",
         "completions",
         at_least=2,
         distinct=True,
@@ -162,9 +162,9 @@ class Theorem8Config(SimulatedConfig):
     title = "Theorem 8, the law of the gap"
     problems = ("coins", "ridge_coins", "softmax")
 
-    rollouts: int = field("of a step, n = B G", "completions", positive=True)
+    rollouts: int = field("per step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
-        "in a group of GRPO: the values of G; other baselines use only the first value",
+        "per group of GRPO: the values of G; other baselines use only the first value",
         "completions",
         at_least=2,
         distinct=True,
@@ -188,9 +188,9 @@ class CorollariesConfig(SimulatedConfig):
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
-    rollouts: int = field("of a step, n = B G", "completions", positive=True)
+    rollouts: int = field("per step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
-        "in a group: the values of G", "completions", at_least=2, distinct=True
+        "per group: the values of G", "completions", at_least=2, distinct=True
     )
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
@@ -207,13 +207,13 @@ class Proposition13Config(SimulatedConfig):
     title = "Proposition 13, what normalised advantages maximise"
     problems = ("coins",)
 
-    num_prompts: int = field("of a step, B", "prompts", positive=True)
+    num_prompts: int = field("per step, B", "prompts", positive=True)
     group_sizes: list[int] = field(
-        "in a group: the values of G, ascending", "completions", at_least=2
+        "per group: the values of G, ascending", "completions", at_least=2
     )
     epsilon: float = field("added to a group's standard deviation", at_least=0)
     limit_sizes: list[int] = field(
-        "in a group: three values of G, each twice the previous value, for extrapolation to "
+        "per group: three values of G, each twice the previous value, for extrapolation to "
         "infinite G",
         "completions",
     )
@@ -225,8 +225,7 @@ class Proposition13Config(SimulatedConfig):
         "into which a batch is split, in the variants with minibatches", "minibatches", at_least=2
     )
     variant_sizes: list[int] = field(
-        "in a group: the values of G for the variants with a KL term, with minibatches or with "
-        "both",
+        "per group: the values of G for the variants with a KL term, with minibatches or with both",
         "completions",
         at_least=2,
         distinct=True,
@@ -248,7 +247,7 @@ class Lemma11Config(TheoryConfig):
 
     title = "Lemma 11, normalised advantages as a U-statistic"
 
-    group_sizes: list[int] = field("in a group: the values of G", "completions", at_least=2)
+    group_sizes: list[int] = field("per group: the values of G", "completions", at_least=2)
     epsilon: float = field("added to a group's standard deviation", at_least=0)
 
     def check(self) -> None:
@@ -279,7 +278,7 @@ class Theorem12Config(TheoryConfig):
     learning_rates: list[float] = field(
         "learning rates of the updates, three or more", positive=True
     )
-    num_prompts: int = field("of a batch, B", "prompts", positive=True)
+    num_prompts: int = field("per batch, B", "prompts", positive=True)
     minibatches: int = field(
         "into which a batch is split; there is one pass, with an update on each minibatch",
         "minibatches",
@@ -289,10 +288,10 @@ class Theorem12Config(TheoryConfig):
         "in a group during updates, G; must be one of group_sizes", "completions", at_least=2
     )
     group_sizes: list[int] = field(
-        "in a group: the values of G at learning rate 0", "completions", at_least=2, distinct=True
+        "per group: the values of G at learning rate 0", "completions", at_least=2, distinct=True
     )
     limit_sizes: list[int] = field(
-        "in a group: three values of G, each twice the previous value, for extrapolation to "
+        "per group: three values of G, each twice the previous value, for extrapolation to "
         "infinite G",
         "completions",
     )
@@ -328,7 +327,7 @@ class Theorem12Config(TheoryConfig):
         if self.group_size not in self.group_sizes:
             raise ConfigError(
                 f"theorem.group_size={self.group_size} with "
-                f"theorem.group_sizes={self.group_sizes}: use one of them"
+                f"theorem.group_sizes={self.group_sizes}: use one of theorem.group_sizes"
             )
         _check_doubling(self.limit_sizes)
 
@@ -396,7 +395,7 @@ class GapConfig(Shared):
 
     @property
     def plan(self) -> str:
-        """Sentence with theorem, test problem and number of replicates."""
+        """Text that names theorem, test problem and number of replicates."""
         replicates = getattr(self.theorem, "replicates", None)
         words = f"gap: {self.theorem.kind} on {self.problem.name}"
         return words + (f", {replicates} replicates" if replicates else "")

@@ -277,9 +277,9 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 def folder_name(config: Any) -> str:
     """Return the run folder's name without the seed: words and a hash of the identity keys.
 
-    Long words are shortened to their end, because they can contain the path of a model's folder.
-    Names never begin with a dot. A `=` in the words becomes a `-`, so that a path can be typed in
-    an override without quotes.
+    The words can contain the path of a model's folder. If they are too long, only their end is
+    kept. Names never begin with a dot. A `=` in the words becomes a `-`, so that a path can be
+    typed in an override without quotes.
     """
     keys = identity(config)
     del keys["seed"]

@@ -47,7 +47,7 @@ class ModelSize:
 class ModelConfig:
     """The policy."""
 
-    name: str = field("name of the model, in the run folder's name")
+    name: str = field("name of the model, part of the run folder's name")
     model_name_or_path: str = field(
         "embedded:NAME, cached:NAME (made by a script), a folder with a model or with LoRA "
         "adapters, or org/name on the hub"
@@ -70,14 +70,12 @@ class ModelConfig:
         "run code that comes with the model; can only be set on the command line", default=False
     )
     learning_rate: float | None = field(
-        "learning rate of all parameters if the field learning_rate is null; null: that field "
-        "must be set",
+        "default of learning_rate without adapters; null: learning_rate must be set",
         positive=True,
         default=None,
     )
     lora_learning_rate: float | None = field(
-        "learning rate of adapters (lora=r16) if the field learning_rate is null; null: that "
-        "field must be set",
+        "default of learning_rate with adapters (lora=r16); null: learning_rate must be set",
         positive=True,
         default=None,
     )

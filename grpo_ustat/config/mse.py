@@ -56,7 +56,7 @@ class MseConfig(Common):
     """Configuration of `grpo-ustat mse`."""
 
     launch: StudyLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
-        StudyLaunch, "processes and devices; none of it changes results"
+        StudyLaunch, "processes and devices, which do not affect results"
     )
     study: StudyConfig = node(StudyConfig, "what is measured and how")
     rollout: RolloutConfig = node(
@@ -83,7 +83,7 @@ class MseConfig(Common):
         plugins=plugin_baselines,
         distinct=True,
     )
-    group_sizes: list[int] = field("in a group: the values of G", "completions", distinct=True)
+    group_sizes: list[int] = field("per group: the values of G", "completions", distinct=True)
     pool: str | None = field(
         "folder of scored completions to reuse and extend, or Parquet file with rollouts of "
         "another program; null: a folder in the run folder"
@@ -449,8 +449,9 @@ class MseConfig(Common):
             completions = max(sizes) if self.imports_pool else self.budget.pool_completions
         if min(sizes) > completions:
             raise ConfigError(
-                f"baselines contains {name}, which has no closed form: groups of {min(sizes)} need "
-                f"{min(sizes)} completions, but budget.pool_completions={completions}: raise it"
+                f"baselines contains {name}, which has no closed form: groups of {min(sizes)} "
+                f"need {min(sizes)} completions, but budget.pool_completions={completions}: "
+                "raise budget.pool_completions"
             )
         size = max(size for size in sizes if size <= completions)
         if not baseline.couples_prompts:

@@ -84,7 +84,7 @@ class ObjectiveConfig:
         default=KEEP,
     )
     reward_variance_share: float = field(
-        "keep only the fewest groups that together have this share of the update's reward "
+        "keep the smallest number of groups that together have this share of the update's reward "
         "variance (RAGEN-2); 1: keep all groups",
         positive=True,
         default=1.0,
@@ -97,8 +97,8 @@ class ObjectiveConfig:
     )
     num_iterations: int = field("over each batch", "passes", positive=True, default=1)
     num_minibatches: int = field(
-        "with equal numbers of prompts into which a batch is split, for one update each; ignored "
-        "if minibatch_size is set",
+        "of equally many prompts into which a batch is split; each minibatch gives an update; "
+        "ignored if minibatch_size is set",
         "minibatches",
         positive=True,
         default=1,

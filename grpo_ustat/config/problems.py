@@ -18,7 +18,7 @@ MAX_COMPLETIONS = 2**14
 class ProblemConfig:
     """Fields of every kind of test problem."""
 
-    name: str = field("name of the test problem; part of the run folder's name")
+    name: str = field("name of the test problem, part of the run folder's name")
     kind: str = field(
         "kind of the policy; set by problem=NAME",
         choices=("coins", "ridge_coins", "softmax", "sequences"),

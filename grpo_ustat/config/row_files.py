@@ -44,7 +44,7 @@ class Row:
             if self.has(name):
                 value = self.fields[name]
                 if isinstance(value, str) and SURROGATE.search(value):
-                    raise self.refused(name, value, "a text of whole characters")
+                    raise self.refused(name, value, "valid Unicode text")
                 return value
         present = ", ".join(name for name in self.fields if self.has(name)) or "none"
         raise ConfigError(
@@ -55,7 +55,7 @@ class Row:
         """Return the value as non-blank text, including leading and trailing white space."""
         value = self.value(*names)
         if not isinstance(value, str) or not value.strip():
-            raise self.refused(" or ".join(names), value, "a text that is not empty")
+            raise self.refused(" or ".join(names), value, "non-empty text")
         return value
 
     def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
@@ -111,13 +111,13 @@ def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
             return
         except (ValueError, RecursionError) as error:
             if text.lstrip()[1:].lstrip()[:1] in ("{", "]", ""):
-                raise ValueError(f"no json ({error})") from error
+                raise ValueError(f"invalid JSON ({error})") from error
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{file} row {number} is no json: {error}") from error
+                raise ConfigError(f"{file} row {number} is not valid JSON: {error}") from error
 
 
 def _parquet(content: bytes) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> list[Row]:
                 if isinstance(part, float) and not math.isfinite(part):
                     raise row.refused(name, part, "a finite number, or null")
                 if isinstance(part, str) and SURROGATE.search(part):
-                    raise row.refused(name, part, "a text of whole characters")
+                    raise row.refused(name, part, "valid Unicode text")
         checked.append(row)
     return checked
 

@@ -1,7 +1,7 @@
 """Detection of secrets, which are refused in configurations and hidden in output.
 
-A value counts as a secret if its option is named like a secret, if the value contains that of an
-environment variable such as HF_TOKEN, or if it matches a common form of secrets, such as an address
+A value counts as a secret if its option is named like a secret, if it contains the value of an
+environment variable such as HF_TOKEN, or if it has a common form of secrets, such as an address
 with a password.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 REDACTED = "(redacted)"
-# Regular expressions for the API keys of each service.
+# Regular expressions for common forms of secrets, by service.
 KEY_FORMS = {
     "Hugging Face": r"\bhf_[A-Za-z0-9]{20,}",
     "Weights & Biases": r"\bwandb_v1_\w{20,}|(?i:(?<=key=))[0-9a-f]{40}\b",

@@ -118,7 +118,7 @@ class EvalConfig:
             raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
         if self.num_generations > 1 and "sampled" not in self.decoding:
             raise ConfigError(
-                f"eval.num_generations={self.num_generations} samples, but "
+                f"eval.num_generations={self.num_generations} needs sampled decoding, but "
                 f"eval.decoding={self.decoding}: use eval.decoding=[sampled,greedy], or "
                 "eval.num_generations=1"
             )

@@ -164,7 +164,7 @@ def test_a_row_that_cannot_be_used_is_named(row, message, tmp_path):
 @pytest.mark.parametrize("answer, fault", [
     (None, "field answer is missing"),
     ([1], r"field answer is \[1\], it must be a text or a number"),
-    (" ", "field answer is ' ', it must be a text that is not empty"),
+    (" ", "field answer is ' ', it must be non-empty text"),
 ])  # fmt: skip
 def test_a_broken_row_is_refused_before_the_command_says_what_it_does(answer, fault, tmp_path):
     path = written(tmp_path / "my.jsonl", [*ROWS[:2], {"question": "x", "answer": answer}])

@@ -142,7 +142,7 @@ def refused(match, path, **fields):
 
 
 BAD_LINES = {
-    '{"question": "x", "answer"': r"bad.jsonl row 8 is no json: ",
+    '{"question": "x", "answer"': r"bad.jsonl row 8 is not valid JSON: ",
     '["x", "y"]': "row 8 is .'x', 'y'., it must be an object with named fields",
     '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the row has question",
     '{"question": "x", "answer": 4}': "row 8: field answer is 4, it must be a text",
@@ -178,7 +178,7 @@ def test_other_fields_are_named(tmp_path):
     "name, content, match",
     [
         ("empty.jsonl", "", "empty.jsonl cannot be read: it is empty"),
-        ("rows.md", "# rows", "rows.md row 1 is no json"),
+        ("rows.md", "# rows", "rows.md row 1 is not valid JSON"),
         ("rows.json", "[{]", "rows.json cannot be read: no json"),
         ("rows.parquet", LINES, "rows.parquet cannot be read: .*[Pp]arquet"),
         ("rows.jsonl.gz", LINES, "rows.jsonl.gz cannot be read: .*[Nn]ot a gzipped file"),
