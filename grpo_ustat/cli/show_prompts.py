@@ -43,7 +43,7 @@ def show_prompts(config: Common, split: str) -> None:
         tell(f"expected answer: {visible(questions[i].answer)}")
         tell(f"reference: {visible(reference).strip()}")
         answer = "nothing" if answer is None else visible(answer)
-        tell(f"read from the reference: {answer}, reward {reward:g}\n")
+        tell(f"answer read from the reference: {answer}, reward {reward:g}\n")
     if config.prompt.stop is not None:
         stops = stop_tokens(tokenizer, config.prompt.stop)
         tell(f"{len(stops)} tokens contain prompt.stop={config.prompt.stop!r} and end a completion")
@@ -54,7 +54,7 @@ def show_prompts(config: Common, split: str) -> None:
     tell(
         f"longest of {len(prompts)} {split} prompts: {count} tokens "
         f"({visible(prompts[longest].id)}); with max_completion_length="
-        f"{config.max_completion_length} {total}, of the model's {limit or 'unknown number'}"
+        f"{config.max_completion_length}: {total} tokens (limit of the model: {limit or 'unknown'})"
     )
     if limit is not None and total > limit:
         warn(

@@ -24,7 +24,10 @@ def main() -> None:
         "status", choices=["status"], help="show a table of all runs in a folder's sweeps"
     )
     parser.add_argument(
-        "place", type=Path, metavar="DIR", help="outputs/train, or one sweep-*.json"
+        "place",
+        type=Path,
+        metavar="DIR",
+        help="a folder of runs, such as outputs/train, or a sweep-*.json file",
     )
     place = parser.parse_args().place
     try:

@@ -83,12 +83,18 @@ def identity(config: Any) -> dict[str, Any]:
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """Remove the keys that do not change results, and add `tf32` to a study.
 
-    These keys are removed: the model's size, from which costs are estimated; values that a model or
-    a data set suggests for unset fields, since the fields themselves are kept; empty options of a
-    chat template; paths of local data, since the content is hashed instead; the part of a pool to
-    fill; the number of minibatches if their size is set; settings of AdamW's metric, of a sampler's
-    corrections, of verdicts and of further measurements if these are not used; and reward weights
-    that are all 1. The entry `tf32` is True if matrix products of the study use TF32.
+    The following keys are removed or replaced by a neutral value:
+
+    - the model's size, which only affects cost estimates
+    - default values that a model or a data set gives for other fields
+    - empty options of a chat template
+    - paths of local data, whose content is hashed instead
+    - the part of a pool to fill
+    - the number of minibatches if their size is set
+    - settings of AdamW's metric, corrections, verdicts and further measurements that are not used
+    - reward weights that are all 1
+
+    The entry `tf32` is True if matrix products of the study use TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)

@@ -199,7 +199,7 @@ class ObjectiveConfig:
         if low is not None and level == "none":
             raise ConfigError(
                 f"objective.epsilon={low} clips a ratio, but importance_sampling_level=none has "
-                "no ratio: use token, or epsilon=null epsilon_high=null"
+                "no ratio: use importance_sampling_level=token, or epsilon=null epsilon_high=null"
             )
         kind, place = self.kl_estimator, self.kl_in
         if (kind is None) != (place is None):

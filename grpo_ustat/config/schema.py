@@ -52,7 +52,7 @@ def field(
     Args:
         meaning: description, including `null: ...` if null is allowed. `--help` prints the unit
             before the description.
-        unit: unit of a number, such as `tokens`; the description completes the phrase.
+        unit: unit of a number, such as `tokens`; unit and description together form a phrase.
         choices: allowed values of the field or of the elements of a list; if empty, any value.
         plugins: function that returns further choices from installed packages.
         positive: True if numbers must be positive and finite.

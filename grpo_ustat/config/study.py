@@ -22,7 +22,7 @@ class StudyBudget:
         "to sample and score for each question, N; used by closed_form", "completions"
     )
     loss_draws: int = field(
-        "of two batches each, for losses and baselines whose weight of a completion depends on "
+        "of two batches each, for losses and baselines in which a completion's weight depends on "
         "the whole batch",
         "draws",
         at_least=2,
@@ -78,8 +78,8 @@ class StudyConfig:
         distinct=True,
     )
     rollouts: int = field(
-        "per training step, n, to which the printed answer refers, as does the comparison of "
-        "losses and of baselines without a closed form",
+        "per training step, n, for the printed answer and for the comparison of losses and of "
+        "baselines without a closed form",
         "rollouts",
         at_least=2,
     )
@@ -89,8 +89,8 @@ class StudyConfig:
         choices=METRICS,
     )
     adam_rollouts: int = field(
-        "in a step, n, whose squared gradients give AdamW's second moments; these do not depend "
-        "on the measured G",
+        "in the step whose squared gradients give AdamW's second moments, n; every G uses the "
+        "same second moments",
         "rollouts",
         positive=True,
     )

@@ -326,7 +326,7 @@ def test_a_path_with_blanks_and_a_comma_is_one_value_as_it_is_said(tmp_path, mon
     (["--config-path", "/a b"], "--config-path=/a b would hide the built-in configuration: write "
      "'--config-dir=/a b', where files override the built-in files"),
     (["-cp", "conf", "-m", "seed=1,2"], "--config-path=conf would hide the built-in"),
-    (["--experimental-rerun", "x.pickle"], "--experimental-rerun=x.pickle is not supported: repeat"),
+    (["--experimental-rerun", "x.pickle"], "--experimental-rerun=x.pickle is not supported"),
     (["--resolve"], "--resolve only changes the output of --cfg: write --cfg job --resolve"),
     (["--package", "model"], "--package=model only changes the output of --cfg: write --cfg"),
     (["--config-dir", "/nowhere"], "--config-dir=/nowhere: there is no such folder"),

@@ -71,7 +71,7 @@ def test_a_prompt_that_fits_is_no_warning(monkeypatch, capsys):
     questions = [Question("q", "1+1", "2", "sum", "1+1=2 #### 2")]
     out, err = preview(monkeypatch, capsys, questions, entry="mse", split="study")
     assert "--- study prompt 1: 4 tokens, '1' '+' '1' '='" in out and not err
-    assert "96 100, of the model's 512" in out
+    assert "96: 100 tokens (limit of the model: 512)" in out
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_other_fields_are_named(tmp_path):
     [
         ("empty.jsonl", "", "empty.jsonl cannot be read: it is empty"),
         ("rows.md", "# rows", "rows.md row 1 is not valid JSON"),
-        ("rows.json", "[{]", "rows.json cannot be read: no json"),
+        ("rows.json", "[{]", "rows.json cannot be read: invalid JSON"),
         ("rows.parquet", LINES, "rows.parquet cannot be read: .*[Pp]arquet"),
         ("rows.jsonl.gz", LINES, "rows.jsonl.gz cannot be read: .*[Nn]ot a gzipped file"),
         ("cut.jsonl.gz", gzip.compress(LINES)[:-20], "cut.jsonl.gz cannot be read"),
