@@ -76,8 +76,8 @@ def _refuse_ignored(words: Namespace) -> None:
     if words.config_path is not None:
         raise ConfigError(
             f"--config-path={words.config_path} would hide the built-in configuration: write "
-            f"{shlex.quote(f'--config-dir={words.config_path}')}, a folder that is searched "
-            "before the built-in files"
+            f"{shlex.quote(f'--config-dir={words.config_path}')}, where files override "
+            "the built-in files"
         )
     if words.experimental_rerun is not None:
         raise ConfigError(

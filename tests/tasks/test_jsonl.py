@@ -143,7 +143,7 @@ def test_a_worked_example_keeps_its_white_space_under_as_is(tmp_path):
 
 @pytest.mark.parametrize("row, message", [
     ({"question": "x"}, "row 3: field answer is missing, the row has question"),
-    ({"question": " ", "answer": "1"}, "row 3: field question is ' ', it must be a text that"),
+    ({"question": " ", "answer": "1"}, "row 3: field question is ' ', it must be non-empty"),
     ({"question": "x", "answer": [1]}, r"row 3: field answer is \[1\], it must be a text or a num"),
     ({"question": "x", "answer": True}, "row 3: field answer is True, it must be a text or a num"),
     ({"question": "x", "answer": "so ####"}, "row 3: field answer is 'so ####', it must be"),
