@@ -333,7 +333,7 @@ def test_columns_of_other_names_are_named_before_anything_is_read(
 
 @pytest.mark.parametrize("rows, words, line", [
     (2, (), "my.jsonl has 2 rows, 1 for studies .* 0 for tests .* and 1 to train on, but training "
-     "needs 2 for tests and 8 a step .*: use 11 rows or more$"),
+     "needs 2 for tests and 8 per step .*: use 11 rows or more$"),
     (10, (), "use 11 rows or more, or lower budget.rollouts"),
     (11, (), "use dataset.study_size=1 dataset.test_size=2, or lower"),
     (20, ("dataset.test_size=12",), "use dataset.study_size=1 dataset.test_size=11, or lower"),
@@ -353,7 +353,7 @@ def test_too_few_rows_to_train_on_are_refused_with_what_can_be_typed(rows, words
 def test_rows_of_a_test_file_are_not_counted_among_those_to_train_on(tmp_path):
     path, tests = (written(tmp_path / name, ROWS[:8]) for name in ("my.jsonl", "test.jsonl"))
     words = ("budget.rollouts=64", f"dataset.test_path={tests}")
-    with pytest.raises(ConfigError, match=naming("study_size", "6 to train", "8 a step", "9 r")):
+    with pytest.raises(ConfigError, match=naming("study_size", "6 to train", "8 per step", "9 r")):
         configured(path, *words)
 
 

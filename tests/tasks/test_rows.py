@@ -146,7 +146,7 @@ BAD_LINES = {
     '["x", "y"]': "row 8 is .'x', 'y'., it must be an object with named fields",
     '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the row has question",
     '{"question": "x", "answer": 4}': "row 8: field answer is 4, it must be non-empty text",
-    '{"question": " ", "answer": "#### 4"}': "row 8: field question is ' ', it must be non-empty text",
+    '{"question": " ", "answer": "#### 4"}': "row 8: field question is ' ', it must be non-empty",
     '{"question": ["x"], "answer": "#### 4"}': r"row 8: field question is \['x'\], it must be",
     '{"question": "x", "answer": "four"}': "row 8: field answer is 'four', it must be a solution",
     '{"question": "x", "answer": "#### four"}': "row 8: .* ends in #### and a number",
