@@ -50,7 +50,7 @@ def test_texts_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
     assert "read from the reference: nothing, reward 0" in third
     total = 17 + 96
     assert (
-        f"longest of 3 train prompts: 17 tokens (q0); with max_completion_length=96 {total}" in out
+        f"longest of 3 train prompts: 17 tokens (q0); with max_completion_length=96: {total}" in out
     )
     assert f"can reach {total} tokens, but the model has 64 positions" in err.replace("\n", " ")
 
