@@ -130,8 +130,8 @@ MSE = {
     ),
     ("pool=[a",): "pool=[a: the value cannot be read: check its brackets and quotes",
     ("group_sizes=4,8",): (
-        "group_sizes=4,8 has several values: write group_sizes=[4,8], or add -m for a run of "
-        "each, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
+        "group_sizes=4,8 has several values: write group_sizes=[4,8], or add -m for one run "
+        "per value, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
     ),
     ("baselines=oracle",): "baselines=oracle: a list is needed: baselines=[oracle]",
     ("study.methods=[close_form]",): (
