@@ -172,7 +172,7 @@ class CoinProblem(Problem):
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
-                f"reach={self.reach} gives a probability of only {probability.min():.3g}: "
+                f"reach={self.reach} gives a smallest probability of {probability.min():.3g}: "
                 "lower reach"
             )
 
@@ -243,7 +243,7 @@ class RidgeCoinProblem(Problem):
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
-                f"reach={self.reach} and width={self.width} give a probability of only "
+                f"reach={self.reach} and width={self.width} give a smallest probability of "
                 f"{probability.min():.3g}: lower them"
             )
 

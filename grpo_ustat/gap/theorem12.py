@@ -243,8 +243,7 @@ def _start_answer(start: OnPolicy) -> str:
     steep = f"on a log-log scale with slope {slope.measured:.2f} at the largest G tested"
     limit = {
         AGREES: "The squared bias vanishes like 1/G^2 as G grows",
-        OPEN: f"The squared bias falls {steep}; the test does not decide whether it falls like "
-        "1/G^2",
+        OPEN: f"Whether the squared bias falls like 1/G^2 is undecided; it falls {steep}",
         DISAGREES: f"The squared bias falls {steep}, not like 1/G^2",
     }[slope.verdict]
     return (
