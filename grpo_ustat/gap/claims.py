@@ -11,8 +11,7 @@ from grpo_ustat.runs.result import Claim
 
 # A distance that shrinks at least as fast as T^-RATE_EXPONENT counts as converging to 0.
 RATE_EXPONENT = 0.25
-# A sequence of distances counts as approaching 0 if the ratio of the last distance to the previous
-# one is at most this.
+# Largest ratio of the last distance to the previous distance that counts as an approach to 0.
 MAX_REMAINING_SHARE = 0.9
 
 
@@ -96,7 +95,7 @@ def at_infinity(values: np.ndarray) -> np.ndarray:
 def replicates_converge(
     last_R: np.ndarray, before_R: np.ndarray, last_step: int, before_step: int
 ) -> bool:
-    """Return True if the mean over replicates falls significantly, at least as fast as T^(-1/4).
+    """Return True if the mean over replicates approaches 0 significantly, at least like T^(-1/4).
 
     The test is one-sided at level 5 %. If the mean does not change with T, the test returns True
     with probability at most 5 %. The test is paired, since the same replicates are measured at both
@@ -115,7 +114,7 @@ def replicates_converge(
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
-    """Return the mean with a t interval, corrected (Bonferroni) for `among` intervals."""
+    """Return the mean with a t interval, Bonferroni-corrected for `among` intervals."""
     count = len(values_R)
     variance = float(values_R.var(ddof=1)) / count
     return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - CONFIDENCE) / among)

@@ -9,9 +9,9 @@ Let r be the factor of `E Delta_t`. For a constant learning rate eta < 2/L the s
 recursion is `r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`. For `eta_t = c/t` with `2 mu c > 1`
 the solution approaches `L c^2 s2 / (2 (2 mu c - 1)) / T` as T grows.
 
-If J is exactly quadratic with curvature H, the second moment `m = E v v'` of the distance v to the
-maximiser obeys the equality `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, and
-`E Delta = tr(H m) / 2`.
+If J is exactly quadratic with curvature H, the second moment `m = E v v'` of the displacement v
+from the maximiser obeys the equality `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, and `E Delta =
+tr(H m) / 2`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def quadratic_recursion(
 
 
 def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
-    r"""Return the weights of the limit law of the gap, in descending order, [K].
+    r"""Return the weights of the gap's limit law, in descending order, [K].
 
     Theorem 8: for `eta_t = c/t`, `T Delta_T -> sum_j w_j chi2_1`. In the basis in which H is
     diag(lambda), `Gamma_ij = c^2 Sigma_ij / (c (lambda_i + lambda_j) - 1)`. The weights w are the

@@ -29,7 +29,7 @@ STATEMENT = (
 )
 # Group sizes at which the limit weights are enumerated.
 ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))
-# Common shifts: each is added to the baseline V of every prompt.
+# Shifts from V that are common to all prompts.
 COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))
 # Number of random baselines, each with its own shift from V for every prompt.
 RANDOM_SHIFTS = 1000
@@ -146,9 +146,9 @@ def _difference_claim(
         predicted,
         *mean_interval(last_R),
         verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates on the "
-        f"same draws, T = {late}; if rejected, undecided if the difference approaches the "
-        "prediction significantly, at least as fast as T^(-1/4)",
+        how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates with "
+        f"shared random numbers, T = {late}; a rejected claim is undecided if the difference "
+        "approaches the prediction significantly, at least as fast as T^(-1/4)",
         p_value=mean_p_value(last_R - predicted),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives={

@@ -52,9 +52,9 @@ from scipy import fft
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-# A mean counts as 0 if its norm, relative to the root mean square norm, is below this.
+# A mean counts as 0 if its norm, relative to the root mean square norm, is below this value.
 MEAN_ROUNDING = 1e-9
-# A reward counts as lying on the grid if its distance from the grid, in steps, is below this.
+# A reward counts as lying on the grid if its distance from the grid, in steps, is below this value.
 GRID_ROUNDING = 1e-9
 
 

@@ -18,7 +18,7 @@ Points = Sequence[float] | np.ndarray
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A curve of a figure."""
+    """A curve in a figure."""
 
     # Label in the legend.
     label: str
@@ -71,7 +71,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Results of the test of a theorem."""
+    """Results of a theorem's test."""
 
     # Claims in order of importance. `correct_family` corrects their verdicts for multiple testing.
     claims: Sequence[Claim]

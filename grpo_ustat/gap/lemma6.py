@@ -44,7 +44,8 @@ STATEMENT = (
 def plan(design: Lemma6Config) -> list[Simulation]:
     """Plan every estimator at every learning rate.
 
-    The recorded steps are the start, the steps of the curve and the step after each of them.
+    The recorded steps are the start, the steps of the curve, and the step after each step of the
+    curve.
     """
     curve, prompts = log_spaced_steps(design.steps), design.rollouts // design.group_size
     with_next = tuple(sorted({0, *curve, *(step + 1 for step in curve)}))

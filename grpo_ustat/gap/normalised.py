@@ -55,9 +55,9 @@ class RightAndWrong:
     value: Array
     # Squared norm of the gradient, ||g||^2.
     g_sq: Array
-    # Trace of the covariance of the score given reward 1, t_1.
+    # Trace t_1 of the score's covariance given reward 1.
     right: Array
-    # Trace of the covariance of the score given reward 0, t_0.
+    # Trace t_0 of the score's covariance given reward 0.
     wrong: Array
 
     @property
@@ -128,7 +128,7 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
     ):
         raise ValueError(
             f"prompt {prompt} has V={value_P[prompt]}, so sigma is 0 and every group has zero "
-            "variance: leave the prompt out"
+            "variance: remove the prompt"
         )
     g_PK = np.einsum("py,pyk->pk", probability_PY * reward_PY, score_PYK)
     traces: list[Array] = []

@@ -67,7 +67,7 @@ from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
 
 LEVELS = ("token", "sequence")
-# Ratio of squared bias to variance below which the bias is rounding error.
+# Ratio of squared bias to variance below which the bias counts as rounding error.
 ROUNDING = 1e-20
 # Largest permitted change of a parameter. After a larger change, squares of pi_ref/pi_theta could
 # overflow.
@@ -171,7 +171,7 @@ class Setting:
 
         Names that contain `_kl` refer to the penalty's part; names with `_policy` exclude the
         penalty. `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, names
-        with `_drift2` are the squared change of the bias since theta_old, and
+        with `_drift2` give the squared change of the bias since theta_old, and
         `token_bias2_own_sigma` is the squared bias relative to a target with the sigma(x) of
         pi_theta.
         """
@@ -326,7 +326,7 @@ class OnPolicy:
     target_norm: float
 
     def variance_ratio(self, kind: str) -> float:
-        """Return the limit of (B variance - C1), as G grows, divided by the oracle's value."""
+        """Return the limit, as G grows, of (B variance - C1) relative to the oracle's value."""
         values, sizes = self.limits[kind], np.array(self.limit_sizes)
         oracle = sizes * (values["oracle"] - values["between"])
         return float(at_infinity(sizes * (values["variance"] - values["between"]) / oracle))
@@ -578,7 +578,7 @@ def path_errors(
 
 
 def leading_term(setting: Setting, direction_D: np.ndarray) -> float:
-    """Return the limit of bias^2 / eta^2 along a path that leaves theta_old along `direction_D`."""
+    """Return the limit of bias^2 / eta^2 on a path that leaves theta_old in `direction_D`."""
     return float(np.square(setting.first_order_bias(direction_D)).sum())
 
 

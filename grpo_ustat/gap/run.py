@@ -1,4 +1,4 @@
-"""The command `gap`: tests a theorem, fills the run folder and prints claims and costs."""
+"""The command `gap`, which tests a theorem, fills the run folder and prints the claims."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
 
-# Smallest terminal width, in columns, at which severities are shown.
+# Smallest terminal width, in columns, at which the severity column is shown.
 SEVERITY_COLUMNS = 120
 
 
@@ -154,7 +154,7 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     if len(estimates) < len(times):
         notes.append(
             "Time unknown: no run with this theorem, problem and launch.workers has finished on "
-            "this machine yet; the first one will provide it."
+            "this machine yet; the first finished run will provide an estimate."
         )
     console.print(*notes, "Each run folder takes less than 10 MB.")
 
@@ -163,8 +163,9 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
     """Return the expected duration of a run in seconds, estimated from an earlier run.
 
     The earlier run is the newest finished run on this machine with the same theorem, problem and
-    number of workers. Its time is scaled by the number of completions, or returned unchanged if one
-    of the two runs draws no completions. The result is None if there is no earlier run.
+    number of workers. Its time is scaled in proportion to the number of completions. If one of the
+    two runs draws no completions, the earlier run's time is returned unchanged. The result is None
+    if there is no earlier run.
     """
     config, folder = planned.config, planned.folder
     same = {

@@ -1,7 +1,7 @@
 r"""Enumerable autoregressive policy, used to test importance ratios and KL terms.
 
 All V^L completions of exactly L tokens are listed. All prompts share the parameters. Each prompt
-adds constants to the tokens' logits, which are the same at every position:
+adds a constant to each token's logit, the same at every position:
 
     pi(v | x, y_<t) = softmax_v( theta[t, y_{t-1}, v] + offset[x, v] )        y_{-1} = 0
 
@@ -38,7 +38,7 @@ class SequencePolicy:
     # Parameters, indexed by position, previous token and token. The token before the first position
     # is token 0.
     theta_LVV: np.ndarray
-    # Constants that each prompt adds to the logits of the tokens.
+    # Constants that each prompt adds to the tokens' logits.
     offset_PV: np.ndarray
 
     def __post_init__(self):

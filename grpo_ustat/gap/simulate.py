@@ -143,8 +143,8 @@ def simulate(
 ) -> Trajectories:
     """Run Algorithm 1, `theta <- theta + eta_t g_hat`, from the test problem's initial policy.
 
-    The update of u has the same form as that of theta, since the score lies in the row space of Q
-    and Q Q' = 1.
+    The update of u has the same form as the update of theta, since the score lies in the row space
+    of Q and Q Q' = 1.
 
     Args:
         replicates: numbers of the replicates to simulate together.
@@ -251,7 +251,7 @@ def outcome_counts(
     Args:
         probability_PYR: probabilities of the policy that samples the completions.
         prompt_BR: prompt of each group.
-        uniform: uniforms in [0, 1), [G B, R]; rows of completions in the same group are B apart.
+        uniform: uniforms in [0, 1), [G B, R]; every B-th row belongs to the same group.
         group_size: number of completions per group, G.
     """
     uniform_GBR = uniform.reshape(group_size, *prompt_BR.shape)

@@ -34,7 +34,7 @@ CHOICE_MEANINGS = {
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
     "recursion": "best G of our quadratic recursion",
 }
-# Largest relative distance between a numerical minimiser and the formula that counts as agreement.
+# A numerical minimiser agrees with the formula up to this relative distance.
 MINIMISER_TOLERANCE = 1e-4
 
 # Cell of the design: learning rate, rollouts per step n, and number of steps T. A cell contains
@@ -328,7 +328,8 @@ def _answer(claims: list[Claim]) -> str:
     }
     sizes = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
     return (
-        f"In every cell the bounds are smallest at G* = {paper.measured:.3g} in the paper's form "
+        f"In every cell (n, T, rate) the bounds are smallest at G* = {paper.measured:.3g} in the "
+        "paper's form "
         f"and at {ours.measured:.3g} in the exact form. The mean gap itself may be smallest at the "
         f"G nearest to the paper's G* in {hits['paper']} cells, at the G nearest to the exact G* "
         f"in {hits['bounds']} cells, and at the best G of our quadratic recursion in "

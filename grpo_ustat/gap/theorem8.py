@@ -31,7 +31,7 @@ QUANTILES = (np.arange(40) + 0.5) / 40
 # between.
 LIMIT_POINTS = 2000
 # Name of the alternative that all replicates have the same law.
-ONE_LAW = "the mean weight for all"
+ONE_LAW = "the mean weights for all replicates"
 # Alternative weights, as multiples of the predicted weights.
 OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
 
@@ -156,7 +156,7 @@ def ks_p_value(uniform_R: np.ndarray) -> float:
 
 
 def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
-    """Return the two-sided p-value of the mean of `sum_j w_j chi2_1 / sum_j w_j`.
+    """Return the two-sided p-value of a mean under the law of `sum_j w_j chi2_1 / sum_j w_j`.
 
     The skewed law of the sum over replicates is approximated by a chi-square with the same first
     three cumulants (Hall 1983, Buckley-Eagleson 1988). The approximation is exact for a single
@@ -243,8 +243,8 @@ def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 
 def _sample(run: Trajectories) -> str:
     return (
-        f"at T = {run.steps_S[-1]}, {run.replicates} replicates; if rejected, undecided if the "
-        "distance falls significantly, at least as fast as T^(-1/4)"
+        f"at T = {run.steps_S[-1]}, {run.replicates} replicates; a rejected claim is undecided if "
+        "the distance falls significantly, at least as fast as T^(-1/4)"
     )
 
 
@@ -276,7 +276,7 @@ def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) ->
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
     return Claim(
         what=f"{label_of(run.estimator)}: rank correlation of the limit's coordinate w with the "
-        "transform",
+        "probability integral transform",
         predicted=0.0,
         measured=correlation,
         low=low,
@@ -306,7 +306,7 @@ def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
         one_law = limit_quantiles(_mean_weights(weights_KR), 2 * sorted_R[-1])
         curves.append(PlotLine(ONE_LAW, limit, one_law, bound=True))
     title = f"{label_of(run.estimator)}, T = {run.steps_S[-1]}"
-    return Panel(title, "quantile of the limit", "quantile of T x gap", curves, "xy")
+    return Panel(title, "quantile of the limit law", "quantile of T x gap", curves, "xy")
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:

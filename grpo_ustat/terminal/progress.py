@@ -1,4 +1,4 @@
-"""Progress of long tasks: `Progress` reports it, and displays register with `listening`."""
+"""Progress of long tasks, which `Progress` reports to displays that use `listening`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Meter:
         total: total number of units.
         unit: name of the units.
         completed: number of units done at the start.
-        visible: False on ranks other than 0.
+        visible: True if the display is shown; False on ranks other than 0.
         clock: function that returns the time in seconds.
     """
 
@@ -234,7 +234,7 @@ class Meter:
             self.print(line)
 
     def _bars(self) -> rich.progress.Progress:
-        """Return rich's bar for the work and line for the current activity."""
+        """Return rich's progress bars: a bar for the work and a line for the current activity."""
         wide = self._console.width >= NARROW_COLUMNS
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:
@@ -346,7 +346,7 @@ class TrainingBar:
     Args:
         max_steps: last step of training.
         completed: number of steps done before this launch.
-        visible: False on ranks other than 0.
+        visible: True if the display is shown; False on ranks other than 0.
     """
 
     def __init__(self, max_steps: int, completed: int, visible: bool):

@@ -80,7 +80,7 @@ class InDouble(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator with every argument float32 replaced by float64."""
+        """Run an operator with every float32 among its arguments replaced by float64."""
         wide = {name: _double(value) for name, value in (kwargs or {}).items()}
         return func(*map(_double, args), **wide)
 

@@ -360,7 +360,7 @@ def projections(gradient: dict[str, torch.Tensor]) -> dict[str, list[float]]:
 def record(file: Path, python: Path) -> None:
     """Record TRL's gradients for two prompts in float64, together with the job.
 
-    In every push, tests/scripts/test_compare_trl.py compares these gradients with ours.
+    At every push, tests/scripts/test_compare_trl.py compares these gradients with ours.
     """
     start = common_start(2, "float64")
     theirs = trl_gradients(SETTINGS, start, "float64", python)

@@ -1,4 +1,4 @@
-"""Counting of wrong statements among those that simulated studies print."""
+"""Count wrong statements among the statements that simulated studies print."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A statement is an interval or a sentence. An interval is wrong if it misses the true value, and a
 sentence is wrong if it is false. Each KIND simulates studies of populations with known true values.
 The populations are defined in `populations.py` or in the kind's module in `statements/`, which also
-explains the statements:
+explains the statements. The kinds are:
 
 {kinds}
 

@@ -4,9 +4,9 @@
 
 The model has the shape of Qwen2.5-Math-7B in bfloat16, with one or two of its 28 layers, and reads
 only a few tokens. The script counts the tensors of all operations while they exist, but not the
-weights. Peaks are measured for both numbers of layers and for two numbers of tokens. They determine
-the bytes per token in the recomputed layer, the bytes per token in each further layer, and a
-constant part. From these numbers the script extrapolates the peak for 28 layers and 32 x 3200
+weights. Peaks are measured for both numbers of layers and for two numbers of tokens. These peaks
+determine the bytes per token in the recomputed layer, the bytes per token in each further layer,
+and a constant part. From these numbers the script extrapolates the peak for 28 layers and 32 x 3200
 tokens. A GPU sums bfloat16 products in float32 without widening the factors. The script imitates
 this on the CPU and does not count the widened factors. The chunks of gradients and logits are small
 here, so that they do not grow with the number of tokens. The bytes of a GPU's larger chunks are

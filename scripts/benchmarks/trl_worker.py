@@ -131,7 +131,7 @@ def policy(job: dict):
 
 
 def tokenizer(job: dict):
-    """Load the job's tokenizer from its tokenizer.json, without other settings."""
+    """Load the job's tokenizer as its tokenizer.json defines it, with padding on the left."""
     return PreTrainedTokenizerFast.from_pretrained(job["model"], padding_side="left")
 
 

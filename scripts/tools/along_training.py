@@ -5,7 +5,7 @@
 
 Studies are written to `mse/checkpoint-<step>/` in the run folder and are not repeated. If a run's
 checkpoints no longer exist, its finished studies are read. The studies use the run's questions,
-prompt and temperature. n_c, the prompts' share and the efficiency are measured at the run's group
+prompt and temperature. They measure n_c, the prompts' share and the efficiency at the run's group
 size G. `objective=trl_dapo study.rollouts=64` adds the relative efficiency of TRL's default loss in
 updates of 64 rollouts, compared with the unbiased gradient at the same G. The script prints a
 table, and writes it to `along_training.csv` and a figure to `along_training.png`. The files are in

@@ -319,9 +319,9 @@ def group_moments(
 ) -> tuple[Array, float]:
     """Compute the mean of a group's `sum_i A_i u_i / G`, and its mean squared norm.
 
-    Let T be the group's sum, let k count the levels of the rewards in a group, with multinomial
-    probability P(k), and let m_l and V_l be the means of u and of ||u||^2 over the outcomes at
-    level l. Then
+    Let T be this sum, `sum_i A_i u_i / G`. Let k be the counts of the reward levels in a group,
+    with multinomial probability P(k). Let m_l and V_l be the means of u and of ||u||^2 over the
+    outcomes at level l. Then
 
         G   E T      = sum_k P(k) sum_l a_l k_l m_l
         G^2 E||T||^2 = sum_k P(k) { sum_l a_l^2 k_l V_l
