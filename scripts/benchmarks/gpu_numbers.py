@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> int:
             continue
         if left <= 0 or sum(filter(None, estimates)) > left:
             needs = time_text(sum(filter(None, estimates)) or None)
-            print(f"{cell.name}: skipped, needs {needs}, but {time_text(max(left, 0))} are left")
+            print(f"{cell.name}: skipped; needs {needs}, left: {time_text(max(left, 0))}")
             continue
         print(f"{cell.name}: measuring, {time_text(left)} left; log in {options.out}", flush=True)
         reason = ""

@@ -246,7 +246,7 @@ def test_a_row_that_no_longer_fits_is_left_out(gpu_numbers, monkeypatch, tmp_pat
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("tiny_base_bare_base_full: measuring, 5 min left")
     assert second == "tiny_base_bare_base_full: failed, mse failed (tiny_base_bare_base_full.log)"
-    assert third == "tiny_base_bare_2-steps_adapter: left out, needs 6 min, left are 5 min"
+    assert third == "tiny_base_bare_2-steps_adapter: skipped; needs 6 min, left: 5 min"
 
 
 @pytest.mark.nightly(minutes=0.1)
@@ -263,8 +263,11 @@ def test_a_row_under_way_when_the_minutes_end_is_stopped(
     monkeypatch.setattr(gpu_numbers, "finish", cut)
     assert measured(gpu_numbers, monkeypatch, tmp_path, 40) == 0
     _, second, third = capsys.readouterr().out.splitlines()
-    assert second == "tiny_base_bare_base_full: stopped after 40 minutes, type it again to go on"
-    assert third == "tiny_base_bare_2-steps_adapter: left out, needs unknown, left are 0 s"
+    assert (
+        second
+        == "tiny_base_bare_base_full: stopped after 40 minutes; repeat the command to continue"
+    )
+    assert third == "tiny_base_bare_2-steps_adapter: skipped; needs unknown, left: 0 s"
 
 
 def smoke(out):
@@ -295,4 +298,4 @@ def test_a_measurement_that_was_stopped_gives_the_same_rows(tmp_path, numbers_ta
         faults = numbers_table.row_faults(row | {"date": "2026-03-01", "commit": None})
         assert [*faults] == []
     again = smoke(stopped)
-    assert again.communicate()[0].count(": is in ") == 2 and again.returncode == 0
+    assert again.communicate()[0].count(": already in ") == 2 and again.returncode == 0
