@@ -62,7 +62,7 @@ def test_only_what_is_asked_for_must_be_there(monkeypatch):
 @pytest.mark.parametrize(
     "options, split, match",
     [
-        ({"train": [question("a"), question("a")]}, "train", "two train questions of id 'a'"),
+        ({"train": [question("a"), question("a")]}, "train", "two train questions with id 'a'"),
         ({"train": [question("test1")]}, "train", "id 'test1', or one that is also in test or exa"),
         (
             {"examples": [question("study1")]},
