@@ -163,8 +163,7 @@ def parts(text: str) -> list[str]:
 
 
 def both_joined(gold: str, answer: str) -> tuple[str, str]:
-    """Apply `joined` to gold and answer; ranges form lists if either text separates them by
-    commas."""
+    """Apply `joined` to both texts; ranges form lists if either text separates them by commas."""
     intervals = any(re.search(r"\\cup(?![a-zA-Z])", latex) for latex in (gold, answer))
     listed = any(
         _JOINT.search(latex) is None and len(parts(latex)) > 1 and _compares(latex)

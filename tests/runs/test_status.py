@@ -82,7 +82,7 @@ CASES = {  # name, detail, starts, step
         ("stopped", "killed", 2, 3),
     ),
     "more steps asked": (
-        [START, END], RESULT | {"steps": 2}, 2, ("stopped", "4 steps are asked now", 1, 2)
+        [START, END], RESULT | {"steps": 2}, 2, ("stopped", "max_steps is now 4", 1, 2)
     ),
     "failed to overwrite": ([START, END, FAILED], RESULT, 4, ("failed", FAILED["error"], 1, 4)),
     "failed to overwrite, then shown": ([START, END, FAILED, END], RESULT, 4, ("done", "", 1, 4)),
