@@ -40,7 +40,7 @@ from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 # FOLDER/pymp-XXXXXXXX/listener-XXXXXXXX, is limited to 107 bytes.
 LONGEST_TEMPORARY_PATH = 75
 Work = Callable[..., Iterator[Any]]
-# Under `owner`, the id of the process that started the server; empty if there is no server.
+# Maps `owner` to the id of the process that started the server; empty if there is no server.
 _FORK_SERVER: dict[str, int] = {}
 
 

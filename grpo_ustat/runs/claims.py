@@ -43,7 +43,9 @@ def correct_family(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def holm_adjust(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values; rejecting those up to 5 % limits the family error to 5 %.
+    """Return Holm's adjusted p-values.
+
+    Rejecting those that are at most 5 % limits the family-wise error rate to 5 %.
 
     >>> holm_adjust([0.04, 0.01, 0.03])
     [0.06, 0.03, 0.06]

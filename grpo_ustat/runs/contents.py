@@ -1,4 +1,4 @@
-"""Limits on the size, depth and values of files in a run folder, and types of their values.
+"""Limits on the size, depth and values of files in a run folder, and types of the values.
 
 The files are checked because a user can edit them or receive them from somebody else. An invalid
 value is refused with an error that names the file and the key.
@@ -50,9 +50,9 @@ class Ends:
 
 
 # Types of a record's fields, in addition to Python's types. `misfit`, `content_of` and `record_of`
-# read the annotation of an `Annotated` type. A number is the minimum of an integer. A text
-# identifies `NumberOrNull`, `Sometimes` or `Beside`. A tuple lists the allowed values. `Count` is
-# an integer of at least 0, and `Size` is an integer of at least 1.
+# read the annotation of an `Annotated` type. If it is a number, it is the minimum of an integer. If
+# it is a text, it identifies `NumberOrNull`, `Sometimes` or `Beside`. If it is a tuple, it lists
+# the allowed values. `Count` is an integer of at least 0, and `Size` is an integer of at least 1.
 Count = Annotated[int, 0]
 Size = Annotated[int, 1]
 # Number that is stored as null if it is not finite.

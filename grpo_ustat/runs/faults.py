@@ -37,7 +37,7 @@ class NotSaved(OSError):
 
 
 def refusal(error: BaseException) -> tuple[str, str] | None:
-    """Return the reason for a system's file error and the remedy; None for other errors.
+    """Return the reason and the remedy for a file error from the system; None for other errors.
 
     Errors from a worker, from another rank or from safetensors are recognised by their messages.
 
@@ -76,7 +76,7 @@ def fault_line(error: BaseException) -> str | None:
 
 @contextmanager
 def faults_of(folder: Path) -> Iterator[None]:
-    """Convert a system's file error inside the block into one line that names the folder.
+    """Convert a system file error raised in the block into one line that names the folder.
 
     Raises:
         NotSaved: a file could not be written; the same command resumes from the files on the disk.

@@ -56,7 +56,7 @@ def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
             staged.chmod(mode)
         os.replace(staged, file)
     except BaseException:
-        # Free the space, because the disk may be full.
+        # Free the space, because the disk might be full.
         with suppress(OSError):
             staged.unlink()
         raise
@@ -76,8 +76,8 @@ def hidden_path(path: Path, mark: str = "") -> Path:
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a JSON Lines file, and the number of damaged lines.
 
-    An incomplete last line without a newline does not count as damaged, because a run is perhaps
-    still writing it or was killed while writing it. A missing file has no rows.
+    An incomplete last line without a newline does not count as damaged, because a run might still
+    be writing it, or might have been killed while writing it. A missing file has no rows.
     """
     try:
         lines = file.read_text(errors="replace").splitlines(keepends=True)
@@ -143,7 +143,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def create_whole(path: Path, text: str) -> None:
-    """Create a file with its complete content, unless it exists or another process was faster."""
+    """Create a complete file unless it exists or another process creates it first."""
     staged = hidden_path(path, f".{uuid4().hex}")
     staged.write_text(text)
     try:

@@ -88,7 +88,7 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
     """Record the failure of a launch that could not record its failure itself.
 
     Args:
-        config_hash: hash of the launch's configuration, which may differ from the folder's hash.
+        config_hash: hash of the launch's configuration, which can differ from the folder's hash.
         before: list with the last row before the launch; empty if there was none.
     """
     now = launches(folder)[-1:]

@@ -205,7 +205,7 @@ class RunRecord:
 
     @property
     def notes(self) -> list[str]:
-        """One line for each damaged file."""
+        """One line for each damaged or changed file."""
         for name in ("config", "code", "result", "metrics", "eval_rows"):
             getattr(self, name)
         for name in self._edited:

@@ -97,7 +97,7 @@ class TrainResult(RunResult):
 class StudyResult(RunResult):
     """Result of a study of the gradient error."""
 
-    # Numbers of completions, given only if all rewards are equal, so that nothing can be measured.
+    # Numbers of completions; given only if all rewards are equal and no error can be measured.
     equal_rewards: Sometimes[parts.CompletionCounts] = None
     metric: Sometimes[parts.Metric] = None
     precision: parts.Precision

@@ -45,7 +45,7 @@ COLOURS = {
 CAPTIONS = {
     "train": "held-out {} with 95 % intervals for new questions",
     "mse": "the policy's {} and its best G, with 95 % intervals for new questions{}",
-    "gap": "predictions that agree with measurement, that disagree, and that are not decided",
+    "gap": "numbers of predictions that agree with measurement, disagree, or are not decided",
 }
 
 
@@ -122,7 +122,7 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 
 
 def sweeps_in(place: Path) -> list[Sweep]:
-    """Return a folder's sweeps by time, then one sweep per command for runs that no sweep lists.
+    """Return a folder's sweeps in order of time, then one sweep per command for unlisted runs.
 
     If `place` is the file of a sweep, return only that sweep.
     """

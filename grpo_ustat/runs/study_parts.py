@@ -26,7 +26,7 @@ class Metric:
     between_questions: str
     # Effective number of completions in the sum of squared score norms.
     effective_sample_size: float
-    # Share of that sum from the one percent of completions with the largest norms.
+    # Share of that sum contributed by the one percent of completions with the largest norms.
     top_percent_share: float
     # For this field and the next two, see `estimators.intervals.Tails`.
     tail_size: NumberOrNull

@@ -33,7 +33,7 @@ from grpo_ustat.terminal.streams import single_line, tell, visible
 
 # Maximum length of a run's name in characters; wandb accepts up to 128.
 LONGEST_NAME = 120
-# Seconds before a stopped run is killed that are not available to a tracker.
+# Time in seconds that a tracker must leave unused before a stopped run is killed.
 STOP_MARGIN_SECONDS = 10.0
 # Exit code reported to wandb for each outcome of a run.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}

@@ -12,7 +12,7 @@ first of the following places that the completion contains:
 - the whole completion.
 
 An echoed question, an equation, several numbers, several boxes, or two marks on one line do not
-count as an answer. On a marked line or in a box, a unit from `UNITS` may follow the number (`####
+count as an answer. On a marked line or in a box, a unit from `UNITS` can follow the number (`####
 18 dollars`). For a reasoning model, only the text after its thoughts (reasoning) is read; see
 `after_thoughts`.
 """
@@ -93,7 +93,7 @@ def after_thoughts(completion: str, prompt: str = "") -> str:
     The result is the whole completion if it has no thoughts, and empty if the thoughts do not end.
 
     Args:
-        prompt: text before the completion; it may end with the mark that begins thoughts.
+        prompt: text before the completion; it can end with the mark that begins thoughts.
 
     >>> after_thoughts("<think>7</think> 8"), after_thoughts("8"), after_thoughts("7? 8", "<think>")
     (' 8', '8', '')
@@ -220,9 +220,9 @@ def forms(word: str) -> set[str]:
 
 
 def number(text: str) -> Decimal | None:
-    """Return the number if the text consists of a single number, else None.
+    """Return the number if the text consists of a single number, and None otherwise.
 
-    The number may have a sign (including the minus U+2212), a currency sign, thousands separators
+    The number can have a sign (including the minus U+2212), a currency sign, thousands separators
     (commas, `{,}` or thin spaces), surrounding spaces, one full stop, and at most 30 ASCII digits.
     """
     text = _THOUSANDS.sub(",", text.strip().translate(MINUS))

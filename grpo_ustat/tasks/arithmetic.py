@@ -187,8 +187,8 @@ class Arithmetic:
 
     Args:
         sizes: number of questions of `train`, `test`, `study` and `examples`. Prompts show the
-            examples with their solutions. The examples have hashes of the train split, but they are
-            not among the split's questions.
+            examples with their solutions. The examples are drawn from the train split, but they are
+            not used for training.
         seed: seed of the questions; it is not the seed of the run.
     """
 

@@ -244,7 +244,7 @@ class Fitting:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of dropped questions by reason; long prompts count once their split is read."""
+        """Number of dropped questions by reason, without long prompts in splits not yet read."""
         return Counter(getattr(self._source, "counts", {})) + self._counts
 
     def questions(self, split: str) -> list[Question]:

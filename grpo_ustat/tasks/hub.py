@@ -21,7 +21,7 @@ ANSWER_SECONDS = 8.0
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """Switch to the local cache if the hub does not answer; return True if it was switched.
+    """Switch to the local cache if the hub does not answer, and return True in that case.
 
     The switch prints a warning and sets HF_HUB_OFFLINE=1 for this process and its children. Only
     the first call contacts the hub.

@@ -101,7 +101,7 @@ def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[s
 
 
 def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
-    """Return the rows with a `unique_id` that is a line of the file."""
+    """Return the rows that are listed in the file, which has one `unique_id` per line."""
     try:
         ids = set(Path(file).expanduser().read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ the box, `37 + 45 - 12`. Math-verify is therefore used only as the last of these
 `\boxed{}`. Forms
    that math-verify misreads are rewritten first. Values joined by words or with two signs (`\pm`)
    become a list or a union of intervals. A unit is removed if it is separate from the expression
-   (the c of `3+2c` is not a unit). The letter i is the imaginary unit if the gold answer is
+   (the c in `3+2c` is not a unit). The letter i is the imaginary unit if the gold answer is
    complex. Values are different even if they differ by less than 2^-54.
 
 U+2212 and similar signs are always read as a minus. `120,240` can be read as a list or as a number

@@ -16,7 +16,7 @@ BASES = (
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
 )  # fmt: skip
-# The content may contain braces one level deep.
+# The content can contain braces one level deep.
 _BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _UNICODE = MINUS | str.maketrans({
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≡": r"\equiv ", "∈": r"\in ", "∞": r"\infty ",
@@ -262,7 +262,7 @@ def bare(latex: str) -> str:
 
 
 def read_number(latex: str) -> Number | None:
-    r"""Return the number if a LaTeX text consists of a single number, else None.
+    r"""Return the number if a LaTeX text consists of a single number, and None otherwise.
 
     >>> [str(read_number(t).value) for t in (r"-\frac{2}{4}", r"1\tfrac34", r"\$1{,}000.50", "7/2")]
     ['-1/2', '7/4', '2001/2', '7/2']

@@ -39,7 +39,7 @@ _LETTER = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi)")
 _TURNED = {"≥": "≤", ">": "<", "=": "=", "≠": "≠"}
 
 _TWO_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-# Digits that may contain thousands separators.
+# Digits that can contain thousands separators.
 _RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
 

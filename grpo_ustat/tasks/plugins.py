@@ -164,7 +164,7 @@ class OwnJudge:
 
 
 def _finite(reward: Any, name: str) -> float:
-    """Convert a reward, which may be a NumPy scalar or a tensor with one value, to a float."""
+    """Convert a reward, which can be a NumPy scalar or a tensor with one value, to a float."""
     number = reward
     if callable(getattr(reward, "item", None)):
         # The call raises an error if a tensor has several values.
@@ -185,7 +185,8 @@ def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
 
     Args:
         name: name of the task, for the error message.
-        task: object returned by the task's entry point. arguments: names of the arguments.
+        task: object returned by the task's entry point.
+        arguments: names of the arguments.
     """
     function, call = getattr(task, method, None), f"{method}({', '.join(arguments)})"
     if not callable(function):
@@ -237,7 +238,7 @@ class _FreshSource(SourceFileLoader):
 def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float]:
     """Load the function that FILE:FUNCTION names.
 
-    No other file in the folder can be imported, so modules that the file imports must be installed.
+    Only this file is loaded. Modules that it imports must be installed.
 
     Args:
         reward: FILE:FUNCTION.

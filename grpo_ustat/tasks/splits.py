@@ -11,7 +11,7 @@ from grpo_ustat.records import Question
 
 
 def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
-    """Return an id of a question that is the same in every process.
+    """Return a stable id for a question.
 
     By default, questions that differ only in white space, or in letter case outside formulas, have
     the same id. If `verbatim` is true, questions that differ in white space have different ids with
@@ -33,7 +33,7 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
 
 
 def family(name: str) -> str:
-    """Return the prefix of an id, which questions that differ only in white space share."""
+    """Return an id's prefix, which is the same for questions that differ only in white space."""
     return "-".join(name.split("-")[:2])
 
 

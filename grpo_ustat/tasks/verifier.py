@@ -81,7 +81,7 @@ class JudgeError(ConfigError):
 
 
 class Verifier:
-    """Judge that compares pairs of texts with math-verify; it is safe with threads and forks.
+    """Judge that compares pairs of texts with math-verify; it can be used by threads and forks.
 
     Workers start at the first call. The canaries are pairs whose correct verdicts are known. In
     every batch with a new pair, each worker judges the canaries before any other pair, so cached

@@ -4,8 +4,8 @@ The process is started with the path of this file, so that it does not import gr
 the run's main module. A fork of the process does the judging. If a pair kills the fork, or the fork
 has judged its maximum number of pairs, the next fork takes over within milliseconds. The deadline
 is a system alarm that interrupts any computation of a fork, even if the run has ended. A judging
-fork opens no socket, starts no process, and writes no file. It reads only modules, which the
-libraries import late, other files of Python's installation, and its memory status.
+fork opens no socket, starts no process, and writes no file. It reads only Python modules (which the
+libraries import late), other files in Python's installation, and its own memory status.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _say(pipe: Connection, word: str) -> None:
 def _forked(work: Callable[[], int]) -> int:
     """Do the work in a fork; return its exit code, or minus the number of the signal that ended it.
 
-    The signs are those of `os.waitstatus_to_exitcode`.
+    The result is that of `os.waitstatus_to_exitcode`.
     """
     child = os.fork()
     if child:
