@@ -15,8 +15,8 @@ lock, the file names another owner, and the suspended process ends.
 reasons. First, it can take the lock from an owner that is alive, as flock would show. This happens
 immediately if the owner's process id does not exist here (for example in another container with the
 same host name), and after the lease if an owner on this machine is suspended. Second, its file has
-no field for a SLURM job. The restart of a job proves immediately that an owner on another machine
-is dead.
+no field for a SLURM job. Here, a restart of the owner's job proves immediately that an owner on
+another machine is dead.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Held(ConfigError):
-    """Error for a folder that another process has locked; the message names it in one line."""
+    """Error for a folder locked by another process; the one-line message names the process."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Lock:
         _HELD_LOCKS.discard(self)
         self._released.set()
         try:
-            # Closing the descriptor below releases the flock even if this fails.
+            # Closing the descriptor below releases the flock even if the file cannot be removed.
             with suppress(Held, OSError):
                 self.check()
                 self.path.unlink()
@@ -222,9 +222,9 @@ def peek(folder: Path) -> Holder | None:
     """Return the live process that has locked the folder, or None if there is none.
 
     The lock is not changed. The current time is taken from a temporary file in the folder. If the
-    folder is not writable, this machine's clock is used. The result for an owner on another machine
-    with an invisible flock then depends on the difference between the two machines' clocks. Only
-    `Lock.take` is decisive, and it does not compare clocks.
+    folder is not writable, this machine's clock is used. In that case, if the owner is on another
+    machine and its flock is not visible here, the result depends on the difference between the two
+    machines' clocks. Only `Lock.take` is decisive, and it does not compare clocks.
     """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
@@ -261,7 +261,7 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
     until = time.monotonic() + FLOCK_SECONDS
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In the meantime, another process can remove the folder after its own lock was refused.
+        # Another process whose own lock was refused can remove the folder in the meantime.
         with suppress(FileNotFoundError):
             descriptor, new = _open_or_create(path)
             flocked = _flock(descriptor)
@@ -312,7 +312,7 @@ def _is_flocked(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return True if the path still refers to the open file, which its owner can have removed."""
+    """Return True if the path still refers to the open file, which its owner might have removed."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -42,7 +42,7 @@ def kill_group(pid: int) -> None:
 
 
 def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[None]:
-    """Yield twice a second while this process's parent (and the given ancestor) is alive.
+    """Yield twice a second while this process's parent, and the ancestor if given, are alive.
 
     Polling is necessary, because a killed process cannot notify this one.
     """

@@ -146,7 +146,7 @@ def next_action() -> Ending:
 def requeue() -> bool:
     """Ask SLURM to restart this job; if SLURM refuses, print the reason and return False.
 
-    SLURM then ends the rest of the job: it sends CONT and TERM to all processes, and KILL after
+    SLURM then ends the rest of the job by sending CONT and TERM to all processes, and KILL after
     KillWait.
     """
     return _query("scontrol", "requeue", address() or "") is not None

@@ -42,9 +42,9 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
     Errors from a worker, from another rank or from safetensors are recognised by their messages.
 
     >>> refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
-    ('No space left on device: pool/a.safetensors', 'make room on the disk')
+    ('No space left on device: pool/a.safetensors', 'free space on the disk')
     >>> refusal(RuntimeError("IoError(Os { code: 28, kind: StorageFull })"))
-    ('No space left on device', 'make room on the disk')
+    ('No space left on device', 'free space on the disk')
     >>> refusal(OSError(5, "Input/output error", "x"))
     ('Input/output error: x', 'repair that')
     >>> refusal(OSError(2, "No such file or directory", "x")), refusal(ValueError("28"))
