@@ -304,7 +304,7 @@ def is_binary(rewards: Array) -> bool:
 
 
 def quantity(rewards: Array) -> str:
-    """Return the name of the mean reward, "accuracy" if every reward is 0 or 1."""
+    """Return "accuracy" if every reward is 0 or 1, else "mean reward"."""
     return ACCURACY if is_binary(rewards) else MEAN_REWARD
 
 
