@@ -127,7 +127,7 @@ def advice_of(request: Request) -> Advice:
         if run.command == "mse":
             return _from_study(run, request)
         raise ConfigError(
-            f"{source} is a run of gap, which has no group size to assess: name a run of mse or train"
+            f"{source} is a run of gap, without a group size to assess: name a run of mse or train"
         )
     if (source / CODE).is_file():
         raise ConfigError(f"{source} is a run folder without {CONFIG}: copy it with cp -r")
