@@ -22,7 +22,7 @@ from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
 # Bytes per number, by data type.
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Keys of config.json by the names used here.
+# Keys of config.json, by the names of the sizes in this module.
 SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "vocabulary": "vocab_size",
@@ -77,8 +77,8 @@ class Work:
     sampled_together: int
     # Number of tokens in a backward pass.
     pass_tokens: int
-    # True if a backward pass holds the graph of one layer at a time. None if it does so only if the
-    # whole graph exceeds `MAX_GRAPH_BYTES`.
+    # True if a backward pass holds the graph of one layer at a time. None if this depends on
+    # whether the whole graph exceeds `MAX_GRAPH_BYTES`.
     by_layer: bool | None
     # True if the run computes in bfloat16 with weights of a wider type.
     bf16: bool = False
@@ -147,11 +147,11 @@ class Cost:
 def cost(work: Work) -> Cost:
     """Compute the cost of a run from its work.
 
-    The weights of P parameters take E P bytes, with E bytes per parameter. A reference takes the
-    same. With AdamW, a gradient and two moments take E P (1 + 2) bytes, which gives 16 P bytes in
-    total for float32 weights. A checkpoint takes E P (1 + 2) bytes. The pool file of a question
-    takes 8 N^2 bytes for inner products and 17 N bytes for rewards, lengths and ends. Tokens take
-    4 N bytes for each position of a completion. The two sketches take 4 N R and 8 R' bytes, with
+    The weights of P parameters take E P bytes, with E bytes per parameter. A frozen reference copy
+    takes the same. With AdamW, a gradient and two moments take E P (1 + 2) bytes, which gives 16 P
+    bytes in total for float32 weights. A checkpoint takes E P (1 + 2) bytes. The pool file of a
+    question takes 8 N^2 bytes for inner products and 17 N bytes for rewards, lengths and ends.
+    Tokens take 4 N bytes for each token position. The two sketches take 4 N R and 8 R' bytes, with
     R = feature_sketch and R' = gradient_sketch entries, at most P. If a sketch has fewer than P
     entries, each parameter has a random sign, stored in one bit. In AdamW's metric, scoring needs
     memory for a gradient and a factor per parameter, in addition to the weights. On a CPU, it

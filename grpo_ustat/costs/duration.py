@@ -137,7 +137,7 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
         return None
     work = result.get("cost", result)
     parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
-    # These seconds are sums over workers.
+    # The seconds in `parts` are sums over workers.
     seconds = sum(parts) / processes if parts else work["seconds"]
     completions = work["rollouts"] + work.get("value_rollouts", 0)
     has_work = all(number > 0 for number in (*parts, seconds, completions, work["tokens"]))

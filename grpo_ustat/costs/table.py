@@ -29,7 +29,7 @@ EXAMPLE_PROCESSES = 8
 
 
 def show_costs(plans: Sequence[Plan]) -> None:
-    """Print the settings that all runs share, one line per run, totals and durations."""
+    """Print the settings that all runs share, then a row per run, totals and durations."""
     console, rows = Console(), [settings_in_words(plan.settings) for plan in plans]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     labels = [
@@ -153,8 +153,9 @@ def score_notes(
     text = (
         f"In addition to the weights, scoring N = {completions} completions at once needs "
         f"{decimal(whole_graph)} with the whole graph, or {decimal(by_layer)} layer by layer, "
-        "which takes a quarter more time. Scoring is layer by layer if the whole graph needs more than "
-        f"half of the free memory. With the weights, the minimum is {decimal(weights + by_layer)}."
+        "which takes a quarter more time. Scoring is layer by layer if the whole graph needs more "
+        "than half of the free memory. Including the weights, at least "
+        f"{decimal(weights + by_layer)} are needed."
     )
     if completions >= 8:
         text += (

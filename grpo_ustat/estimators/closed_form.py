@@ -2,8 +2,8 @@ r"""Error curves, scaling law and a test of Assumption 2 from a score pool, with
 
 The errors of the baselines none, oracle, leave_one_out, group_mean, constant, running_mean and
 remax have unbiased estimates. The error of the baseline optimal depends on A_{b*} = A_V - E[Cov(q,
-Z)^2 / M_0]. This formula contains a ratio, so its estimate is consistent but not unbiased (see
-`moments.covariance_excess`).
+Z)^2 / M_0]. This formula contains a ratio, so the estimate of A_{b*} is consistent but not unbiased
+(see `moments.covariance_excess`).
 
 Every statistic is a function of means over questions of unbiased per-question moments, and of
 `S = sum_{x != y} <ghat_x, ghat_y>`, the sum of inner products between the pool gradients of
@@ -107,8 +107,8 @@ class ClosedForm:
     # is G* at a fixed number of rollouts, and `gstar_NAME` is the best G at a fixed cost in the
     # unit NAME. `noise/G` and `noise_tokens/G` are the noise scale n_c in rollouts and in tokens.
     # `prompt_share/G` is the share of the noise from prompts (see `estimators.scaling`). In these
-    # names, G is one of `CURVE_SIZES`, or `best` for G*. In `noise_tokens/best`, it is the best G
-    # at a fixed number of tokens.
+    # names, G is one of `CURVE_SIZES`, or `best` for G*. In `noise_tokens/best`, `best` is the best
+    # G at a fixed number of tokens.
     statistics: dict[str, Interval]
     # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of a batch's gradient estimate T, at
     # every point.
@@ -165,7 +165,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         intervals |= _of_training(law, request.costs)
 
     def crossover(excess: float) -> float:
-        """Return 1 + C3 / (A_0 - A_V) from `excess`, (A_0 - A_V) / C3; infinite if that is <= 0."""
+        """Return 1 + 1/excess, which is 1 + C3 / (A_0 - A_V); infinite if `excess` <= 0."""
         return 1 + 1 / excess if excess > 0 else math.inf
 
     estimate, low, high = intervals["vanilla_excess"]

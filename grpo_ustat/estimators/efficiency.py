@@ -16,7 +16,7 @@ baseline has, from n rollouts, the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) /
     relative efficiency = MSE(n, G) / error
 
 is the number of rollouts that the unbiased estimate needs, at the same G, to match one rollout of
-the loss. If the numerator is instead the smallest measured MSE of all G, the ratio compares the
+the loss. If the numerator is instead the smallest measured MSE over all G, the ratio compares the
 loss with the unbiased estimate at its best G. Two properties of the update are reported separately:
 
     direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, the same for any n
@@ -232,8 +232,8 @@ def relative_efficiency(
     """Estimate the relative efficiency of a loss.
 
     The best G of the unbiased estimate is selected with the same data. If the selected G is not the
-    true best G, the efficiency at the best G is overestimated. Therefore its lower end is the
-    smallest of the lower ends for all G that may be the best.
+    true best G, the efficiency at the best G is overestimated. Therefore the lower end of its
+    interval is the smallest of the lower ends for all G that may be the best.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
@@ -321,13 +321,13 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
     """Estimate cos^2 of the angle between the mean of a loss's update and the gradient.
 
     The interval is the union of two intervals. The first is Fieller's set for the share of ||mu||^2
-    that is orthogonal to the gradient. It is accurate if cos^2 is near 1, where the distribution of
-    the estimate is skewed. If mu and the gradient clearly differ in direction, its upper end for
-    cos^2 is too low, because samples with a small ||mu||^2 have a standard error that is too small.
-    The second is the jackknife interval of cos^2, with Student's t for the effective number of
-    prompts. If mu and the gradient clearly differ in direction, its upper end is accurate, but its
-    lower end is too high. The result is `UNKNOWN_DIRECTION` if the union contains every value from
-    0 to 1.
+    that is orthogonal to the gradient. This set is accurate if cos^2 is near 1, where the
+    distribution of the estimate is skewed. If mu and the gradient clearly differ in direction, the
+    upper end of this set for cos^2 is too low, because samples with a small ||mu||^2 have a
+    standard error that is too small. The second is the jackknife interval of cos^2, with Student's
+    t for the effective number of prompts. If mu and the gradient clearly differ in direction, the
+    upper end of this interval is accurate, but the lower end is too high. The result is
+    `UNKNOWN_DIRECTION` if the union contains every value from 0 to 1.
 
     Args:
         loss: moments of the loss.

@@ -14,7 +14,8 @@ G = 2:
 Because ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, A_V and D are both at least ||g||^2. C3 is
 therefore in [2 E||g||^2, S]. Under the paper's Assumption 2 (A_V = D), C3 is S/2 + E||g||^2. The
 bounds of C3 give bounds of G*, and Assumption 2 gives a value of G*. For any policy, C1 <= E||g||^2
-<= C3/2. Therefore G* is at least 1 + sqrt(2), and groups of 3 have at most the error of pairs.
+<= C3/2. Therefore G* is at least 1 + sqrt(2), and groups of 3 have at most the error of pairs at
+the same number of rollouts.
 
 If each batch has only one group, several batches are pooled. A step is then a window of groups from
 several policies. C2, C3 and E||g||^2 are computed within groups, so they are means over these
@@ -60,8 +61,8 @@ class GroupTerms(NamedTuple):
     # A_V - ||g||^2, with mean C2. For pairs, it is (A_V + D)/2 - ||g||^2.
     first_order_P: Array
     # D + ||g||^2, with mean C3. For pairs, it is (A_V + D)/2 + ||g||^2. The sum of this term and
-    # `first_order_P` always has the mean C2 + C3. For pairs, the separate means are C3 and C2 only
-    # under Assumption 2.
+    # `first_order_P` always has the mean C2 + C3. For pairs, this term has the mean C3, and
+    # `first_order_P` the mean C2, only under Assumption 2.
     second_order_P: Array
     # Sum of <ghat_x, ghat_y> over the other groups y.
     others_P: Array
@@ -133,7 +134,8 @@ def group_terms(
 
 
 class HeavyTails(UserWarning):
-    """Warning that intervals probably cover less than stated; see `intervals.Tails.heavy`."""
+    """Warning of intervals with probably less than the stated coverage; see
+    `intervals.Tails.heavy`."""
 
 
 def scaling_from_arrays(
@@ -205,11 +207,11 @@ class NoiseEstimate:
     """Averages over K steps (batches, or windows of batches) with P groups each, with intervals."""
 
     # Intervals from `ScalingLaw.intervals` at the current group size, and `zero_variance`, the
-    # share of zero-variance groups. The ends are NaN if there are fewer than 4 groups per step and
-    # fewer than 4 steps. For pairs, `c2`, `c3`, `noise_scale_best` and the estimate of `gstar` are
-    # NaN. Pairs have other numbers instead: `c2_plus_c3`, `gstar_least` and `gstar_most` (the
+    # share of zero-variance groups. The ends are NaN if there are both fewer than 4 groups per step
+    # and fewer than 4 steps. For pairs, `c2`, `c3`, `noise_scale_best` and the estimate of `gstar`
+    # are NaN. Pairs have other numbers instead: `c2_plus_c3`, `gstar_least` and `gstar_most` (the
     # bounds of G*), and `gstar_assumption2` (the value of G* under Assumption 2). The interval of
-    # `gstar` then extends from the lower end for `gstar_least` to the upper end for `gstar_most`.
+    # `gstar` then extends from the lower end of `gstar_least` to the upper end of `gstar_most`.
     intervals: Mapping[str, Interval]
     # C1, C2, C3 and ||grad J||^2. For pairs, C2 and C3 rely on Assumption 2.
     law: ScalingLaw
@@ -267,12 +269,12 @@ def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
 def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval]:
     """Return the estimates that pairs allow: C2 + C3, bounds of G*, and G* under Assumption 2.
 
-    The interval of G* extends from the lower end for the lower bound to the upper end for the upper
-    bound. In simulations, it missed G* in at most 3.9 % of the samples in which both ends were
-    finite. The interval under Assumption 2 missed its true value in up to a third of the samples
-    with two finite ends, in cases with few such samples. Therefore no decision uses the interval
-    under Assumption 2. The simulations had 20 to 2560 pairs from the populations in
-    `scripts/benchmarks/populations.py`, for which the assumption nearly holds.
+    The interval of G* extends from the lower end of the lower bound's interval to the upper end of
+    the upper bound's interval. In simulations, it missed G* in at most 3.9 % of the samples in
+    which both ends were finite. The interval under Assumption 2 missed its true value in up to a
+    third of the samples with two finite ends, in cases with few such samples. Therefore no decision
+    uses the interval under Assumption 2. The simulations had 20 to 2560 pairs from the populations
+    in `scripts/benchmarks/populations.py`, for which the assumption nearly holds.
 
     Args:
         law: scaling law of the pairs, under Assumption 2.
@@ -299,7 +301,7 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
     Args:
         before_GT, after_GT: log-probability of each token under the first and the second policy;
-            equal on padding.
+            both are equal at padding positions.
 
     >>> round(policy_drift(np.log([[0.5], [0.5]]), np.log([[0.8], [0.2]])), 6)
     0.223144
@@ -309,7 +311,7 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
 
 def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """Return the reasons to withhold numbers from windows of drifting policies, by number.
+    """Return reasons to withhold numbers from windows of drifting policies, by name of the number.
 
     Products between the groups of a window are too small on average, because the update on a group
     achieves part of that group's improvement before the later groups are drawn. ||grad J||^2 is

@@ -436,8 +436,8 @@ def decide(
 
     The number is inside if its interval lies between the bounds, and outside if its interval lies
     beyond one of them. The p-value is 1 minus the largest confidence level at which the interval
-    decides. Therefore at most 5 % of the decisions at the 95 % level are wrong. If there is a
-    single bound, at most 2.5 % are wrong, because the intervals are two-sided.
+    allows a decision. Therefore at most 5 % of the decisions at the 95 % level are wrong. If there
+    is a single bound, at most 2.5 % are wrong, because the intervals are two-sided.
 
     Args:
         interval_at: function that returns the interval at a confidence level. The interval at a

@@ -24,7 +24,7 @@ from grpo_ustat.records import Array
 
 # Half-width of a 99.9 % interval divided by the half-width of a 95 % interval.
 CORRELATION_MARGIN = 1.68
-# A mean of squared norms is a rounding error if it is below this fraction of the largest one.
+# A mean of squared norms below this fraction of the largest squared norm is a rounding error.
 ROUNDING = 1e-12
 
 
@@ -58,7 +58,7 @@ class Moments:
     var_z: Array
 
     def mse(self, baseline: str, group_size: int) -> Array:
-        """Compute the MSE of an unbiased gradient estimate from one group, for a baseline, [P]."""
+        """Compute the MSE of the gradient estimate from one group with the given baseline, [P]."""
         if baseline == "none":
             return (self.a_0 - self.g_sq) / group_size
         first_order = (self.a_v - self.g_sq) / group_size
@@ -358,7 +358,7 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
     sign cancel in corr(q, Z), but not in this share. The assumption is also refuted if corr(q, Z)
     differs significantly from 0. In small pools, corr(q, Z) may be significant although the share
     is not. With heavy tails, the 95 % interval of corr(q, Z) wrongly excludes 0 in 5 to 17 % of
-    pools. Therefore it must exclude 0 by a margin (`CORRELATION_MARGIN`).
+    pools. Therefore this interval must exclude 0 by a margin (`CORRELATION_MARGIN`).
 
     If the assumption holds for every prompt, the result is True in 1 to 4 % of the pools (1 to 60
     questions of 8 to 64 completions, light to heavy tails, 300 pools per case).

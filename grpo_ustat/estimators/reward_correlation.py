@@ -45,7 +45,10 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
 
 
 def _ratio(moments_3: Array) -> Array:
-    """Divide the covariance by the root of the product of the variances; NaN if that is 0."""
+    """Divide the covariance by the square root of the product of the variances.
+
+    The result is NaN if this product is 0.
+    """
     covariance, first, second = moments_3
     product = first * second
     return covariance / np.sqrt(np.where(product > 0, product, np.nan))

@@ -22,10 +22,10 @@ ghat from n rollouts,
     E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
 
 If the curvature of J is the same in all directions, the best step along ghat achieves the share
-`n / ( n + n_c )` of the gain of the best step along the true gradient. One percent more rollouts
-therefore increases this gain by `n_c / ( n + n_c )` percent. This is half a percent if n = n_c,
-about one percent if n is far smaller than n_c, and about zero if n is far larger than n_c. A group
-costs k + G c tokens, because its prompt is read only once. Therefore n_c rollouts cost
+`n / ( n + n_c )` of the gain of the best step along the true gradient. An increase of n by one
+percent therefore increases this gain by `n_c / ( n + n_c )` percent. This is half a percent if n =
+n_c, about one percent if n is far smaller than n_c, and about zero if n is far larger than n_c. A
+group costs k + G c tokens, because its prompt is read only once. Therefore n_c rollouts cost
 `n_c (k + G c) / G` tokens.
 
 Each of these quantities is a linear combination of the four constants C1, C2, C3 and ||grad J||^2,
@@ -438,7 +438,7 @@ class ScalingLaw:
         Returns:
             The extra error. It is NaN if the estimate of either MSE is not positive. The interval
             has width 0 if G = R. Otherwise its ends are NaN if the errors are unknown or the
-            constants come from fewer than 16 effective prompts.
+            constants come from fewer than 16 effective prompts (see `group_size`).
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
