@@ -134,8 +134,7 @@ def group_terms(
 
 
 class HeavyTails(UserWarning):
-    """Warning of intervals with probably less than the stated coverage; see
-    `intervals.Tails.heavy`."""
+    """Warning that intervals probably cover less than their level; see `Tails.heavy`."""
 
 
 def scaling_from_arrays(
