@@ -91,6 +91,6 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Record in the folder why ranks failed, which rank 0 may not have recorded."""
+    """Record why ranks failed, because rank 0 may not have recorded the reason."""
     if folder.path.is_dir():
         history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

@@ -1,9 +1,9 @@
 """Start of local ranks with torchrun, and forwarding of signals to the ranks.
 
 Each rank runs `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
-file and does not use Hydra. This process sends a stopping signal to the ranks but not to torchrun.
-The ranks can then save and end by themselves, and torchrun reports no failure. If this process
-ends, so do the ranks.
+file and does not use Hydra. The parent process sends a stopping signal to the ranks but not to
+torchrun. The ranks can then save and end by themselves, and torchrun reports no failure. If the
+parent process ends, the ranks end too.
 """
 
 from __future__ import annotations
