@@ -79,7 +79,7 @@ def monte_carlo(
     group_sizes: Sequence[int],
     prompts: list[Prompt],
 ) -> tuple[dict[tuple[str, int], GradientError], WorkCost]:
-    """Estimate errors by (baseline, group size) from `budget.replicates` replicates, and their cost.
+    """Estimate errors by (baseline, group size) from `budget.replicates` replicates, and the cost.
 
     Args:
         sampling: Sampling settings for all processes.

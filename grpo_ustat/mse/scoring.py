@@ -189,7 +189,7 @@ def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollou
     fit = rows_that_fit(policy, tokens, by_layer=LayerByLayer(causal(policy.model)).fits)
     if rows > fit:
         raise ConfigError(
-            f"scoring {rows} completions of up to {tokens} tokens at once needs too much memory, "
-            f"which has room for {fit}: build the pool in parts, first with a smaller "
+            f"scoring {rows} completions of up to {tokens} tokens at once does not fit in memory, "
+            f"which has room for {fit} completions: build the pool in parts, first with a smaller "
             "budget.pool_completions and then with larger ones on the same pool=DIR"
         )

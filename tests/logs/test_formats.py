@@ -203,7 +203,7 @@ def test_an_attempt_that_was_put_aside_is_not_merged(tmp_path, name, aside):
     first = {(row.get("completion_ids") or row["completion"].split())[0] for row in table}
     assert conversion.kept == 15 and {int(one) for one in first} == {21}
     named = [line for line in conversion.lines() if "not read: " in line and "_old" in line]
-    assert len(named) == aside and "does not use such names" in named[0]
+    assert len(named) == aside and "writes no file with such a name" in named[0]
 
 
 def test_renamed_files_are_read_one_by_one(tmp_path):
