@@ -99,7 +99,7 @@ class Conversion:
             lines.append(f"  a training step of this run has {self.step_rollouts} rollouts")
         if not self.is_for_mse:
             lines.append(
-                f"  no prompt has {MIN_COMPLETIONS} completions, as mse requires: only advise can "
+                f"  no prompt has the {MIN_COMPLETIONS} completions for mse: only advise can "
                 "use the rewards"
             )
         elif self.groups < MIN_PROMPTS:

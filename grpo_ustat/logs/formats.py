@@ -382,7 +382,7 @@ def _slime(sample: Mapping[str, Any], file: File) -> Fields:
 
 
 def template_end(prompt: str) -> str:
-    r"""Return the role word with which a chat template ended a prompt, or "" if there is none.
+    r"""Return the word with which a chat template ended a prompt, or "" if no template wrote it.
 
     A chat template puts this word alone on the last line or next to a special token.
 

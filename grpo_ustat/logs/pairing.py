@@ -165,8 +165,8 @@ def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
 def model_to_name(path: Path) -> str:
     """Return the `model=` override that selects the policy that wrote a Parquet file.
 
-    If no checkpoint is known to be that policy, the override names a placeholder FOLDER and
-    describes the checkpoint to use.
+    If no checkpoint is known to be that policy, the override contains the placeholder FOLDER and a
+    description of the checkpoint to use.
     """
     pairing, step, version = pairing_of_file(path), logged_policy_step(path), _version(path)
     if pairing is not None and pairing.is_exact:

@@ -71,7 +71,7 @@ class Rollout:
     # occurs twice in a batch, a resumed run has written the batch again. None: the framework does
     # not append to files, or it never repeats a name.
     batch: str | None = None
-    # True if the row is from a file of all received rows; another file has the rows trained on.
+    # True if the file contains all received rows and another file contains the rows trained on.
     arrived: bool = False
     # Reason why the framework did not train on the row; empty if it did.
     untrained: str = ""

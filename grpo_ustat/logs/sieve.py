@@ -1,7 +1,7 @@
 """Select the rows of one policy, remove copies, and group the rows by prompt.
 
 Each step marks the rows that it leaves out with a reason and returns the remaining rows. The steps
-run in this order: remove copies, keep the newest rows if a resumed run wrote a batch again, choose
+run in this order: remove copies, keep a single attempt if a resumed run wrote a batch again, choose
 one run, choose one policy, and form groups.
 
 Definition of a copy: **two rows are the same sample if they have the same name in the framework and

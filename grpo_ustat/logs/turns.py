@@ -26,8 +26,9 @@ TURN_NAME = re.compile(
     r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
-# Names of columns that number the turns of a rollout. Names such as `turns` are excluded because
-# such a column may count a rollout's turns, and `step_id` because it may count training steps.
+# Names of columns that number the turns of a rollout. Plural names such as `turns` are excluded,
+# because such a column may contain the number of turns in a rollout. `step_id` is excluded because
+# it may count training steps.
 SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
 # Names of index columns; an index may restart from 0 in each group.
 INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")

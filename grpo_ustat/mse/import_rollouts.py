@@ -373,9 +373,9 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
     """Raise an error if the model did not write the rollouts or if the temperature was different.
 
-    The model did not write the rollouts if its log-probabilities differ too much from the logged
-    log-probabilities. The temperature was different if the difference is less than half as large at
-    another temperature. At most MAX_CHECKED_COMPLETIONS completions are checked.
+    The model is assumed not to have written the rollouts if its log-probabilities differ too much
+    from the logged log-probabilities. A different temperature is assumed if the difference is less
+    than half as large at that temperature. At most MAX_CHECKED_COMPLETIONS completions are checked.
     """
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))

@@ -57,7 +57,7 @@ MIN_EFFECTIVE = 0.2
 
 
 def check_tokenizers(config: MseConfig) -> None:
-    """Before sampling, raise an error if a policy's vocabulary differs from the one of `model`."""
+    """Before sampling, raise an error if another policy's vocabulary differs from `model`'s."""
     for key in ("scored_by", "reference"):
         place = getattr(config.study, key)
         if place is None:

@@ -72,7 +72,7 @@ def build_pool(
 
     Questions are sampled in chunks that depend only on the configuration, and are scored one by
     one. So the pool does not depend on the number of processes or on interruptions. Several studies
-    may fill a pool at the same time. If another study has stored fewer completions for a question,
+    can fill a pool at the same time. If another study has stored fewer completions for a question,
     the missing completions are drawn in another round. Nothing is scored as long as all rewards are
     equal; see `_score_chunks`.
 
@@ -230,8 +230,9 @@ def _chunks_to_sample(
     Jobs divide the chunks of a pool among themselves. The assignment does not depend on the content
     of the pool, so completions added by other jobs do not move a chunk from one job to another. A
     chunk contains the completions that fit into one batch. On an accelerator, finished completions
-    in a batch are replaced by waiting completions. There a chunk may have up to MAX_BATCHES_A_CHUNK
-    times as many completions, as long as each job has at least MIN_CHUNKS chunks.
+    in a batch are replaced by waiting completions. A chunk may then contain up to
+    MAX_BATCHES_A_CHUNK times as many completions, as long as each job has at least MIN_CHUNKS
+    chunks.
 
     Args:
         job: Tuple (k, n): this job fills part k of n.

@@ -100,7 +100,7 @@ def prompt_date(
 ) -> datetime:
     """Return and store the time for chat templates that write a date into a pool's prompts.
 
-    It is the time when the pool was started. If the output root contains a pool with the same
+    This is the time at which the pool was started. If the output root contains a pool with the same
     draws, that pool's time is used, because its completions will be reused.
     """
     kept = [pool / PROMPT_DATE]
@@ -209,7 +209,7 @@ class PoolStore:
         return SCORED if any(self._files(SCORED)) else UNSCORED
 
     def unscored_rewards(self) -> set[tuple[float, ...]]:
-        """Return the distinct rewards in unscored parts; each is a tuple over reward functions.
+        """Return the distinct rewards in unscored parts, as tuples with one entry per function.
 
         Damaged parts are skipped here and reported by `read`.
         """
@@ -256,7 +256,7 @@ class PoolStore:
         return self._path(prompt, first, count).exists()
 
     def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
-        """List (file, count) for the parts among the first `size` completions of each question."""
+        """List (file, count) of each part that is within a question's first `size` completions."""
         kind = self.kind
         return [
             (self._path(prompt, first, count, kind), count)
@@ -330,7 +330,7 @@ def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
 
 
 def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
-    """Return the distinct rewards; each is a tuple over reward functions.
+    """Return the distinct rewards, as tuples with one entry per reward function.
 
     >>> distinct_rewards(np.array([[0.0, 1.0], [0.0, 1.0]]))
     {(0.0, 1.0)}
@@ -432,8 +432,9 @@ def leave_sample(
 ) -> None:
     """Write completions.parquet with each question's first completions.
 
-    If there are too many questions, evenly spaced questions are written. If the file cannot be
-    written, the study continues without it. Answers are not extracted from imported completions.
+    If there are more than MAX_SAMPLED_COMPLETIONS questions, only evenly spaced questions are
+    written. If the file cannot be written, the study continues without it. Answers are not
+    extracted from imported completions.
     """
     prompts = prompts[:: -(-len(prompts) // MAX_SAMPLED_COMPLETIONS)]
     count, store = MAX_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})

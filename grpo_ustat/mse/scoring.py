@@ -95,7 +95,7 @@ def score_part(
         rewards_NF: Rewards of the question's completions from all reward functions.
         sketches: Sketches from `score_sketches`.
         cost: Cost of sampling the completions; the cost of scoring is added to it.
-        metric: Metric of the scores; None: Euclidean.
+        metric: Metric of the scores; None for the Euclidean metric.
     """
     start = time.perf_counter()
     count = len(rewards_NF)

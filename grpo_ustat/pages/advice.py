@@ -11,7 +11,7 @@ from grpo_ustat.estimators.scaling import GroupSizeCosts, ScalingLaw, noise_shar
 from grpo_ustat.pages.tables import percent
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
-# Maximum upper end of the extra error's interval at which a group size is kept.
+# A group size is kept if the upper end of the interval of its extra error is at most this value.
 TOLERABLE_EXTRA_ERROR = 0.3
 
 

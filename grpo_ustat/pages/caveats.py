@@ -25,7 +25,7 @@ def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
 
 
 def is_warning(note: str) -> bool:
-    """Return True if a note is a warning as `summary_and_warnings` returns it."""
+    """Return True if a note is one of the warnings that `summary_and_warnings` returns."""
     return note.startswith(WARNING.strip())
 
 

@@ -39,7 +39,7 @@ OTHER_COLOURS = (
     "#88CCEE",
 )  # fmt: skip
 OTHER_MARKERS = "^PX<>*pdh"
-# Width of all figures in inches, also when printed.
+# Width of all figures in inches; they are printed at this width.
 WIDTH = 6.4
 # Font sizes in points; no text is smaller.
 SMALL, LARGE = 8, 9
@@ -97,7 +97,7 @@ def series_style(name: str, place: int) -> tuple[str, str]:
 
 
 def line_style(place: int) -> tuple[str, str]:
-    """Return the colour and marker for the line with index `place` that is not a baseline."""
+    """Return the colour and marker of line number `place` among lines that are not baselines."""
     styles = [STYLE[name][:2] for name in ("leave_one_out", "none", "oracle", "group_mean")]
     styles += zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)
     return styles[place % len(styles)]

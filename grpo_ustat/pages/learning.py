@@ -135,7 +135,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
             f" Gaps in {LABELS.get(quantity, quantity)}: at {count} point{'s' * (count > 1)} {why}."
         )
     if any(row["seeds"] > 1 for row in rows):
-        thin = " Thin lines: single seeds."
+        thin = " Thin lines: individual seeds."
         if len({row["series"] for row in rows}) > MAX_LINES_WITH_SEEDS:
             thin = " Bands: 95 % t intervals over seeds, conditional on these questions."
         return [

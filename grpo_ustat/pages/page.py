@@ -1,4 +1,4 @@
-"""Self-contained HTML page with answer, figures, tables and completions; it loads nothing.
+"""Self-contained HTML page with answer, figures, tables and completions; it needs no network.
 
 Model output is treated as hostile. Every text passes through jinja2's autoescape or is encoded in a
 JSON block, and no text can close this block. The script inserts values from the block as text and

@@ -94,7 +94,8 @@ def run_page(
 
     Args:
         result: Content for `result.json`, if the file has not been written yet.
-        now: Current time, as the end of the current launch; None if no launch is running.
+        now: Current time, which counts as the end of the current launch; None if no launch is
+            running.
     """
     run = RunRecord(folder, result=result)
     figures = _figures(run, view.figures)

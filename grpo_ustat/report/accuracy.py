@@ -73,14 +73,14 @@ def accuracy_cells(
     mean is at most the mean of the runs' standard deviations.
 
     `best` is True for the cell with the largest mean in its family. Every other cell is compared
-    with this cell on the seeds that both cells have. With one seed, the questions of the two runs
-    are treated as independent samples. The interval of the difference is then wider than a paired
-    interval, and it does not include variation between training runs. `distinct` is True if the
-    interval of the difference lies below 0. The k - 1 differences of a family each have the
-    confidence level 1 - 0.05 / (k - 1) (Bonferroni). So the truly best cell is declared different
-    from the largest mean in at most 2.5 % of families (Hsu 1984, comparisons with the best),
-    although the largest mean is chosen on the same seeds. `decided` is True if any cell of the
-    family is distinct. Otherwise the data do not identify a best cell.
+    with this cell on the seeds that both cells have. If each of the two cells has only one seed,
+    the questions of the two runs are treated as independent samples. The interval of the difference
+    is then wider than a paired interval, and it does not include variation between training runs.
+    `distinct` is True if the interval of the difference lies below 0. The k - 1 differences of a
+    family each have the confidence level 1 - 0.05 / (k - 1) (Bonferroni). So the truly best cell is
+    declared different from the largest mean in at most 2.5 % of families (Hsu 1984, comparisons
+    with the best), although the largest mean is chosen on the same seeds. `decided` is True if any
+    cell of the family is distinct. Otherwise the data do not identify a best cell.
 
     Args:
         rows: See `accuracy_rows`.
@@ -372,7 +372,7 @@ def _grid(
     """Return the rows of a table.
 
     Args:
-        places: Row heading without the step, column index, and cell, for each cell of the table.
+        places: Tuples of row heading (without the step), column index and cell.
         columns: Names of the columns.
     """
     most = max(cell["seeds"] for *_, cell in places)
@@ -453,7 +453,7 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """Describe the population that the intervals cover: seeds, questions, or both kinds."""
+    """Describe the population that the intervals cover: seeds, questions, or a mixture."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
     over_questions = "for new questions, without variation between training runs (one seed"
     if not counts:

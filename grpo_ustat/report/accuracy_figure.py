@@ -85,7 +85,7 @@ def _accuracy_panel(
     lines: Sequence[str],
     axis: Axis,
 ) -> None:
-    """Draw means and intervals at one step; hollow: significantly below the largest mean."""
+    """Draw means and intervals at one step, with hollow markers for significantly smaller means."""
     positions = [axis.position(value) for value in axis.values]
     span = max(positions) - min(positions) or 1.0
 

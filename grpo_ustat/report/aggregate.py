@@ -1,7 +1,7 @@
 """Report on any set of runs: one folder with tables, figures and their data.
 
 `grpo-ustat report` writes a report on the runs in the given folders. A sweep with `report.name`
-writes a report on its runs. Runs that differ in other keys than group size, seed and budget are
+writes a report on its runs. Runs that differ in keys other than group size, seed and budget are
 shown separately. Notes list missing, damaged and repeated runs.
 """
 
@@ -70,11 +70,11 @@ TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
-# Maximum number of steps (panels) that are shown if the user requests no steps.
+# Maximum number of evaluated steps that are shown, each in a panel, if the user selects no steps.
 MAX_STEPS = 8
 # Maximum number of notes printed on the terminal.
 MAX_LINES = 12
-# Maximum length in bytes of the text in a file name; file systems limit names to 255 bytes.
+# Maximum length of a slug in bytes; file systems limit file names to 255 bytes.
 LONGEST_SLUG = 80
 # Maximum number of lines in a figure of learning curves if both G and settings vary.
 MAX_CURVES = 4
@@ -252,7 +252,7 @@ def _add_training(report: Report) -> None:
 
 
 def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> None:
-    """Add accuracy or mean reward: by step, and at the last step by budget and setting."""
+    """Add accuracy or mean reward by step and, at the last step, by budget and setting."""
     name = joint_quantity(row["quantity"] for row in rows).replace(" ", "_")
     evaluated = sorted({row["step"] for row in rows})
     steps = evaluated if report.steps is None else list(report.steps)

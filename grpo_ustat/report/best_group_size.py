@@ -399,7 +399,7 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
 
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
-    """Name the G that trained best, and list the other G by whether they differ significantly."""
+    """Name the best G, the G that are not significantly different from it, and the other G."""
     not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
         f"the best G is {budget.best(outcome)}; not significantly different from it: "

@@ -91,7 +91,7 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
         try:
             run = entry.record()
             _check(run)
-            # With a damaged configuration, this raises an error.
+            # This line raises an error if the configuration is damaged.
             _ = run.keys
             runs.append(run)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

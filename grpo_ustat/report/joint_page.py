@@ -195,7 +195,7 @@ def page(report: Report) -> Page:
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
-    """Describe the runs and their costs; runs on test problems, without a model, are separate."""
+    """Describe runs and their costs; list runs on test problems (without a model) separately."""
 
     def counts(names: Iterable[str | None]) -> str:
         """List each name once; if there are several items, add the number of occurrences."""

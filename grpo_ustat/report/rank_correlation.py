@@ -14,7 +14,7 @@ RESAMPLES = 4000
 
 
 def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
-    """Compute Spearman's correlation over G of the mean evaluation with minus the predicted error.
+    """Compute Spearman's correlation over G between mean evaluation and minus the predicted error.
 
     The evaluation is averaged over seeds. The interval is a percentile bootstrap over seeds that
     keeps all G of a seed together. Noise in the means weakens a rank correlation, so the interval

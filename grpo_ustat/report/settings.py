@@ -67,8 +67,8 @@ class Axis:
 def swept_axis(runs: Sequence[RunRecord], series_keys: Sequence[str]) -> Axis:
     """Choose the configuration key for the horizontal axis of a figure.
 
-    The key is the group size if the group size or nothing was swept. Otherwise it is the swept key
-    with the most values, and numeric keys take precedence.
+    The key is the group size if the group size was swept or if nothing was swept. Otherwise it is
+    the swept key with the most values, chosen among numeric keys if there are any.
 
     Args:
         runs: Training runs.

@@ -265,8 +265,16 @@ def open_instruct_rows(changes):
             9,
             "logprobs contains a value that is not a finite number",
         ),
-        ({1: {"logprobs": ["x", None]}}, 9, "logprobs contains a value that is not a finite number"),
-        ({1: {"logprobs": [[-0.5], {}]}}, 9, "logprobs contains a value that is not a finite number"),
+        (
+            {1: {"logprobs": ["x", None]}},
+            9,
+            "logprobs contains a value that is not a finite number",
+        ),
+        (
+            {1: {"logprobs": [[-0.5], {}]}},
+            9,
+            "logprobs contains a value that is not a finite number",
+        ),
         (
             {1: {"logprobs": [-0.5, -(10**400)]}},
             9,

@@ -235,5 +235,5 @@ def test_a_damaged_file_is_named_and_the_others_are_read(tmp_path, name, size, d
         assert str(paths[damaged]) in line and "--from" not in line and conversion.files == 1
     paths[1 - damaged].write_bytes(b"")
     if name != "verl":
-        with pytest.raises(ConfigError, match=f"{paths[0]} (is not as|holds more than plain)"):
+        with pytest.raises(ConfigError, match=f"{paths[0]} (is not as|has more than plain)"):
             converted(tmp_path / "run", name)
