@@ -300,8 +300,8 @@ def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):
          "model=FOLDER, the checkpoint after 39 updates, which wrote them"),
         ("rows", {"policy_step": [39] * 32}, (20, 39), "model=checkpoint-39"),
         ("completions_00041", {}, (20, 40), "model=checkpoint-40"),
-        ("completions_00040", {}, (20, 40), "model=FOLDER, the checkpoint of 39 updates that "
-         "wrote them (the nearest checkpoint is checkpoint-40)"),
+        ("completions_00040", {}, (20, 40), "model=FOLDER, the checkpoint after 39 updates, "
+         "which wrote them (the nearest checkpoint is checkpoint-40)"),
     ]),
 )  # fmt: skip
 def test_a_file_without_a_named_model_is_refused_with_the_one_that_wrote_it(
