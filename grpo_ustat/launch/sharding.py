@@ -31,7 +31,7 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     prompts = getattr(config, "prompts_per_step", ranks)
     if prompts < ranks:
         raise RefusedByRank(
-            f"{prompts} prompts a step (budget.rollouts / group_size) for {ranks} processes: "
+            f"{prompts} prompts per step (budget.rollouts / group_size) for {ranks} processes: "
             "raise budget.rollouts, or lower group_size or the number of processes"
         )
 

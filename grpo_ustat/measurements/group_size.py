@@ -350,13 +350,13 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
 
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
     >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05))[:59]
-    'at 4 rollouts a step use G = 4, within 5 % of the least err'
+    'at 4 rollouts per step use G = 4, within 5 % of the least err'
     >>> costs_sentence(GroupSizeCosts(4, 4, extra))
-    'at 4 rollouts a step no G is known to be within 10 % of the least error.'
+    'at 4 rollouts per step no G is known to be within 10 % of the least error.'
     """
     if costs.tolerance is None:
         return (
-            f"at {costs.rollouts} rollouts a step no G is known to be within "
+            f"at {costs.rollouts} rollouts per step no G is known to be within "
             f"{100 * TOLERANCES[-1]:.0f} % of the least error."
         )
     sizes = list(costs.extra)
@@ -374,7 +374,7 @@ def costs_sentence(costs: GroupSizeCosts) -> str:
         extra, low, high = map(percent, costs.extra[size])
         parts.append(f"G = {size}: {extra} [{low}, {high}]")
     first = (
-        f"at {costs.rollouts} rollouts a step use G = {costs.best}, within "
+        f"at {costs.rollouts} rollouts per step use G = {costs.best}, within "
         f"{100 * costs.tolerance:.0f} % of the least error"
     )
     return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
@@ -428,7 +428,7 @@ def extra_error_table(study: Study) -> Table | None:
         interval = "" if size == costs.best else f"[{low}, {high}]"
         rows.append([str(size), str(costs.rollouts // size), extra, interval])
     columns = ["G", "prompts", "extra error", "95 % interval"]
-    title = f"Extra gradient error over G = {costs.best}, at {costs.rollouts} rollouts a step"
+    title = f"Extra gradient error over G = {costs.best}, at {costs.rollouts} rollouts per step"
     return Table(title, columns, rows, [EXTRA_ERROR_NOTE])
 
 

@@ -399,10 +399,10 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace(tmp_path, through):
 
 @pytest.mark.slow
 def test_a_refusal_in_the_ranks_is_one_line(tmp_path, one):
-    """Four prompts a step; then one that only the second rank knows."""
+    """Four prompts per step; then one that only the second rank knows."""
     code, said = finished("train", *TWO, "launch.num_processes=5", cwd=tmp_path)
     assert (code, len(said.splitlines())) == (2, 1), said
-    assert said.startswith("error: 4 prompts a step ") and "5 processes" in said
+    assert said.startswith("error: 4 prompts per step ") and "5 processes" in said
 
     def before():
         start = trainer.set_up
