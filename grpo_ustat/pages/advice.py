@@ -83,7 +83,7 @@ def group_size_advice(
             return UNKNOWN, "There is not enough data to recommend num_generations.", numbers
         prompts = rollouts // best
         sentence = (
-            f"Use num_generations = {best}: with n = {rollouts} rollouts per step has {prompts} "
+            f"Use num_generations = {best}: a step of n = {rollouts} rollouts then has {prompts} "
             "prompts."
         )
         return CHOOSE, sentence, numbers

@@ -61,9 +61,9 @@ def test_a_study_is_judged_at_the_rollouts_that_it_was_asked_about(tmp_path):
     run_folder = folder(tmp_path / "run", "mse", RESULT, (), "study.rollouts=100")
     assert " at n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
     assert " at n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
-    assert "n = 100 rollouts per step has 25 prompts" in advice_of(Request(run_folder)).sentence
+    assert "n = 100 rollouts then has 25 prompts" in advice_of(Request(run_folder)).sentence
     odd = advice_of(Request(run_folder, rollouts=97))
-    assert odd.sentence == "Use num_generations = 4: with n = 104 rollouts per step has 26 prompts."
+    assert odd.sentence == "Use num_generations = 4: a step of n = 104 rollouts then has 26 prompts."
     assert "Only num_generations = 97 divides n = 97." in odd.details
 
 
