@@ -472,7 +472,7 @@ def _interval_note(studies: Sequence[Study], curves: Sequence[CurveRow]) -> str:
     """Return a note on the scope of the intervals."""
     kinds = dict.fromkeys(INTERVAL_WORDS[row.interval] for row in curves)
     return (
-        f"95 % intervals {' or '.join(kinds)}, from one seed. Intervals of "
+        f"95 % intervals {' or '.join(kinds)}, from one seed per study. Intervals of "
         f"{policies_quantity(studies)} are {scopes_text(studies)}."
     )
 

@@ -505,7 +505,7 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         names = [f"{x}{end}" for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")]
         columns = study_columns(study.run, study_keys) | {name: content[name] for name in names}
         data += [columns | point for point in content["curve"]]
-    interval_note = f"95 % intervals {scopes_text(studies)}, from one seed."
+    interval_note = f"95 % intervals {scopes_text(studies)}, from one seed per study."
     law = (
         "G* = 1 + sqrt(C3/C1) is the best group size of leave_one_out for every n, with "
         "independently drawn questions."

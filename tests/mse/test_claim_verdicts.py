@@ -22,8 +22,9 @@ from grpo_ustat.runs.record import RunRecord
 
 BOTH = "study.corrections=[token_truncate,sequence_truncate]"
 GAP_CLAIMS = (
-    "a sampler's gap has to be corrected", "ratios of the sequence (truncated) beat those of tokens"
-)  # fmt: skip
+    "a mismatch between sampler and model must be corrected",
+    "ratios of the sequence (truncated) beat ratios of tokens",
+)
 
 
 @pytest.mark.slow(minutes=0.5)

@@ -147,7 +147,7 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     if questions < 4:
         both = "for new questions or for these questions (fewer than 4)"
         assert (
-            f"95 % intervals {both}, from one seed."
+            f"95 % intervals {both}, from one seed per study."
             in group_size.joint_table([one, other], ()).notes
         )
         assert "these questions" in group_size.interval_note(one)
