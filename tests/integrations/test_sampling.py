@@ -27,7 +27,7 @@ NAMED = {
     "top_p=0.9 leaves tokens out": changed(top_p=0.9),
     "top_k=50 leaves tokens out": changed(top_k=50),
     "min_p=0.1 leaves tokens out": changed(min_p=0.1),
-    "Use repetition_penalty=1, or leave it out.": changed(
+    "Use repetition_penalty=1, or remove the argument.": changed(
         args_generation_kwargs={"repetition_penalty": 1.1}
     ),
     "presence_penalty=0.5 moves": changed(args_generation_kwargs={"presence_penalty": 0.5}),

@@ -222,7 +222,7 @@ class GradientNoiseCallback(TrainerCallback):
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Report the audit's first finding, and every update whose applied gradient is wrong."""
+        """Report the audit's first finding, and every update in which the two gradients differ."""
         results = self.audit.results[self._audit.logged :] if self.audit is not None else []
         for result in results:
             self._audit.logged += 1
@@ -265,7 +265,7 @@ class GradientNoiseCallback(TrainerCallback):
                 only_these(model, self.options.parameters),
             ):
                 self.precision = precision_of(model)
-                gathering = "on whole weights" if sharding_of(self.trainer) else ""
+                gathering = "with full weights" if sharding_of(self.trainer) else ""
                 self.way = gathering if layers is None else "layer by layer"
                 self._measure(model, layers, output, step)
             self._open.batches += 1

@@ -1,4 +1,4 @@
-"""Windows of scored groups: consecutive generation batches are pooled until they have enough groups.
+"""Windows of scored groups, pooled over generation batches until there are enough groups.
 
 With TRL's defaults a generation batch has a single prompt, so prompts cannot be compared within a
 batch. C2 and C3 are means over groups. Each group contributes the value for the policy that wrote
