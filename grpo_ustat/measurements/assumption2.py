@@ -19,15 +19,15 @@ from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 from grpo_ustat.terminal.streams import percentage
 
 ALL_EQUAL = (
-    "All completions of each question got the same reward. A baseline that equals this reward has "
-    "no error; only vanilla (no baseline) is noisy. Choose questions that the policy sometimes "
-    "answers correctly."
+    "All completions of each question got the same reward. With a baseline equal to this reward, "
+    "the gradient estimate has no error; only vanilla (no baseline) is noisy. Choose questions "
+    "that the policy sometimes answers correctly."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption2:
-    """Test that squared score norm and reward are uncorrelated given the question."""
+    """Test of whether squared score norm and reward are uncorrelated given the question."""
 
     # A_0 = E[q Z^2], without a baseline.
     a0: NumberOrNull
@@ -51,7 +51,7 @@ class Assumption2:
 
 
 def measure(study: PoolStudy) -> Assumption2:
-    """Test the assumption, and measure the ordering for new questions.
+    """Test the assumption, and measure the ordering of errors for new questions.
 
     The assumption is a hypothesis about every question. It is therefore refuted if it fails for
     the questions of the study.

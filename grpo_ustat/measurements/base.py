@@ -114,7 +114,7 @@ class Study:
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts per training step, n, for which the study answers."""
+        """Number of rollouts per training step, n, to which the study's answer applies."""
         return study_rollouts(self.run.config)
 
     def of(self, measurement: Measurement[R]) -> R | None:
@@ -205,7 +205,7 @@ class Measurement(Generic[R]):
     # Type of the result: a frozen dataclass or a list of one. An `Interval` is stored as three
     # keys; see `runs.contents`.
     record: Any
-    # Returns the result, or None if the pool does not determine it or no user requested it.
+    # Returns the result, or None if the pool does not determine the result or it was not requested.
     measure: Callable[[PoolStudy], R | None]
     # Returns sentences shown beside the answer.
     sentences: Callable[[R, Study], list[str]] = nothing_to_say
@@ -214,7 +214,7 @@ class Measurement(Generic[R]):
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
     # True if the tables are also printed on the terminal.
     prints: bool = False
-    # False if `report` makes a table of its own for this measurement.
+    # False if `report` builds a different table for this measurement.
     in_reports: bool = True
     # True if every study makes this measurement, unless all rewards are equal.
     always: bool = False

@@ -161,7 +161,7 @@ def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
 def _formula_rows(
     study: PoolStudy, statistics: ClosedForm, method: str, interval: str
 ) -> list[CurveRow]:
-    """Return a row for each point of a curve that has a closed form."""
+    """Return a row for each point of the closed-form curves."""
     rows = []
     for point, (bias2, variance, *moments) in statistics.parts.items():
         error = GradientError(statistics[point.key], bias2, variance, *scale_free(*moments))

@@ -327,7 +327,7 @@ def best_size_sentence(study: Study) -> str:
 
 
 def prompts_to_decide(scaling: Scaling) -> tuple[float, float]:
-    """Return the numbers of questions at which 50 % and 90 % of studies on this pool decide.
+    """Return the numbers of questions at which 50 % and 90 % of studies like this one decide.
 
     A study decides if it finds a best G. Both numbers are rounded to two significant digits; see
     `ScalingLaw.prompts_to_decide`.
@@ -419,7 +419,7 @@ def interval_note(study: Study) -> str:
 
 
 def extra_error_table(study: Study) -> Table | None:
-    """Return a table of the extra error of each admissible G over the recommended G.
+    """Return a table of the extra error of each admissible G relative to the recommended G.
 
     Return None if no G can be recommended.
     """
@@ -435,7 +435,9 @@ def extra_error_table(study: Study) -> Table | None:
         interval = "" if size == costs.best else f"[{low}, {high}]"
         rows.append([str(size), str(costs.rollouts // size), extra, interval])
     columns = ["G", "prompts", "extra error", "95 % interval"]
-    title = f"Extra gradient error over G = {costs.best}, at {costs.rollouts} rollouts a step"
+    title = (
+        f"Extra gradient error relative to G = {costs.best}, at {costs.rollouts} rollouts a step"
+    )
     return Table(title, columns, rows, [EXTRA_ERROR_NOTE])
 
 
@@ -511,8 +513,9 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         "independently drawn questions."
     )
     crossover = (
-        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V "
-        "and A_0: size of the gradient noise with the oracle baseline and with no baseline."
+        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V: size of the "
+        "gradient noise with the oracle baseline. A_0: size of the gradient noise without a "
+        "baseline."
     )
     quantity = policies_quantity(studies)
     return Table(

@@ -53,7 +53,7 @@ NOT_KNOWN = "not known"
 FILTER_WORDS = {
     "drop": "zero-variance groups dropped",
     "replace": "zero-variance groups replaced",
-    "reward_variance_share": "groups that hold {:g} of the reward variance",
+    "reward_variance_share": "groups with {:g} of the reward variance",
     "advantage_threshold": "|advantage| of {:g} or more",
 }
 EFFICIENCY_NOTE = (
@@ -61,7 +61,7 @@ EFFICIENCY_NOTE = (
     "one rollout of the loss, at the first update on a batch. 95 % intervals for new questions, "
     "paired across losses and G."
 )
-NOISE_NOTE = "Share of noise: share of the squared norm of an update that is noise."
+NOISE_NOTE = "Share of noise: fraction of an update's squared norm that is noise."
 # Mark for a relative efficiency that is significantly lower than at the best G of the loss.
 WORSE = "*"
 WORSE_SIZE_NOTE = f"{WORSE}: significantly lower than at the best G of the same loss."
@@ -105,7 +105,7 @@ class LossEfficiency:
     efficiency_best_g: Sometimes[Interval] = None
     # Squared cosine between the expected update and the gradient; 1 if `unbiased_direction`.
     direction: Sometimes[Interval] = None
-    # Share of the squared norm of an update that is noise.
+    # Fraction of an update's squared norm that is noise.
     noise: Sometimes[Interval] = None
     # True if this G is the best measured G of the loss.
     best: bool
@@ -248,8 +248,8 @@ def efficiency_tables(
 ) -> list[Table]:
     """Return tables of relative efficiency by G and loss, and a table of all numbers.
 
-    The list is empty if no loss was measured. If the efficiency of no loss is decided, the table by
-    G and loss contains only notes.
+    The list is empty if no loss was measured. If no relative efficiency is decided, the table by G
+    and loss contains only notes.
 
     Args:
         wrote: Text after "Relative efficiency", for example with the policy that wrote the

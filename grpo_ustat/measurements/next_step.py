@@ -35,7 +35,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
 
     Args:
         rollouts: Number of rollouts per training step, n; None for the number in the study's
-            configuration. n is halved until there are enough training questions.
+            configuration. This number is halved until there are enough training questions.
     """
     config, result = study.run.config, study.result
     if result.equal_rewards is not None:

@@ -89,7 +89,9 @@ def recipe_efficiencies(
     draws: int,
     seed: int,
 ) -> list[LossRow]:
-    """Return the relative efficiency of each recipe for new questions, named after the recipe.
+    """Return the relative efficiency of each recipe for new questions.
+
+    The loss of each row has the name of the recipe.
 
     An update contains only whole groups, so its n is the largest multiple of the recipe's G that
     does not exceed `rollouts`. Each recipe is compared with the unbiased estimate at the same n.
@@ -203,7 +205,7 @@ def _table(recipes: Sequence[Judged]) -> Table:
 
 
 def verdict(efficiency: Interval) -> str:
-    """Compare the rollouts needed for equal error with the unbiased gradient at its best G.
+    """Compare the rollouts that a recipe needs with those of the unbiased gradient at its best G.
 
     >>> verdict(Interval(0.8, 0.7, 0.9)), verdict(Interval(1.25, 1.1, 1.4))
     ('25 % more rollouts', '20 % fewer rollouts')

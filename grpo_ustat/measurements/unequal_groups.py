@@ -33,7 +33,7 @@ def sentences(rows: list[AllocationSaving], study: Study) -> list[str]:
     best = min(of_size, key=lambda row: row.change.estimate)
     change, low, high = map(percent, best.change)
     if best.change.high < 0:
-        return [f"Unequal group sizes help, by {best.plan} ({change} error [{low}, {high}])."]
+        return [f"Unequal group sizes help (plan: {best.plan}, {change} error [{low}, {high}])."]
     verb = "do not" if best.change.low > -HELPFUL_SAVING else "are not shown to"
     return [f"Unequal group sizes {verb} help ({change} error [{low}, {high}])."]
 

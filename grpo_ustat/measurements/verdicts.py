@@ -77,8 +77,8 @@ class ClaimVerdict:
     # The claim holds if the number is between `least` and `most`; null means no bound.
     least: NumberOrNull
     most: NumberOrNull
-    # p-value of the hypothesis that the true number is outside the bounds although the estimate is
-    # inside, or inside although the estimate is outside; with Holm's correction over all rows.
+    # p-value of the hypothesis that the true number and its estimate are on different sides of a
+    # bound, with Holm's correction over all rows.
     holm_p: Sometimes[float] = None
     verdict: Word
     # Text that gives further numbers.
@@ -392,12 +392,12 @@ def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
     count, completions = pool.rewards_PN.shape
     of_variance = Judged(
         "the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
-        f"correlation over prompts of the reward variance and the noise of a group of {size}",
+        f"correlation over prompts between reward variance and the noise of a group of {size}",
         least=0.9,
     )  # fmt: skip
     of_length = Judged(
         "the noise of a completion increases with its length", "VL-Norm, arXiv 2509.07558",
-        "rank correlation of length and squared score norm within a prompt", least=0.5,
+        "rank correlation between length and squared score norm within a prompt", least=0.5,
     )  # fmt: skip
     if count < MIN_PROMPTS or completions < MIN_COMPLETIONS:
         few = f"use at least {MIN_PROMPTS} questions with {MIN_COMPLETIONS} completions each"

@@ -76,7 +76,7 @@ class OwnLossTrainer(GRPOTrainer):
 
 
 UNMEASURED = {
-    "top_entropy_quantile=0.2 leaves out tokens": {"top_entropy_quantile": 0.2},
+    "top_entropy_quantile=0.2 excludes tokens": {"top_entropy_quantile": 0.2},
     "entropy bonus": {"entropy_coef": 0.01},
     "adaptive": {"use_adaptive_entropy": True},
     "delta=0.9 clips every ratio": {"delta": 0.9},
@@ -170,7 +170,7 @@ def test_what_is_not_decided_is_said():
         "an update of 4 rollouts is not a multiple of num_generations=8"
     )
     weak = own_loss(a_pool(30, signal=0.0), GRPO, 64, "grpo")
-    assert "relative efficiency is not decided from 30 groups" in weak.line()
+    assert "30 groups do not determine the relative efficiency" in weak.line()
     assert "loss/relative_efficiency" not in weak.numbers() and math.isnan(weak.cosine.estimate)
 
 

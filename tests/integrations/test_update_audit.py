@@ -229,7 +229,7 @@ def test_tokens_of_generation_batches_are_told_from_those_of_the_update():
         ("grpo", 0.5, {"use_liger_kernel": True},
          "Liger's loss is divided once more by gradient_accumulation_steps = 2"),
         ("grpo", 0.4, {"gradient_accumulation_steps": 5},
-         "the window of 2 micro-batches is divided by 5, like a full window"),
+         "a window of 2 micro-batches is divided by 5, as if it were full"),
         ("grpo", -1.0, {}, "the sign is reversed"),
     ],
 )  # fmt: skip

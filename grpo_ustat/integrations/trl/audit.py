@@ -384,7 +384,7 @@ class UpdateAudit:
         ]
         if window != steps:
             sentence = (
-                f"the window of {window} micro-batches is divided by {steps}, like a full window"
+                f"a window of {window} micro-batches is divided by {steps}, as if it were full"
             )
             faults.append(Fault(window / steps, sentence))
         return faults + divided(trainer.accelerator.num_processes, "processes")

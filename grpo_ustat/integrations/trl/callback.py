@@ -188,7 +188,7 @@ class GradientNoiseCallback(TrainerCallback):
         # Warnings about sampling, and the reason why the measurement ended.
         self.warnings: list[str] = []
         self.fault = ""
-        # Precision of the weights in the last measurement, and the way in which they were gathered.
+        # Precision of the weights in the last measurement, and the way of gathering the weights.
         self.precision = self.way = ""
         self.seconds = 0.0
         self._begin = time.perf_counter()

@@ -59,7 +59,7 @@ def loss_of(trainer: Any) -> Loss:
 
 
 def unmeasured(trainer: Any) -> str | None:
-    """Return the reason why a trainer's loss cannot be measured, or None if it can be."""
+    """Return the reason why a trainer's loss cannot be measured, or None if it can be measured."""
     args = trainer.args
     for method in ("_compute_loss", "_generate_and_score_completions"):
         owners = [kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind)]
@@ -70,11 +70,9 @@ def unmeasured(trainer: Any) -> str | None:
     if args.scale_rewards not in BASELINE_NAMES:
         return f"scale_rewards={args.scale_rewards} is not one of {', '.join(BASELINE_NAMES)}"
     if args.top_entropy_quantile < 1:
-        return (
-            f"top_entropy_quantile={args.top_entropy_quantile} leaves out tokens by their entropy"
-        )
+        return f"top_entropy_quantile={args.top_entropy_quantile} excludes tokens by their entropy"
     if args.entropy_coef or args.use_adaptive_entropy:
-        return "its entropy bonus is not part of the scores"
+        return "the entropy bonus is not part of the scores"
     if args.delta is not None and args.delta < 1:
         return f"delta={args.delta} clips every ratio of a positive advantage"
     return None
@@ -177,13 +175,13 @@ class OwnLoss:
         return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._finite_sizes.values())
 
     def line(self) -> str:
-        """Return a sentence with the efficiency and the direction, or why they are unknown."""
+        """Return a sentence with the efficiency and the direction, or why they are not known."""
         loss = f"Your loss ({self.words})"
         if self.efficiency is None:
             return f"{loss}: {self.reason}."
         if not self.decided:
             return (
-                f"{loss}: the relative efficiency is not decided from {self.groups} groups"
+                f"{loss}: {self.groups} groups do not determine the relative efficiency"
                 f"{self._noise()}."
             )
         direction = "unbiased" if self.unbiased else f"cos {_two_digits(self.cosine)}"
@@ -236,7 +234,7 @@ class OwnLoss:
         if not math.isfinite(share):
             return ""
         ends = f"[{low:.0f}, {high:.0f}]"
-        return f", an update of {self.rollouts} rollouts is {share:.0f} {ends} % noise"
+        return f"; an update of {self.rollouts} rollouts is {share:.0f} {ends} % noise"
 
 
 def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int = DRAWS) -> OwnLoss:

@@ -160,7 +160,7 @@ class GroupScorer:
             )  # fmt: skip
 
     def _states(self, model: Any, place: int) -> RandomStates:
-        """Return generator states for the dropout masks of a group, by its index in this batch."""
+        """Return generator states for the dropout masks of the group at an index of this batch."""
         seeds = [self.trainer.args.seed, self._batches, place]
         (seed,) = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
         return seeded_states(model.device, int(seed))

@@ -25,12 +25,12 @@ from grpo_ustat.policy.memory import out_of_memory
 
 INSTEAD = "measure checkpoints with grpo-ustat mse model=CHECKPOINT"
 NO_MEMORY = "out of memory for the full weights of the model"
-# Attributes of the wrappers of FSDP1 and torch's activation checkpointing for the inner module.
+# Names under which the wrappers of FSDP1 and torch's activation checkpointing store a module.
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def sharding_of(trainer: Any) -> str:
-    """Return how a trainer's parameters are sharded: "ZeRO-3", "FSDP1", "FSDP2" or "" (not)."""
+    """Return the kind of parameter sharding: "ZeRO-3", "FSDP1", "FSDP2", or "" without sharding."""
     state = trainer.accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -134,7 +134,7 @@ def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
 
 
 def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
-    """Return the layers of a model, which can have FSDP1's wrappers."""
+    """Return the layers of a model that may have FSDP1's wrappers."""
     with _unwrapped(model) as inner:
         layers = separate_layers(inner)
     if layers:
@@ -308,8 +308,8 @@ def in_precision_of_loss(
 ) -> Iterator[None]:
     """Make a model compute in the precision of a trainer's loss within the block, with autocast.
 
-    With FSDP1 the loss uses weights in its own precision. The weights and buffers are therefore
-    also converted, and restored after the block.
+    FSDP1 converts the weights for the loss to the precision of the loss. With FSDP1, the weights
+    and buffers are therefore also converted here, and restored after the block.
 
     Args:
         trainer: trainer of the model.

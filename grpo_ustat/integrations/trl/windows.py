@@ -106,7 +106,7 @@ def window_of(
     Args:
         groups: at least two scored groups.
         unknown, drift: see `Window`.
-        same_policy: True if the scored policy wrote the completions; its expected score is then 0.
+        same_policy: True if the scored policy wrote the completions; the expected score is then 0.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
