@@ -63,7 +63,9 @@ def test_a_study_is_judged_at_the_rollouts_that_it_was_asked_about(tmp_path):
     assert " at n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
     assert "n = 100 rollouts then has 25 prompts" in advice_of(Request(run_folder)).sentence
     odd = advice_of(Request(run_folder, rollouts=97))
-    assert odd.sentence == "Use num_generations = 4: a step of n = 104 rollouts then has 26 prompts."
+    assert (
+        odd.sentence == "Use num_generations = 4: a step of n = 104 rollouts then has 26 prompts."
+    )
     assert "Only num_generations = 97 divides n = 97." in odd.details
 
 

@@ -295,13 +295,13 @@ def test_rollouts_of_another_framework_are_not_trained_on_here():
     _, verb, *words = shlex.split(step, comments=True)
     assert compose(verb, *words).study.questions == 20
     assert next_step(unsaved_study(RESULT, config)) == (
-        "train with num_generations=4 where these rollouts were logged"
+        "train with num_generations=4 in the framework that logged these rollouts"
     )
     assert next_step(unsaved_study(UNDECIDED, config)) == (
         "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA.jsonl "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH "
         "dataset.study_size=450 study.questions=450  # draws new rollouts; DATA.jsonl: the run's "
-        "rows of question and answer; REWARD.py: the run's FUNCTION(prompt, completion); see "
+        "questions and answers; REWARD.py: the run's FUNCTION(prompt, completion); see "
         "docs/models-and-data.md"
     )
 
