@@ -18,7 +18,7 @@ from grpo_ustat.logs.rows import Options
 
 
 def run_of_trl(folder, files, checkpoints, logging_steps, save_steps, prompts=4):
-    """Files of texts, of 4 completions per prompt, and checkpoints with the state of the trainer."""
+    """Files of texts, 4 completions per prompt, and checkpoints with the trainer's state."""
     (folder / "completions").mkdir(parents=True)
     for file in files:
         rows = range(4 * prompts)
