@@ -101,9 +101,10 @@ def group_size_advice(
         saved = extra / (1 + extra)
         return (
             verdict,
-            f"{word} num_generations from {group_size} to {best}: at n = {rollouts} rollouts a "
-            f"step {group_size} costs {percent(extra)} error [{percent(low)}, {percent(high)}], so "
-            f"{best} reaches the same error with {100 * saved:.0f} % fewer rollouts.",
+            f"{word} num_generations from {group_size} to {best}: with n = {rollouts} rollouts per "
+            f"step, G = {group_size} has {percent(extra)} error [{percent(low)}, {percent(high)}] "
+            f"relative to G = {best}, which reaches the same error with {100 * saved:.0f} % fewer "
+            "rollouts.",
             numbers | {"fewer_rollouts": saved},
         )
     if costs.tolerance is None or not (group_size == best or high <= TOLERABLE_EXTRA_ERROR):

@@ -88,12 +88,12 @@ def test_one_rollout_has_no_group():
     "rollouts, answer",
     [
         (64, "at 64 rollouts per step use G = 4, within 5 % of the least error (G = 2: +44 % "
-         "[+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out gradient of 64 rollouts is 92 % "
-         "noise [89 %, 94 %] (half at n = 770). Doubling the rollouts gives up to 1.9 times the "
+         "[+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out gradient of 64 rollouts is "
+         "92 % noise [89 %, 94 %] (half at n = 770). Doubling the rollouts gives up to 1.9 times the "
          "progress per step."),
         (10, "at 10 rollouts per step use G = 5, within 5 % of the least error (G = 2: +41 % "
-         "[+18 %, +54 %]; G = 10: +41 % [+33 %, +54 %]). The leave-one-out gradient of 10 rollouts is 99 % "
-         "noise [98 %, 99 %] (half at n = 770). Doubling the rollouts gives up to 2.0 times the "
+         "[+18 %, +54 %]; G = 10: +41 % [+33 %, +54 %]). The leave-one-out gradient of 10 rollouts is "
+         "99 % noise [98 %, 99 %] (half at n = 770). Doubling the rollouts gives up to 2.0 times the "
          "progress per step."),
         (97, "only G = 97 divides 97; at 104 rollouts per step use G = 4, within 5 % of the least "
          "error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out "
