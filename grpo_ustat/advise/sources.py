@@ -225,7 +225,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
     about = "not enough data" if best is None else f"{best:.1f}"
     details = [
-        f"Best G is about {about} {ends}, from {len(recent)} monitored steps between "
+        f"The best G is about {about} {ends}, from {len(recent)} monitored steps between "
         f"{recent[0]['step']} and {recent[-1]['step']}.",
         *filter(None, [training_noise_sentence(run.metrics, group_size, rollouts)]),
         "The 95 % intervals are over steps, for the average over the policies of these steps.",

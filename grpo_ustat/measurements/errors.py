@@ -47,10 +47,10 @@ INTERVAL_WORDS = {
     "questions": "for new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-# Mark for an error that is significantly above the least error.
+# Mark for an error that is significantly above the smallest error.
 WORSE = "*"
 WORSE_NOTE = (
-    f"{WORSE}: significantly above the least error in the row (the intervals do not overlap). "
+    f"{WORSE}: significantly above the smallest error in the row (the intervals do not overlap). "
     "Only unbiased baselines that do not need each question's expected reward are compared."
 )
 BIASED_NOTE = (
@@ -350,7 +350,7 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
 def _error_cells(rows: Sequence[CurveRow]) -> tuple[dict[tuple[int, str], str], list[str]]:
     """Format the error for each G and baseline, with the interval on a second line.
 
-    Errors significantly above the least error in their row are marked; a note explains the mark.
+    Errors significantly above the smallest error in their row are marked; a note explains the mark.
     """
     cells = {}
     for row in rows:
@@ -452,9 +452,9 @@ def missing_in(studies: Iterable[Study]) -> list[str]:
 
 
 def worse_baselines(rows: Sequence[CurveRow]) -> list[str]:
-    """Return the unbiased baselines whose error at one G is significantly above the least error.
+    """Return the unbiased baselines whose error at one G is significantly above the smallest error.
 
-    An error is significantly above the least error if their intervals do not overlap. A paired
+    An error is significantly above the smallest error if their intervals do not overlap. A paired
     comparison may find a difference even if the intervals overlap. Biased baselines are excluded
     because most of their error comes from the length of the estimate. Baselines that need each
     question's expected reward are excluded too.

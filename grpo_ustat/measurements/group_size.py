@@ -62,6 +62,7 @@ from grpo_ustat.pages.figures import (
 from grpo_ustat.pages.tables import (
     Cell,
     Table,
+    enumeration,
     interval_scope,
     interval_text,
     number_text,
@@ -115,7 +116,7 @@ NOISE_NOTE = (
 EXTRA_ERROR = "extra gradient error at\na fixed number of rollouts (%)"
 # Minimum ratio of two labelled group sizes, so that the labels do not overlap.
 APART = 1.3
-# Upper limit of the axis of extra errors, in percent. At 100 % the error is twice the least error.
+# Upper limit of the axis of extra errors, in percent. At 100 % the error is twice the minimum.
 TOP_PERCENT = 105
 
 Three = tuple[float, float, float]
@@ -308,8 +309,8 @@ def decision_sentence(study: Study, rollouts: int) -> str:
     divisible = divisible_rollouts(rollouts)
     costs = costs_sentence(study.need(SCALING).law.costs(divisible))
     if divisible != rollouts:
-        costs = f"only G = {rollouts} divides {rollouts}; {costs}"
-    return f"{sentence.removesuffix('.')}: {costs}"
+        costs = f"Only G = {rollouts} divides {rollouts}. {costs}"
+    return f"{sentence} {costs}"
 
 
 def best_size_sentence(study: Study) -> str:
@@ -319,10 +320,10 @@ def best_size_sentence(study: Study) -> str:
     scaling = study.need(SCALING)
     best, low, high = scaling.gstar
     if scaling.is_decided:
-        return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
+        return f"The best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
     more = f"{_prompts_text(*prompts_to_decide(scaling))} (now {study.result.questions})"
     if low > MIN_GSTAR:
-        return f"Best G is at least {low:.1f}; {more}."
+        return f"The best G is at least {low:.1f}; {more}."
     return f"Not enough data for a best G: {more}."
 
 
@@ -353,38 +354,39 @@ def _prompts_text(half: float, most: float) -> str:
 
 
 def costs_sentence(costs: GroupSizeCosts) -> str:
-    """Return a sentence on the best admissible G and the extra error of its neighbours.
+    """Describe the best admissible G and the extra errors of neighbouring sizes, in sentences.
 
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
-    >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05))[:59]
-    'at 4 rollouts per step use G = 4, within 5 % of the least err'
+    >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05)).split(": ")[1]
+    'its error is within 5 % of the minimum. The error is 40 % [30 %, 50 %] larger at G = 2.'
     >>> costs_sentence(GroupSizeCosts(4, 4, extra))
-    'at 4 rollouts per step no G is known to be within 10 % of the least error.'
+    'At 4 rollouts per step, no G is known to have an error within 10 % of the minimum.'
     """
     if costs.tolerance is None:
         return (
-            f"at {costs.rollouts} rollouts per step no G is known to be within "
-            f"{100 * TOLERANCES[-1]:.0f} % of the least error."
+            f"At {costs.rollouts} rollouts per step, no G is known to have an error within "
+            f"{100 * TOLERANCES[-1]:.0f} % of the minimum."
         )
+    sentences = [
+        f"At {costs.rollouts} rollouts per step, use G = {costs.best}: its error is within "
+        f"{100 * costs.tolerance:.0f} % of the minimum."
+    ]
     sizes = list(costs.extra)
     place = sizes.index(costs.best)
-    parts = []
-    for step in NEIGHBOUR_OFFSETS:
-        if not 0 <= place + step < len(sizes):
-            continue
-        size = sizes[place + step]
-        if not math.isfinite(costs.extra[size].low):
-            continue
-        if costs.extra[size].low <= 0:
-            parts.append(f"G = {size} may be as good")
-            continue
-        extra, low, high = map(percent, costs.extra[size])
-        parts.append(f"G = {size}: {extra} [{low}, {high}]")
-    first = (
-        f"at {costs.rollouts} rollouts per step use G = {costs.best}, within "
-        f"{100 * costs.tolerance:.0f} % of the least error"
-    )
-    return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
+    neighbours = [place + offset for offset in NEIGHBOUR_OFFSETS]
+    larger, maybe_as_good = [], []
+    for size in [sizes[k] for k in neighbours if 0 <= k < len(sizes)]:
+        extra = costs.extra[size]
+        if math.isfinite(extra.low) and extra.low <= 0:
+            maybe_as_good.append(f"G = {size}")
+        elif math.isfinite(extra.low):
+            estimate, low, high = (percent(value).removeprefix("+") for value in extra)
+            larger.append(f"{estimate} [{low}, {high}] larger at G = {size}")
+    if larger:
+        sentences.append(f"The error is {enumeration(larger)}.")
+    if maybe_as_good:
+        sentences.append(f"{enumeration(maybe_as_good)} may be as good.")
+    return " ".join(sentences)
 
 
 def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -> str:

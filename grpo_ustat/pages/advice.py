@@ -99,12 +99,12 @@ def group_size_advice(
     if group_size != best and low > 0:
         verdict, word = (RAISE, "Raise") if group_size < best else (LOWER, "Lower")
         saved = extra / (1 + extra)
+        larger = f"{percent(extra)} [{percent(low)}, {percent(high)}]".replace("+", "")
         return (
             verdict,
             f"{word} num_generations from {group_size} to {best}: with n = {rollouts} rollouts per "
-            f"step, G = {group_size} has {percent(extra)} error [{percent(low)}, {percent(high)}] "
-            f"relative to G = {best}, which reaches the same error with {100 * saved:.0f} % fewer "
-            "rollouts.",
+            f"step, the error is {larger} larger at G = {group_size}. G = {best} reaches the same "
+            f"error with {100 * saved:.0f} % fewer rollouts.",
             numbers | {"fewer_rollouts": saved},
         )
     if costs.tolerance is None or not (group_size == best or high <= TOLERABLE_EXTRA_ERROR):
@@ -121,8 +121,8 @@ def group_size_advice(
         return (
             KEEP,
             f"Keep num_generations = {group_size}: its error is within "
-            f"{100 * costs.tolerance:.0f} % of the least error among the sizes that divide n = "
-            f"{rollouts}.",
+            f"{100 * costs.tolerance:.0f} % of the minimum over the sizes that divide "
+            f"n = {rollouts}.",
             numbers,
         )
     return (

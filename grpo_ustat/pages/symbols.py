@@ -68,7 +68,7 @@ def parts(text: str) -> Iterator[tuple[str, str | None]]:
 def legend(texts: Iterable[str]) -> dict[str, str]:
     """Return the meanings of the symbols that occur in any of the texts, in dictionary order.
 
-    >>> legend(["Best G is about 4.1"])
+    >>> legend(["The best G is about 4.1"])
     {'G': 'group size: number of completions per prompt'}
     """
     used = {match[0] for text in texts for match in PATTERN.finditer(text)}

@@ -348,7 +348,7 @@ def _best_claim(budget: BudgetResult, start: Start) -> Claim:
         how=f"held-out {budget.quantity}, {MEAN} after step 0, {len(budget.seeds)} seeds; "
         f"not significantly different from the best: G = {comma_list(indistinct)}; simultaneous "
         f"95 % paired t intervals of the differences (Bonferroni over "
-        f"{len(budget.sizes) - 1}); the predicted G is the trained G with the least error "
+        f"{len(budget.sizes) - 1}); the predicted G is the trained G with the smallest error "
         f"predicted by G* = {start.gstar_text}",
     )
 

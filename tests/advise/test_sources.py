@@ -49,7 +49,9 @@ def folder(path, verb, result=None, metrics=(), *overrides):
 def test_a_study_says_keep_raise_or_lower(tmp_path):
     run_folder = folder(tmp_path / "run", "mse", RESULT)
     advice = advice_of(Request(run_folder, num_generations=16))
-    assert advice.verdict == "lower" and advice.details[0].startswith("Best G is about 4.0 [3.5")
+    assert advice.verdict == "lower" and advice.details[0].startswith(
+        "The best G is about 4.0 [3.5"
+    )
     assert "for new questions like these 100" in advice.details[-1]
     assert advice.next.endswith("budget.rollouts=256 group_size=4")
     assert advice_of(Request(run_folder / "result.json")).verdict == "choose"
@@ -59,7 +61,7 @@ def test_a_study_says_keep_raise_or_lower(tmp_path):
 def test_a_study_is_judged_at_the_rollouts_that_it_was_asked_about(tmp_path):
     """Where the size does not divide them, at a number near; a prime number has but itself."""
     run_folder = folder(tmp_path / "run", "mse", RESULT, (), "study.rollouts=100")
-    assert " at n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
+    assert "with n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
     assert " at n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
     assert "n = 100 rollouts then has 25 prompts" in advice_of(Request(run_folder)).sentence
     odd = advice_of(Request(run_folder, rollouts=97))

@@ -36,16 +36,16 @@ def advised(scaling, size, rollouts):
 @pytest.mark.parametrize(
     "size, verdict, start",
     [
-        (4, KEEP, "Keep num_generations = 4: its error is within 5 % of the least error"),
+        (4, KEEP, "Keep num_generations = 4: its error is within 5 % of the minimum"),
         (
             2,
             RAISE,
-            "Raise num_generations from 2 to 4: with n = 256 rollouts per step, G = 2 has +44 %",
+            "Raise num_generations from 2 to 4: with n = 256 rollouts per step, the error is 44 %",
         ),
         (
             16,
             LOWER,
-            "Lower num_generations from 16 to 4: with n = 256 rollouts per step, G = 16 has +107",
+            "Lower num_generations from 16 to 4: with n = 256 rollouts per step, the error is 107",
         ),
         (None, CHOOSE, "Use num_generations = 4: a step of n = 256 rollouts then has 64 prompts."),
     ],
