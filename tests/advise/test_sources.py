@@ -62,7 +62,7 @@ def test_a_study_is_judged_at_the_rollouts_that_it_was_asked_about(tmp_path):
     """Where the size does not divide them, at a number near; a prime number has but itself."""
     run_folder = folder(tmp_path / "run", "mse", RESULT, (), "study.rollouts=100")
     assert "with n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
-    assert " at n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
+    assert "with n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
     assert "n = 100 rollouts then has 25 prompts" in advice_of(Request(run_folder)).sentence
     odd = advice_of(Request(run_folder, rollouts=97))
     assert (

@@ -88,7 +88,7 @@ def test_a_size_that_is_not_significantly_different_is_kept():
     assert "4 (+3 % [" in sentence
     wider = SCALING | {"covariance": np.diag([0.02, 0.01, 0.01]).tolist()}
     verdict, sentence, _ = advised(wider, 8, 256)
-    assert verdict == LOWER and "+25 %" in sentence
+    assert verdict == LOWER and "25 %" in sentence
 
 
 def test_without_an_upper_end_only_a_clear_difference_is_a_verdict():
