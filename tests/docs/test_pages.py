@@ -207,7 +207,7 @@ QUOTED = {  # how a claim begins in the records, and its paragraph on the page; 
     "the mean over": ("The mean over", 2),
     "stale rollouts": ("Large staleness", 2),
     "the effective sample": ("The effective sample size", 2),
-    "ratios of the sequence": ("Ratios should be of the sequence", 2),
+    "ratios of the sequence": ("Ratios should be per sequence", 2),
     "the noise of a prompt is": ("The noise of a prompt is proportional", 2),
     "the noise of a completion": ("The variance of a completion", 2),
 }
