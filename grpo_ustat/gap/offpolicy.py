@@ -11,12 +11,12 @@ estimate at theta is
 
 Here rho_t is the ratio pi_theta / pi_old of token t, and rho is the ratio of the whole completion.
 The divisor d is the group's standard deviation, or 1 without normalisation (see `Normalisation`).
-The level `token` is Algorithm 2. The level `sequence` also multiplies the penalty by the
-completion's ratio; it serves as the unbiased reference.
+The level `token` is Algorithm 2. The level `sequence` multiplies both the reward term and the
+penalty by the completion's ratio and serves as the unbiased reference.
 
 At theta = theta_old both levels have the same expectation. Without normalisation the target at
-theta_old is this expectation. With normalisation the target there is the limit of this expectation
-as G grows. For all theta the target is
+theta_old is this expectation. With normalisation the target at theta_old is the limit of this
+expectation as G grows. For all theta the target is
 
     E[ grad V(x) / d(x) ]
         - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
@@ -25,12 +25,12 @@ where d(x) is 1 without normalisation, and otherwise sigma(x), the standard devi
 of pi_old. With the standard deviation of pi_theta's rewards instead, the target would differ by
 order eta; see `token_bias2_own_sigma`. In the penalty, grad acts only on the divergence of the next
 token. The prefixes are distributed according to the current policy pi_theta, so that the penalty's
-target does not depend on the policy that wrote the completions. With prefixes from pi_old the
-target would hide a part of the penalty's bias; see `token_bias2_kl_old_prefixes`.
+target does not depend on the policy that wrote the completions. If the target used prefixes from
+pi_old, a part of the penalty's bias would not be measured; see `token_bias2_kl_old_prefixes`.
 
 Biases and variances are computed exactly: at theta_old as functions of the group size, along paths
-of updates as functions of the learning rate, and as functions of the completion length. Only
-theta_k on a path of minibatch updates is random.
+of updates as functions of the learning rate, and as functions of the completion length. The only
+random quantity is theta_k at the end of a path of minibatch updates.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Setting:
     def moments(
         self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
     ) -> EstimateMoments:
-        """Compute each prompt's mean and variance of the estimate for the vectors w and beta k."""
+        """Compute the estimate's mean and variance for each prompt, from the vectors w, beta k."""
         law_PY, size = self.old.probabilities_PY, self.group_size
         if self.normalisation.kind in ("none", "sigma"):
             reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]
@@ -169,11 +169,11 @@ class Setting:
     def quality(self, current: SequencePolicy) -> dict[str, float]:
         """Compute squared biases, variances and mean squared errors of both levels.
 
-        Names that contain `_kl` refer to the penalty's part; names with `_policy` exclude the
-        penalty. `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, names
-        with `_drift2` give the squared change of the bias since theta_old, and
-        `token_bias2_own_sigma` is the squared bias relative to a target with the sigma(x) of
-        pi_theta.
+        Keys that contain `_kl` refer to the penalty only; keys that contain `_policy` exclude the
+        penalty. `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, keys
+        that contain `_drift2` give the squared difference between the bias at `current` and the
+        bias at theta_old, and `token_bias2_own_sigma` is the squared bias relative to a target with
+        the sigma(x) of pi_theta.
         """
         values = {}
         policy_target_D, penalty_target_D = self.target(current)
@@ -235,10 +235,11 @@ class Setting:
     def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
         """Return the directional derivative of the token-level bias at theta_old, [D].
 
-        Advantages must not be normalised. Let u_t be the derivative of the log-probability of token
-        t, and u the sum of u_t over the completion. The derivative is `E[ z sum_t (u_t - u) grad
-        log pi(y_t) ] - beta E[ u k ]`. The first term arises because the other tokens' ratios are
-        missing, the second because the penalty is not multiplied by a ratio.
+        The advantages must be computed without normalisation. Let u_t be the derivative of the
+        log-probability of token t, and u the sum of u_t over the completion. The derivative is
+        `E[ z sum_t (u_t - u) grad log pi(y_t) ] - beta E[ u k ]`. The first term arises because the
+        other tokens' ratios are missing, the second because the penalty is not multiplied by a
+        ratio.
         """
         assert not self.normalised
         change_PYL = self.old.token_scores_PYLD @ direction_D
@@ -256,7 +257,7 @@ def estimate(
     """Compute Algorithm 2's gradient estimate from one minibatch, [D].
 
     Args:
-        setting: setting with a normalisation that does not redraw groups.
+        setting: setting whose normalisation does not redraw groups.
         current: current policy, pi_theta.
         prompt_B: prompts of the minibatch.
         outcome_BG: completions of the prompts, sampled from pi_old.
@@ -326,7 +327,7 @@ class OnPolicy:
     target_norm: float
 
     def variance_ratio(self, kind: str) -> float:
-        """Return the limit, as G grows, of (B variance - C1) relative to the oracle's value."""
+        """Return the limit, as G grows, of (B variance - C1) divided by the oracle's value."""
         values, sizes = self.limits[kind], np.array(self.limit_sizes)
         oracle = sizes * (values["oracle"] - values["between"])
         return float(at_infinity(sizes * (values["variance"] - values["between"]) / oracle))
@@ -412,7 +413,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Minibatches of one path, which are parts of a batch of completions from pi_old.
+    """Minibatches of one path of updates; together they form one batch of completions from pi_old.
 
     The same minibatches are used at every learning rate.
     """
