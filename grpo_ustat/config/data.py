@@ -184,7 +184,7 @@ class Gsm8kConfig(DatasetConfig):
 
     @property
     def published_test_size(self) -> int | None:
-        """Number of test questions from `PUBLISHED_TESTS`, or None if it is not listed."""
+        """Number of test questions listed in `PUBLISHED_TESTS`; None if it is not listed."""
         if self.test_split != "test":
             return None
         if self.test_path is not None:
@@ -358,7 +358,7 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def train_files(self) -> list[Path]:
-        """Files with the rows that are not in `test_files`."""
+        """Files with all rows except those in `test_files`."""
         return self._files("path", self.path, "train")
 
     @property

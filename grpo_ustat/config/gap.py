@@ -1,4 +1,4 @@
-"""Schemas of the paper's theorems: settings of the tests.
+"""Schemas of the settings with which the paper's theorems are tested.
 
 The `kind` of a theorem's node determines its schema; see `THEOREMS`. Values are in `conf/theorem/`.
 """
@@ -13,7 +13,7 @@ from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-# Commands for the results of the paper that `gap` does not test.
+# Commands that test the paper's other results, which `gap` does not test.
 OTHER_COMMANDS = {
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
@@ -28,7 +28,7 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 
 @dataclass
 class TheoryConfig:
-    """Fields of every theorem."""
+    """Fields that all theorems have."""
 
     # Title in pages, figures and tables; a class attribute, not a configuration field.
     title: ClassVar[str] = ""
@@ -345,7 +345,7 @@ THEOREMS = {
 
 @dataclass
 class GapLaunch(ProcessConfig):
-    """Processes of a theorem's test."""
+    """Processes that run a theorem's test."""
 
     workers: int = field(
         "that share the replicates, without affecting results; under torchrun the ranks share "
@@ -390,12 +390,12 @@ class GapConfig(Shared):
 
     @property
     def run_name(self) -> str:
-        """Name of the run, from the theorem and the test problem."""
+        """Name of the run, made from the names of the theorem and the test problem."""
         return re.sub(r"[^\w.=-]+", "_", f"{self.theorem.kind}-{self.problem.name}")
 
     @property
     def plan(self) -> str:
-        """Text that names theorem, test problem and number of replicates."""
+        """Text that states the theorem, the test problem and the number of replicates."""
         replicates = getattr(self.theorem, "replicates", None)
         words = f"gap: {self.theorem.kind} on {self.problem.name}"
         return words + (f", {replicates} replicates" if replicates else "")

@@ -297,7 +297,7 @@ class ObjectiveConfig:
             )
 
     def check_updates(self, group_size: int, rollouts: int) -> None:
-        """Refuse updates that split groups, and further updates per batch without a ratio.
+        """Refuse updates that split groups, and several updates per batch without a ratio.
 
         Args:
             group_size: number of completions per prompt.

@@ -134,7 +134,7 @@ def group_terms(
 
 
 class HeavyTails(UserWarning):
-    """Warning that intervals probably cover less than their level; see `Tails.heavy`."""
+    """Warning that the intervals' coverage is probably below their level; see `Tails.heavy`."""
 
 
 def scaling_from_arrays(
@@ -226,8 +226,8 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     All steps have equal weight. The jackknife leaves out one group at a time and treats the steps
     as independent. If steps have fewer than 4 groups or unequal numbers of groups, the jackknife
     leaves out one step at a time. Windows are treated in the same way as steps. In simulated
-    training, the intervals from windows cover .93 to .98 if one group is left out at a time.
-    Leaving out one window at a time would give longer intervals and need more windows
+    training, the coverage of the intervals from windows is .93 to .98 if one group is left out at a
+    time. Leaving out one window at a time would give longer intervals and need more windows
     (`scripts/benchmarks/error_rates.py windows`).
 
     Args:
@@ -271,10 +271,10 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
 
     The interval of G* extends from the lower end of the lower bound's interval to the upper end of
     the upper bound's interval. In simulations, it missed G* in at most 3.9 % of the samples in
-    which both ends were finite. The interval under Assumption 2 missed its true value more often:
-    in some cases, in a third of the samples with two finite ends, although such samples were few in
-    these cases. Therefore no decision uses the interval under Assumption 2. The simulations had 20
-    to 2560 pairs from the populations in `scripts/benchmarks/populations.py`, which nearly satisfy
+    which both ends were finite. The interval under Assumption 2 missed its true value in up to a
+    third of the samples with two finite ends; the cases with such high rates had few of these
+    samples. Therefore no decision uses the interval under Assumption 2. The simulations had 20 to
+    2560 pairs from the populations in `scripts/benchmarks/populations.py`, which nearly satisfy
     Assumption 2.
 
     Args:
