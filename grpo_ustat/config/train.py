@@ -1,6 +1,6 @@
 """Schema of `train`, with checks that involve several fields.
 
-Every error is one line that gives the values and the fix.
+Every error message is one line that gives the values and the fix.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ScheduleConfig:
     warmup_steps: int = field("of linear warm-up", "steps", at_least=0)
 
     def check(self) -> None:
-        """Refuse warm-up steps in a schedule without warm-up."""
+        """Refuse warm-up steps if the schedule has no warm-up."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ConfigError(
                 f"schedule.warmup_steps={self.warmup_steps} has no effect with "
@@ -233,7 +233,7 @@ class TrainConfig(Common):
 
     @property
     def run_name(self) -> str:
-        """Name of the run, from the model, the data and the algorithm."""
+        """Name of the run, made from the names of the model, the data and the algorithm."""
         words = (self.model.name, self.dataset.name, self.objective.name, self.baseline.name)
         return f"{'-'.join(words)}-G={self.group_size}-n={self.budget.rollouts}"
 
