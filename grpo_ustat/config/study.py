@@ -148,8 +148,8 @@ class StudyConfig:
         """Sampling unit of the intervals of closed forms, `completions` or `questions`.
 
         Intervals over completions are conditional on the questions. AdamW's metric needs intervals
-        over questions, because each half of the questions is measured in a metric computed from the
-        other half.
+        over questions, because the gradients of each half of the questions are measured in a metric
+        computed from the other half.
         """
         return "questions" if self.metric == "adam" else "completions"
 

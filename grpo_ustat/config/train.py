@@ -239,7 +239,7 @@ class TrainConfig(Common):
 
     @property
     def plan(self) -> str:
-        """Text that names policy, algorithm, rollouts per step, steps and learning rate."""
+        """Summary of the policy, algorithm, rollouts per step, steps and learning rate."""
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "

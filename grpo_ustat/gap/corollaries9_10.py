@@ -138,7 +138,7 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
 def _difference_claim(
     grpo: Trajectories, predicted: float, differences: Sequence[np.ndarray]
 ) -> Claim:
-    """Make a claim about the mean difference of the scaled gaps at the last step and its trend."""
+    """Make a claim about the scaled gaps' mean difference at the last step, and about its trend."""
     (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
     return Claim(
