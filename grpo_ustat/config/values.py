@@ -68,7 +68,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(field: FieldInfo, conf: Path) -> str | None:
-    """Return a valid value as typed, from the first suitable file or from the default."""
+    """Return a valid value, written as a user types it, from a file or from the default."""
     values = _values_in_files(field.path, conf)
     kind = field.kind.removesuffix(" or null")
     of = kind.removeprefix("list of ")

@@ -128,7 +128,7 @@ class Estimates(NamedTuple):
         return place_S, tolerance_S
 
     def ratio_quantiles(self, level: float) -> tuple[float, float, float]:
-        """Return the low end, middle and high end of k = C3/C1 for one study, over all priors.
+        """Return the lower end, middle and upper end of one study's k = C3/C1, over all priors.
 
         The middle is the exponential of the mean over priors of the posterior median of log k.
         """

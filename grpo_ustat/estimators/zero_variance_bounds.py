@@ -13,10 +13,10 @@ expectations need not equal the logged averages; they must lie in the averages' 
 minimisation and the maximisation are linear programmes in the distribution.
 
 They are solved on a grid. A distribution on [0, 1] is converted to a distribution on the grid by
-splitting the mass at each p between the two nearest grid points such that the mean is preserved.
-This conversion changes `E f(p_X)` by at most the error of the linear interpolation of f. Intervals
-and bounds are therefore widened by these errors, so that the bounds are valid for all distributions
-on [0, 1].
+splitting the mass at each p between the two neighbouring grid points such that the mean is
+preserved. This conversion changes `E f(p_X)` by at most the error of the linear interpolation of f.
+Intervals and bounds are therefore widened by these errors, so that the bounds are valid for all
+distributions on [0, 1].
 
 For rewards with other values, let Q be the probability that a further completion has the same
 reward as a given completion of the same prompt. Then `z_G = E Q^(G-1)`, and the mean reward gives

@@ -118,7 +118,7 @@ class SequencePolicy:
         return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient of the token-level KL divergences for a fixed law of prefixes.
+        """Return the gradient of the token-level KL divergences for prefixes with a fixed law.
 
         The result is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`
         with respect to the policy's parameters. If the prefixes are sampled from the policy, the
