@@ -16,7 +16,7 @@ from grpo_ustat.config.schema import ConfigError, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
-# Number of study questions of each table.
+# Number of study questions in each table.
 STUDY_QUESTIONS = {
     "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
 }  # fmt: skip
@@ -163,7 +163,7 @@ class Gsm8kConfig(DatasetConfig):
     test_split: str = field("split with the test rows")
 
     def check(self) -> None:
-        """Refuse paths that do not exist and equal paths for train and test rows."""
+        """Refuse paths that do not exist, and the same path for train and test rows."""
         super().check()
         if self.test_path == self.path:
             raise ConfigError(

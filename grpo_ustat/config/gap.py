@@ -95,7 +95,7 @@ class Lemma6Config(SimulatedConfig):
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
-        """Refuse a group size that does not divide n and an empty list of baselines."""
+        """Refuse a group size that does not divide n, and an empty list of baselines."""
         super().check()
         _check_divisors("theorem.group_size", [self.group_size], self.rollouts)
         if not self.baselines:
@@ -176,7 +176,7 @@ class Theorem8Config(SimulatedConfig):
     )
 
     def check(self) -> None:
-        """Refuse group sizes that do not divide n and steps that are not ascending."""
+        """Refuse group sizes that do not divide n, and steps that are not in ascending order."""
         super().check()
         _check_divisors("theorem.group_sizes", self.group_sizes, self.rollouts)
         _check_steps(self.steps)
@@ -233,7 +233,7 @@ class Proposition13Config(SimulatedConfig):
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
-        """Refuse invalid group sizes and minibatches that do not divide the prompts."""
+        """Refuse invalid group sizes, and numbers of minibatches that do not divide the prompts."""
         super().check()
         if not self.group_sizes or self.group_sizes != sorted(set(self.group_sizes)):
             raise ConfigError(f"theorem.group_sizes={self.group_sizes}: use ascending sizes")
@@ -309,7 +309,7 @@ class Theorem12Config(TheoryConfig):
     )
 
     def check(self) -> None:
-        """Refuse inconsistent sizes and an empty list of normalisations."""
+        """Refuse inconsistent sizes, and an empty list of normalisations."""
         if not self.normalisations:
             raise ConfigError(
                 f"theorem.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"

@@ -259,7 +259,7 @@ class MseConfig(Common):
             self._check_second_moments()
 
     def _check_second_moments(self) -> None:
-        """Refuse steps for which the pool cannot provide AdamW's second moments."""
+        """Refuse settings of AdamW's metric for which the pool cannot provide second moments."""
         rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
         if rollouts % size:
             raise ConfigError(

@@ -54,7 +54,7 @@ class LoggerConfig:
     )
 
     def check(self, *, needed: bool = True) -> None:
-        """Refuse a tracker that lacks a project or, if the tracker is needed, is not installed.
+        """Refuse a tracker without a project, and a tracker that is needed but not installed.
 
         The tracker's package is not imported.
         """

@@ -53,7 +53,8 @@ def field(
         meaning: description, including `null: ...` if null is allowed. `--help` prints the unit
             before the description.
         unit: unit of a number, such as `tokens`; unit and description together form a phrase.
-        choices: allowed values of the field or of the elements of a list; if empty, any value.
+        choices: allowed values of the field or, for a list, of its elements; if empty, any value is
+            allowed.
         plugins: function that returns further choices from installed packages.
         positive: True if numbers must be positive and finite.
         at_least: smallest allowed number; numbers must then be finite.

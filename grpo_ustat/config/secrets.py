@@ -115,6 +115,6 @@ def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _secrets_in(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables whose names suggest a secret and that are long enough."""
+    """Return the values, if long enough, of variables whose names suggest a secret."""
     named = (text for name, text in environ.items() if SECRET_VARIABLE.search(name))
     return [text for text in named if len(text) >= MIN_SECRET_CHARACTERS]

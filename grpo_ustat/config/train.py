@@ -22,7 +22,7 @@ from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 
-# Baseline inputs that are computed from budget.value_completions.
+# Baseline inputs that are computed from additional completions; see `budget.value_completions`.
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
 ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 ENDING_SCHEDULES = ("linear", "cosine")
@@ -113,7 +113,7 @@ class EvalConfig:
     )
 
     def check(self) -> None:
-        """Refuse an evaluation without decoding, and several samples without sampled decoding."""
+        """Refuse an empty list of decodings, and several samples without sampled decoding."""
         if not self.decoding:
             raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
         if self.num_generations > 1 and "sampled" not in self.decoding:
@@ -300,7 +300,7 @@ class TrainConfig(Common):
                 )
 
     def _check_batch(self) -> None:
-        """Refuse invalid baseline options and batches that do not suit the baseline."""
+        """Refuse invalid options of the baseline, and batches for which it is not defined."""
         baseline = load_baseline("baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         check_several(baseline.name, "baseline", self.reward_funcs)

@@ -49,11 +49,11 @@ class MixedGroups(NamedTuple):
     mixed_P: Array
 
     def shift(self, level: float = CONFIDENCE) -> Interval:
-        """Return the weighted mean E[m - p | M], with an interval for new prompts."""
+        """Return E[m - p | M], averaged over weighted prompts, with an interval for new prompts."""
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """Return 1/P(M), the ratio of the mean gradients' lengths, mixed groups to all groups."""
+        """Return 1/P(M), the factor by which dropping other groups lengthens the mean gradient."""
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 

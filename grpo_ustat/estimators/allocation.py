@@ -122,11 +122,11 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
 def allocation_savings(
     pool: ScorePool, group_sizes: Sequence[int] = MEAN_SIZES
 ) -> list[AllocationSaving]:
-    """Estimate the effect of every plan; return [] for under 10 prompts or 6 completions each.
+    """Estimate the effect of every plan; [] if there are too few prompts or completions.
 
     Args:
-        pool: pool of N completions for each of P prompts. Plans that use p are computed only if all
-            rewards are 0 or 1.
+        pool: pool of N completions for each of P prompts. The result is [] if P < 10 or N < 6.
+            Plans that use p are computed only if all rewards are 0 or 1.
         group_sizes: mean group sizes, each at least 3.
     """
     count, size = pool.rewards_PN.shape

@@ -22,9 +22,9 @@ questions, the jackknife leaves out one question at a time. A bootstrap over com
 used, because duplicate completions turn U-statistics into V-statistics.
 
 The numbers for training (C1, C2, C3, G*, the noise scale) apply to the population from which the
-questions are sampled, because a training step draws other questions. The mean gradient of m given
-questions has the squared length ||grad J||^2 + C1/m. A noise scale computed for only these
-questions would therefore grow with m by construction.
+questions are sampled, because a training step draws other questions from this population. The mean
+gradient of m given questions has the squared length ||grad J||^2 + C1/m. A noise scale computed for
+only these questions would therefore grow with m by construction.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class CurvePoint:
 
     @property
     def key(self) -> str:
-        """Name of the point's mean squared error in `ClosedForm.statistics`."""
+        """Key of the point's mean squared error in `ClosedForm.statistics`."""
         return f"mse/{self.baseline}/{self.group_size}/{self.setting}/{self.num_prompts}"
 
     @property
     def ratio_key(self) -> str:
-        """Name of the point's error divided by the oracle's error in `ClosedForm.statistics`.
+        """Key, in `ClosedForm.statistics`, of the point's error divided by the oracle's error.
 
         The oracle's error is for the same group size, setting and number of questions.
         """
@@ -284,7 +284,7 @@ def _statistics(means: Arrays, between: Array | float, count: int, request: Requ
 def _point_moments(
     point: CurvePoint, means: Arrays, grad_sq: Array, at_hand: Array
 ) -> tuple[Array, ...]:
-    """Return the mean squared error of one point and the moments behind it.
+    """Return the mean squared error of one point, and the moments from which it is computed.
 
     The values are, in this order, the mean squared error, bias^2, variance, E||T||^2, <E T, grad J>
     and ||grad J||^2.
@@ -334,7 +334,7 @@ def _delete_one_completion(
 
 
 def _change_between(pool: ScorePool) -> Array:
-    """Compute how <ghat_x, sum_{y != x} ghat_y> changes without completion i of x, [m, N].
+    """Compute the change of <ghat_x, sum_{y != x} ghat_y> if completion i is left out, [m, N].
 
     The change is <ghat_x without i - ghat_x, sum_{y != x} ghat_y>, computed from the completions'
     sketches.

@@ -43,7 +43,8 @@ class KeptGroups(NamedTuple):
 
     # Share of kept groups, K, with an interval over prompts.
     kept: Interval
-    # Generated groups per kept group, 1/K. The mean gradient is longer by the same factor.
+    # Generated groups per kept group, 1/K. The mean gradient of kept groups is longer than that of
+    # all groups by the same factor.
     generated: Interval
     # Break-even value s of the share of mixed groups that are discarded. Its interval combines the
     # intervals of K and n_c and has a coverage of at least 90 %.

@@ -10,8 +10,9 @@ multiple of ghat whose mean, projected onto the true gradient, is grad J:
 For an unbiased estimate, this error is the mean squared error. If the curvature of J is the same in
 all directions, the best step along ghat raises J by the fraction
 `e = ||grad J||^2 / (||grad J||^2 + error)` of the increase from the best step along the true
-gradient. Losses with equal errors are then equally good. With n rollouts, the unbiased estimate
-with the leave-one-out baseline has the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n`. Therefore
+gradient. Under this condition, losses with equal errors are equally good. With n rollouts, the
+unbiased estimate with the leave-one-out baseline has the error
+`MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n`. Therefore
 
     relative efficiency = MSE(n, G) / error
 

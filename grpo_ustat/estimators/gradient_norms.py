@@ -11,10 +11,10 @@ rollouts is
     n_c(g) = g V / ||grad J||^2
 
 `ScalingLaw.noise_scale` computes the noise scale from scores. Here no scores are needed, but the
-result applies only to the g of the measured gradients. G* and the noise scale at another g need
-scores. For any other loss that is a mean over groups, the first equation is true if ||grad J||^2 is
-replaced by the squared norm of the loss's expected gradient and V by the variance of one group's
-gradient.
+result applies only to the g of the measured gradients. To estimate G* or the noise scale at another
+g, scores are needed. For any other loss that is a mean over groups, the first equation is true if
+||grad J||^2 is replaced by the squared norm of the loss's expected gradient and V by the variance
+of one group's gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""Choice of a group size whose error is close to the smallest error, if the data allow it.
 
-At a fixed number of rollouts, the error at G relative to the error at another size depends on the
-data through the ratio k = C3/C1 and, weakly, through C2/C3:
+At a fixed number of rollouts, the ratio of the errors at two group sizes depends on the data only
+through k = C3/C1 and, weakly, C2/C3:
 
     n MSE / C3 = G/k + C2/C3 + 1/(G-1)              G* = 1 + sqrt(k)
 

@@ -214,7 +214,7 @@ class NoiseEstimate:
     intervals: Mapping[str, Interval]
     # C1, C2, C3 and ||grad J||^2. For pairs, C2 and C3 rely on Assumption 2.
     law: ScalingLaw
-    # True if 95 % intervals probably cover less than 90 %; see `intervals.Tails`.
+    # True if the coverage of 95 % intervals is probably below 90 %; see `intervals.Tails`.
     heavy: bool
     # True if C2 and C3 of `law` rely on Assumption 2, as they do for pairs.
     assumption2: bool = False

@@ -220,7 +220,7 @@ class Tails(NamedTuple):
 
     @property
     def heavy(self) -> bool:
-        """True if 95 % intervals are likely to cover less than 90 %.
+        """True if the coverage of 95 % intervals is likely to be below 90 %.
 
         The limits were chosen by simulation. The simulated cases have score norms from lognormal,
         Student and Pareto distributions or from a tabular policy, 12 to 250 questions of 16 to 64

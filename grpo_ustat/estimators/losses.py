@@ -106,7 +106,8 @@ def loss_efficiencies(
         rollouts: number of rollouts per update, n.
         draws: number of pairs of batches drawn for losses that couple prompts.
         seed: seed of the random draws.
-        weighted: pools of the same questions scored with token weights, keyed by these weights.
+        weighted: pools of the same questions that were scored with token weights, keyed by these
+            weights.
     """
     weighted = weighted or {}
     refusals = {

@@ -231,7 +231,7 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def _shifted(moments: Moments, shift: Array) -> Moments:
-    """Return the moments after a constant of each prompt is added to its rewards."""
+    """Return the moments after a prompt-specific constant is added to each prompt's rewards."""
     # This estimate of V M_0 is unbiased, because it uses pairs of different completions.
     v_m0 = moments.m1 - moments.cov_qz
     return replace(

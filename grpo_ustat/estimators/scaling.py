@@ -535,7 +535,7 @@ class ScalingLaw:
         return Interval(share, low, high)
 
     def equal_noise_size(self, level: float = CONFIDENCE) -> Interval:
-        """Estimate the G at which prompts and completions add equal noise, with Fieller's set.
+        """Estimate the G at which prompts and completions add equal noise, with Fieller's interval.
 
         At this G, `G C1 = C2 + C3/(G-1)`. The prompts' share of the noise increases with G, so
         exactly one G > 1 satisfies this equation. It is the larger root of `C1 G^2 - (C1 + C2) G +
@@ -577,7 +577,7 @@ class ScalingLaw:
         ends: list[float] = []
         for side, far in ((-1, MIN_LOG_GAP), (1, MAX_LOG_GAP)):
             near = math.log(size - 1)
-            # If the constants have no errors, both ends equal the estimate.
+            # If the constants are exact, both ends equal the estimate.
             if outside(near, side) >= 0:
                 ends.append(size)
             elif outside(far, side) <= 0:
@@ -588,7 +588,7 @@ class ScalingLaw:
         return Interval(size, *ends)
 
     def intervals(self, group_size: int) -> dict[str, Interval]:
-        """Return the intervals of all quantities at a group size, by name.
+        """Return the intervals of all quantities at a group size, keyed by name.
 
         The names are `c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale`, `prompt_share`, and
         `noise_scale_best`, which is the noise scale at the estimate of G*.

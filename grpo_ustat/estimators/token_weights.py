@@ -34,10 +34,10 @@ another vector. A KL penalty in the reward Z does not:
 
 If completions come from an inference engine whose probabilities differ slightly from the model's,
 omega is multiplied by a correction, as in TRL 1.16 (`vllm_importance_sampling_mode`). Let q be the
-ratio pi/mu of each token, or of the whole completion (`sequence_...`). The correction is min(q,
-cap) (`..._truncate`), or q if q <= cap, else 0 (`..._mask`). If the loss has one ratio per
-completion, TRL multiplies its (B, 1) losses by (B, T) corrections and sums over tokens. In effect,
-each token is multiplied by the mean correction of its completion.
+ratio pi/mu of each token, or of the whole completion (`sequence_...`). With `..._truncate`, the
+correction is min(q, cap). With `..._mask`, it is q if q <= cap, and 0 otherwise. If the loss has
+one ratio per completion, TRL multiplies its (B, 1) losses by (B, T) corrections and sums over
+tokens. In effect, each token is multiplied by the mean correction of its completion.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def zero_variance_bounds(
         group_size: size G for which the share is bounded.
         shares: interval of the logged share of zero-variance groups, by group size.
         mean_reward: interval of the mean reward, if every reward is 0 or 1; None for other rewards.
-        mean_stds: interval of the mean over groups of the rewards' standard deviation (with the
-            divisor G - 1), by group size; used only with `mean_reward`. In typical cases, this
-            information halves the width of the bounds.
+        mean_stds: interval of a mean over groups, keyed by group size: the mean of the standard
+            deviation of a group's rewards (divisor G - 1). Used only with `mean_reward`. In typical
+            cases, this information halves the width of the bounds.
 
     Returns:
         Lower and upper bound; None if no mixture agrees with the intervals, for example because

@@ -95,7 +95,7 @@ def at_infinity(values: np.ndarray) -> np.ndarray:
 def replicates_converge(
     last_R: np.ndarray, before_R: np.ndarray, last_step: int, before_step: int
 ) -> bool:
-    """Return True if the mean over replicates approaches 0 significantly, at least like T^(-1/4).
+    """Return True if the mean over replicates significantly approaches 0, at least like T^(-1/4).
 
     The test is one-sided at level 5 %. If the mean does not change with T, the test returns True
     with probability at most 5 %. The test is paired, since the same replicates are measured at both

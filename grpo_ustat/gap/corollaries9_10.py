@@ -109,8 +109,8 @@ def weight_excess(problem: Problem, c: float, size: int) -> float:
 def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     """Make claims about how the enumerated weights depend on G.
 
-    At fixed n the weights are proportional to 1/n, and at fixed B to 1/B. Both n and B are
-    therefore set to 1.
+    The weights at fixed n are proportional to 1/n, and the weights at fixed B are proportional to
+    1/B. Both n and B are therefore set to 1.
     """
     sizes = np.array(ENUMERATED_SIZES, dtype=float)
     excess = np.array([weight_excess(problem, c, size) for size in ENUMERATED_SIZES])

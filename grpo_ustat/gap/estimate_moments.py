@@ -36,8 +36,8 @@ grows, with mu = E[w z], the central moments mu_k of z, sigma = std of z and d(s
     G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
                                     + a - E a ||^2
 
-If the estimate is divided by sigma instead of std, its limit variance has only the first and the
-last of these terms, and its limit bias is 0.
+If the estimate is divided by sigma instead of std, the limit of its bias is 0, and the limit of its
+variance contains only the terms `(w (z-V) - mu)/sigma` and `a - E a`.
 """
 
 from __future__ import annotations

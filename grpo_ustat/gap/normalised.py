@@ -10,8 +10,8 @@ t_0. Hence, given n,
     E[sigma U | n] = std^2 g / sigma^2
     tr Cov(sigma U | n) = ( (G-n)^2 n t_1 + n^2 (G-n) t_0 ) / (G (G-1))^2
 
-A binomial sum over n then gives exact moments. As G grows, at epsilon = 0 and with
-v = sigma^2 = V (1-V):
+Exact moments are therefore binomial sums over n. As G grows, at epsilon = 0 and with v = sigma^2 =
+V (1-V):
 
     G Var U -> within + 4 shift      within = ( (1-V)^2 V t_1 + V^2 (1-V) t_0 ) / v
     G Var N -> within +   shift      shift  = ||g||^2 (1 - 4v) / (4 v^2)

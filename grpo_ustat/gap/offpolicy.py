@@ -22,15 +22,16 @@ expectation as G grows. For all theta the target is
         - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
 
 where d(x) is 1 without normalisation, and otherwise sigma(x), the standard deviation of the rewards
-of pi_old. With the standard deviation of pi_theta's rewards instead, the target would differ by
-order eta; see `token_bias2_own_sigma`. In the penalty, grad acts only on the divergence of the next
-token. The prefixes are distributed according to the current policy pi_theta, so that the penalty's
-target does not depend on the policy that wrote the completions. If the target used prefixes from
-pi_old, a part of the penalty's bias would not be measured; see `token_bias2_kl_old_prefixes`.
+of pi_old. If sigma(x) were the standard deviation of pi_theta's rewards, the target would change by
+an amount of order eta; see `token_bias2_own_sigma`. In the penalty, grad acts only on the
+divergence of the next token. The prefixes are distributed according to the current policy pi_theta,
+so that the penalty's target does not depend on the policy that wrote the completions. If the target
+used prefixes from pi_old, a part of the penalty's bias would not be measured; see
+`token_bias2_kl_old_prefixes`.
 
-Biases and variances are computed exactly: at theta_old as functions of the group size, along paths
-of updates as functions of the learning rate, and as functions of the completion length. The only
-random quantity is theta_k at the end of a path of minibatch updates.
+Biases and variances are computed exactly, as functions of the group size at theta_old, of the
+learning rate along paths of updates, and of the completion length. The only random quantity is
+theta_k at the end of a path of minibatch updates.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def estimate(
 def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
     """Return the B at which both levels have the same mean squared error.
 
-    The given variances are those for `num_prompts` prompts. For larger B, completion ratios have
+    The variances in `values` are for `num_prompts` prompts. For larger B, completion ratios have
     the smaller error. The result is negative if completion ratios have the smaller error for every
     B, and NaN if token ratios have no bias.
 
@@ -311,13 +312,15 @@ class OnPolicy:
     sizes: Sequence[int]
     # Group sizes G, 2G and 4G from which limits as G grows are extrapolated.
     limit_sizes: Sequence[int]
-    # For each kind of normalisation and each of these names, an array over `sizes`: `bias2_share`,
-    # ||bias||^2 / ||target||^2 without the KL term; `bias2_share_kl`, ||bias||^2 / ||target||^2
-    # with the KL term; `bias`, ||bias|| without the KL term; `variance`, B times the variance
-    # without the KL term; `between`, the oracle's C1; `oracle`, B times the oracle's variance, C1 +
-    # (variance given the prompt) / G; `exceeded`, the B above which ||bias||^2 exceeds the
-    # variance, infinite without bias; `zero_variance`, probability of a group with equal rewards,
-    # averaged over prompts.
+    # Arrays over `sizes`, keyed by kind of normalisation and then by one of these names:
+    # - `bias2_share`: ||bias||^2 / ||target||^2 without the KL term
+    # - `bias2_share_kl`: ||bias||^2 / ||target||^2 with the KL term
+    # - `bias`: ||bias|| without the KL term
+    # - `variance`: B times the variance without the KL term
+    # - `between`: the oracle's C1
+    # - `oracle`: B times the oracle's variance, C1 + (variance given the prompt) / G
+    # - `exceeded`: the B above which ||bias||^2 exceeds the variance; infinite if the bias is 0
+    # - `zero_variance`: probability of a group with equal rewards, averaged over prompts
     values: dict[str, dict[str, np.ndarray]]
     # The same quantities at `limit_sizes`, for `none`, `sigma` and `group_std` with epsilon = 0.
     limits: dict[str, dict[str, np.ndarray]]
@@ -343,7 +346,7 @@ def on_policy(
     """Compute exact values of every normalisation at theta_old.
 
     Args:
-        setting: setting; its group size and normalisation are not used.
+        setting: setting, of which the group size and the normalisation are not used.
         group_sizes: group sizes, G.
         limit_sizes: three group sizes, each twice the previous one.
         epsilon: constant added to the group's standard deviation.
@@ -528,7 +531,7 @@ class PathErrors:
     def crossing(self) -> float | None:
         """Learning rate at which `bias_share_E` is 1, interpolated on the log scale.
 
-        None if the ratio is below 1 at every learning rate, or at least 1 at the smallest.
+        None if `bias_share_E` is below 1 at every learning rate, or at least 1 at the smallest one.
         """
         above = np.flatnonzero(self.bias_share_E >= 1)
         if not len(above) or above[0] == 0:
@@ -546,13 +549,14 @@ class PathErrors:
 def path_errors(
     setting: Setting, rates_E: np.ndarray, updates: int, replicates: int, seed: int
 ) -> PathErrors:
-    """Compute errors of the estimate at the last policies of exact and random paths.
+    """Compute errors of the estimate at the last policy of each exact or random path.
 
     Args:
         setting: policies, rewards and shape of a minibatch.
         rates_E: learning rates in ascending order.
         updates: number of updates on a path, k.
-        replicates: number of random paths, each keyed by seed and replicate number.
+        replicates: number of random paths, whose random numbers are keyed by seed and replicate
+            number.
         seed: seed of the minibatches of the random paths.
     """
     draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]

@@ -52,7 +52,7 @@ class EndPoint:
     run: Trajectories
     # Maximiser of the objective that the paper states for the estimator.
     maximiser: float
-    # Root of the enumerated expectation of the estimate.
+    # Coordinate u at which the estimate's enumerated expectation is 0.
     root: float
 
     @property
@@ -82,7 +82,7 @@ class EndPoint:
 
 
 def plan(design: Proposition13Config) -> list[Simulation]:
-    """Plan GRPO at the largest G, the normalised estimator at every G, and variants of it.
+    """Plan GRPO at the largest G, the normalised estimator at every G, and the latter's variants.
 
     The variants add a KL term, minibatches or both.
     """
@@ -272,7 +272,7 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
-    """Summarise the claims about the maximisers that the paper states.
+    """Summarise the claims about the maximisers that are stated in the paper.
 
     The first `len(ends)` claims are in the order of `ends`.
     """

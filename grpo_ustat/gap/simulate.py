@@ -340,7 +340,7 @@ def run_simulations(
 
 
 def exits_text(runs: Sequence[Trajectories]) -> str:
-    """Return a sentence that counts the replicates that left the sublevel set."""
+    """Return a sentence that states how many replicates left the sublevel set."""
     exit_N = np.concatenate([run.exit_R for run in runs])
     return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at least once"
 

@@ -49,7 +49,7 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
-# Largest relative error at which a limit as G grows counts as reached.
+# A limit as G grows counts as reached if its relative error is at most this value.
 LIMIT_TOLERANCE = 0.01
 LABELS = {
     "none": "without normalisation",
@@ -257,7 +257,7 @@ def _start_answer(start: OnPolicy) -> str:
 
 
 def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
-    """Return notes on the bias that the bound omits and on guards against small deviations."""
+    """Return notes on the bias that the bound omits, and on guards against small divisors."""
     place = list(start.sizes).index(group_size)
     at_size = {kind: {name: x[place] for name, x in v.items()} for kind, v in start.values.items()}
     std, ratio = at_size["group_std"], start.variance_ratio("group_std")
@@ -553,7 +553,7 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
     Args:
         paths: errors by kind of normalisation.
         start: exact values at learning rate 0.
-        plain_verdict: worst verdict of the claims without normalisation.
+        plain_verdict: worst verdict among the claims without normalisation.
     """
     answers = []
     if "none" in paths:
@@ -629,7 +629,7 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
 
 
 def _smaller_error(paths: PathErrors) -> str:
-    """List the learning rates at which token ratios or completion ratios have the smaller error.
+    """List, for each kind of ratio, the learning rates at which it has the smaller error.
 
     The two errors are compared by 95 % t intervals for their difference.
     """
@@ -668,7 +668,7 @@ def run(experiment: Experiment) -> Evidence:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse completions of one token and prompts with a single reward."""
+    """Refuse completions of one token, and prompts whose completions all have the same reward."""
     if experiment.problem.length < 2:
         raise ConfigError(f"problem.length={experiment.problem.length}: use at least 2 tokens")
     for prompt, reward_Y in enumerate(build_sequences(experiment.problem)[2]):

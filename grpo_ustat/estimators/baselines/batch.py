@@ -100,11 +100,11 @@ def length_weighted(
     the authors' code (Delta-L-Normalization). Prompts with short completions therefore count more.
     With power 1 the weights minimise the variance if two conditions hold: the variance of a
     completion's gradient is proportional to its length L, and the mean of this gradient does not
-    depend on L. The weighted mean is then also unbiased. Neither condition holds in general.
-    Because the weights depend on the completion, they add a further bias to that of `group_std`.
-    For large groups the mean converges to `E[L^-power (z - V) s] / (sigma + epsilon)` divided by
-    the batch mean of L^-power. If all lengths are equal, this limit is that of `group_std`;
-    otherwise it is not a multiple of g.
+    depend on L. Under these conditions the weighted mean is also unbiased. Neither condition holds
+    in general. Because the weights depend on the completion, they add a further bias to that of
+    `group_std`. For large groups the mean converges to `E[L^-power (z - V) s] / (sigma + epsilon)`
+    divided by the batch mean of L^-power. If all lengths are equal, this limit is that of
+    `group_std`; otherwise it is not a multiple of g.
 
     >>> context = BaselineContext(lengths_PG=np.array([[1, 1], [2, 4]]))  # 1/L: mean 11/16
     >>> z = np.array([[1.0, 0.0], [1.0, 1.0]])

@@ -135,7 +135,7 @@ def advantages(
         name: key of `BASELINES`, or name of a baseline of an installed package.
         rewards_PG: rewards of all prompts of the batch, float64.
         context: other inputs of the baseline.
-        options: value of every option in `Baseline.options`, and of no other option.
+        options: values of exactly the options in `Baseline.options`.
 
     Raises:
         ValueError: there are too few completions or prompts, or the options are not those of the

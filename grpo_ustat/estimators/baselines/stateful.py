@@ -144,7 +144,7 @@ def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
 def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
     """Return the initial (alpha, beta) from K draws, which count as 1/(1 - rho_min) observations.
 
-    The draws are made before the first visit of a prompt.
+    The draws are made before a prompt is used for the first time.
 
     >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
     [[2.5], [1.5]]
