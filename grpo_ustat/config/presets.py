@@ -290,8 +290,8 @@ _add(
     loss_type="dr_grpo",
 )
 
-# Probability that any relative efficiency lies outside its interval; the same probability applies
-# to group sizes.
+# Probability that at least one relative efficiency lies outside its interval. The simultaneous
+# intervals for group sizes have the same error probability.
 CHANCE = 0.025
 
 
