@@ -49,7 +49,7 @@ USUAL_SIZES = tuple(2**power for power in range(1, 9))
 # TRL's default G.
 USUAL_SIZE = 8
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
-# Largest number of prompts in simulated studies, and number of different numbers of prompts that
+# Largest number of prompts in simulated studies, and how many different values up to this number
 # are tried.
 MAX_PROMPTS, COUNTS = 10**6, 50
 SIMULATED_STUDIES = 200

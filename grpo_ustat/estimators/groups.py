@@ -208,9 +208,10 @@ class NoiseEstimate:
     # Intervals from `ScalingLaw.intervals` at the current group size, and `zero_variance`, the
     # share of zero-variance groups. The ends are NaN if there are fewer than 4 groups per step and
     # also fewer than 4 steps. For pairs, `c2`, `c3`, `noise_scale_best` and the estimate of `gstar`
-    # are NaN. For pairs there are additional entries: `c2_plus_c3`, `gstar_least` and `gstar_most`
-    # (the bounds of G*), and `gstar_assumption2` (the value of G* under Assumption 2). The interval
-    # of `gstar` then extends from the lower end of `gstar_least` to the upper end of `gstar_most`.
+    # are NaN, and there are additional entries: `c2_plus_c3`, `gstar_least` and `gstar_most` (the
+    # bounds of G*), and `gstar_assumption2` (the value of G* under Assumption 2). For pairs, the
+    # interval of `gstar` extends from the lower end of `gstar_least` to the upper end of
+    # `gstar_most`.
     intervals: Mapping[str, Interval]
     # C1, C2, C3 and ||grad J||^2. For pairs, C2 and C3 rely on Assumption 2.
     law: ScalingLaw
@@ -322,7 +323,7 @@ def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str
     but large compared with a small ||grad J||^2. C1 or ||grad J||^2 is withheld if the bound
     exceeds both a fifth of its estimate and a fifth of the half-width of its interval. Estimates
     that are computed from a withheld one are withheld too. A bias of a fifth in C1 lowers G* - 1 by
-    9 %. If the drift is above 1 nat, both are withheld.
+    9 %. If the drift is above 1 nat, both C1 and ||grad J||^2 are withheld.
 
     Args:
         estimate: estimate from windows.
