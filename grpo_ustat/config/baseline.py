@@ -1,6 +1,6 @@
 """Schema of a baseline and the checks of its name, options and group size.
 
-Every error is one line that gives the values and the fix.
+Every error message is one line that gives the values and the fix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
 @dataclass(frozen=True)
 class Option:
-    """Meaning and range of an option, the same for every baseline that has the option."""
+    """Meaning and range of an option, which are the same for every baseline with this option."""
 
     meaning: str
     low: float = -math.inf
@@ -69,7 +69,7 @@ def load_baseline(key: str, name: str) -> Baseline:
     """
     try:
         return BASELINES[name]
-    # A package's code can raise any exception.
+    # The code of an installed package can raise any exception.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error

@@ -1,4 +1,4 @@
-"""Command lines to copy into a shell: calls of this program and installation of its extras."""
+"""Command lines for users to copy into a shell, to call this program or install its extras."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from grpo_ustat.config.secrets import redact_text
 
 # True in a source checkout, False if the package is installed from a wheel.
 IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()
-# Environment variable in which scripts/run passes the command that the user typed to call it.
+# Environment variable in which scripts/run passes on the command with which the user called it.
 PROGRAM = "GRPO_USTAT_COMMAND"
 # Environment variable that passes the typed command line to child processes.
 TYPED_VARIABLE = "GRPO_USTAT_TYPED"
 
 
 def program() -> str:
-    """Return the name of this program as the user typed it."""
+    """Return the command with which the user called this program."""
     return os.environ.get(PROGRAM) or "grpo-ustat"
 
 
 def command_line(verb: str, *overrides: str) -> str:
-    """Return a command line to copy into a shell.
+    """Return a command line that a user can copy into a shell.
 
     Args:
         verb: verb, such as `train`.
@@ -50,8 +50,8 @@ def install_line(extra: str) -> str:
     """Return the command that installs an optional dependency of this package.
 
     Args:
-        extra: name from `[project.optional-dependencies]`. `cli` is added to extras that only
-            commands use.
+        extra: name from `[project.optional-dependencies]`. The extra `cli` is added to all extras
+            except `torch`.
     """
     names = extra if extra in ("cli", "torch") else f"cli,{extra}"
     return f"pip install -e '.[{names}]'" if IN_CHECKOUT else f"pip install 'grpo-ustat[{names}]'"
@@ -60,8 +60,8 @@ def install_line(extra: str) -> str:
 def is_installed(module: str) -> bool:
     """Return True if a module can be imported, without importing it.
 
-    A plain folder with this name does not count, because trackers create folders named after
-    themselves.
+    A plain folder with this name does not count as a module, because trackers create folders that
+    are named after the tracker.
 
     >>> is_installed("json"), is_installed("no_such.module")
     (True, False)

@@ -106,7 +106,7 @@ class Common(Shared):
         }
 
     def sampling_by(self, rollout: RolloutConfig) -> SamplerOptions:
-        """Return the sampling options with the given engine."""
+        """Return the sampling options for the given engine."""
         return SamplerOptions(
             rollout=rollout,
             seed=self.seed,
@@ -137,7 +137,7 @@ class Common(Shared):
                 "not ask for it: use prompt=qwen_math_cot, prompt=chat_boxed, or a template that "
                 "asks for it"
             )
-        # Conversations in imported rollouts always go through the chat template.
+        # Conversations in imported rollouts are always formatted with the chat template.
         imports = getattr(self, "imports_pool", False)
         if prompt.template_options and prompt.chat is False and not imports:
             raise ConfigError(

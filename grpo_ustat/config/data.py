@@ -16,11 +16,12 @@ from grpo_ustat.config.schema import ConfigError, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
-# Number of study questions of each table.
+# Number of study questions in each table.
 STUDY_QUESTIONS = {
     "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
 }  # fmt: skip
-# Default limit for a user's file on the number of test questions and on that of study questions.
+# Default upper limit on the number of test questions from a user's file, and on the number of study
+# questions.
 MAX_HELD_OUT_QUESTIONS = 500
 # Published numbers of test questions by hub id and subset. Sources: data set cards, Cobbe et al.
 # 2021, Hendrycks et al. 2021, Lightman et al. 2023.
@@ -80,7 +81,7 @@ class DatasetConfig:
 
     @property
     def published_test_size(self) -> int | None:
-        """Published number of test questions, or None if no number was published."""
+        """Published number of test questions; None if no number was published."""
         return None
 
 
@@ -89,7 +90,7 @@ class GeneratedConfig(DatasetConfig):
     """Generated questions; the sizes of the train and test splits must be set."""
 
     def check(self) -> None:
-        """Refuse sizes that are null."""
+        """Refuse null as the size of the train or test split."""
         for name in ("train_size", "test_size"):
             if getattr(self, name) is None:
                 raise ConfigError(f"dataset.{name}=null: dataset.kind={self.kind} needs a number")
@@ -162,7 +163,7 @@ class Gsm8kConfig(DatasetConfig):
     test_split: str = field("split with the test rows")
 
     def check(self) -> None:
-        """Refuse paths that do not exist and equal paths for train and test rows."""
+        """Refuse paths that do not exist, and the same path for train and test rows."""
         super().check()
         if self.test_path == self.path:
             raise ConfigError(
@@ -183,7 +184,7 @@ class Gsm8kConfig(DatasetConfig):
 
     @property
     def published_test_size(self) -> int | None:
-        """Number of test questions from `PUBLISHED_TESTS`, or None if it is not listed."""
+        """Number of test questions listed in `PUBLISHED_TESTS`; None if it is not listed."""
         if self.test_split != "test":
             return None
         if self.test_path is not None:
@@ -220,7 +221,7 @@ class MathConfig(Gsm8kConfig):
     )
 
     def check(self) -> None:
-        """Refuse filters that keep no row or are invalid."""
+        """Refuse filters that are invalid or keep no row."""
         super().check()
         for name in ("subjects", "levels"):
             if getattr(self, name) == []:
@@ -238,14 +239,14 @@ class MathConfig(Gsm8kConfig):
 
     @property
     def published_test_size(self) -> int | None:
-        """Published number of test questions, or None if unpublished or filtered."""
+        """Published number of test questions; None if unpublished or if test rows are filtered."""
         keeps_all_rows = not self.filter_test and self.test_ids is None
         return super().published_test_size if keeps_all_rows else None
 
 
 @dataclass
 class JsonlConfig(DatasetConfig):
-    """Rows of a user's files; the user names the columns."""
+    """Rows of a user's files, with column names that the user gives."""
 
     path: str = field(
         "a file or folder of your own (jsonl, json, CSV or Parquet, optionally compressed)"
@@ -315,7 +316,7 @@ class JsonlConfig(DatasetConfig):
         )
 
     def question_and_answer(self, row: Row) -> tuple[str, str]:
-        """Return the question and answer of a row as text, including outer white space.
+        """Return the question and answer of a row as text, with leading and trailing white space.
 
         A row without a question or an answer is refused. If the answer contains `MARK`, the
         expected answer is the text after the last `MARK`.
@@ -332,7 +333,8 @@ class JsonlConfig(DatasetConfig):
     def row_counts(self) -> tuple[int, int | None]:
         """Return the number of rows for studies and training, and the number of test rows.
 
-        The second number is None if test rows are split off from the first.
+        The second number is None if there is no test file; test rows are then split off from the
+        other rows.
         """
         rows = sum(self._count("path", file) for file in self.train_files)
         tests = [self._count("test_path", file) for file in self.test_files]
@@ -356,7 +358,7 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def train_files(self) -> list[Path]:
-        """Files with the rows that are not in `test_files`."""
+        """Files with all rows except those in `test_files`."""
         return self._files("path", self.path, "train")
 
     @property

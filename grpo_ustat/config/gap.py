@@ -1,4 +1,4 @@
-"""Schemas of the paper's theorems: settings of the tests.
+"""Schemas of the settings with which the paper's theorems are tested.
 
 The `kind` of a theorem's node determines its schema; see `THEOREMS`. Values are in `conf/theorem/`.
 """
@@ -13,7 +13,7 @@ from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-# Commands for the results of the paper that `gap` does not test.
+# Commands that test the paper's other results, which `gap` does not test.
 OTHER_COMMANDS = {
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
@@ -28,7 +28,7 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 
 @dataclass
 class TheoryConfig:
-    """Fields of every theorem."""
+    """Fields that all theorems have."""
 
     # Title in pages, figures and tables; a class attribute, not a configuration field.
     title: ClassVar[str] = ""
@@ -95,7 +95,7 @@ class Lemma6Config(SimulatedConfig):
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
-        """Refuse a group size that does not divide n and an empty list of baselines."""
+        """Refuse a group size that does not divide n, and an empty list of baselines."""
         super().check()
         _check_divisors("theorem.group_size", [self.group_size], self.rollouts)
         if not self.baselines:
@@ -176,7 +176,7 @@ class Theorem8Config(SimulatedConfig):
     )
 
     def check(self) -> None:
-        """Refuse group sizes that do not divide n and steps that are not ascending."""
+        """Refuse group sizes that do not divide n, and steps that are not in ascending order."""
         super().check()
         _check_divisors("theorem.group_sizes", self.group_sizes, self.rollouts)
         _check_steps(self.steps)
@@ -233,7 +233,7 @@ class Proposition13Config(SimulatedConfig):
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
     def check(self) -> None:
-        """Refuse invalid group sizes and minibatches that do not divide the prompts."""
+        """Refuse invalid group sizes, and numbers of minibatches that do not divide the prompts."""
         super().check()
         if not self.group_sizes or self.group_sizes != sorted(set(self.group_sizes)):
             raise ConfigError(f"theorem.group_sizes={self.group_sizes}: use ascending sizes")
@@ -309,7 +309,7 @@ class Theorem12Config(TheoryConfig):
     )
 
     def check(self) -> None:
-        """Refuse inconsistent sizes and an empty list of normalisations."""
+        """Refuse inconsistent sizes, and an empty list of normalisations."""
         if not self.normalisations:
             raise ConfigError(
                 f"theorem.normalisations=[]: name at least one of {', '.join(NORMALISATIONS)}"
@@ -345,7 +345,7 @@ THEOREMS = {
 
 @dataclass
 class GapLaunch(ProcessConfig):
-    """Processes of a theorem's test."""
+    """Processes that run a theorem's test."""
 
     workers: int = field(
         "that share the replicates, without affecting results; under torchrun the ranks share "
@@ -390,12 +390,12 @@ class GapConfig(Shared):
 
     @property
     def run_name(self) -> str:
-        """Name of the run, from the theorem and the test problem."""
+        """Name of the run, made from the names of the theorem and the test problem."""
         return re.sub(r"[^\w.=-]+", "_", f"{self.theorem.kind}-{self.problem.name}")
 
     @property
     def plan(self) -> str:
-        """Text that names theorem, test problem and number of replicates."""
+        """Text that states the theorem, the test problem and the number of replicates."""
         replicates = getattr(self.theorem, "replicates", None)
         words = f"gap: {self.theorem.kind} on {self.problem.name}"
         return words + (f", {replicates} replicates" if replicates else "")

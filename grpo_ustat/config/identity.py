@@ -1,4 +1,4 @@
-"""Identity of a run: keys that determine results, fingerprints and folder name."""
+"""Identity of a run: its result-determining keys, its fingerprints and its folder name."""
 
 from __future__ import annotations
 
@@ -86,12 +86,13 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     The following keys are removed or replaced by a neutral value:
 
     - the model's size, which only affects cost estimates
-    - default values that a model or a data set gives for other fields
+    - values in a model's or data set's node that only provide defaults for other fields
     - empty options of a chat template
     - paths of local data, whose content is hashed instead
-    - the part of a pool to fill
-    - the number of minibatches if their size is set
-    - settings of AdamW's metric, corrections, verdicts and further measurements that are not used
+    - `study.part`, the part of a pool to fill
+    - the number of minibatches, if the size of a minibatch is set
+    - settings of AdamW's metric, of corrections, of verdicts and of further measurements, if the
+      study does not use them
     - reward weights that are all 1
 
     The entry `tf32` is True if matrix products of the study use TF32.
@@ -140,7 +141,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "study" in keys:
-        # Keys read from a file can lack both entries.
+        # Both entries may be missing if the keys were read from a file.
         device = str(keys.get("launch", {}).get("device"))
         dtype = str(keys.get("model", {}).get("dtype"))
         keys["tf32"] = tf32_in_use(device, dtype)
@@ -148,7 +149,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
-    """Remove the paths of local files from reward functions; the content of the files is hashed."""
+    """Remove the paths of local files from reward functions, because the files are hashed."""
     names: list[str] = []
     for name in reward_funcs:
         place = reward_file(name)
@@ -157,7 +158,7 @@ def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
 
 
 def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the options of baselines in use, so that new baselines do not rename run folders.
+    """Keep only options of baselines in use, so that a new baseline does not rename run folders.
 
     >>> keys = {"baselines": ["none"], "baseline_options": {"none": {}, "opo": {}}}
     >>> drop_unused_baselines(keys)["baseline_options"]
@@ -190,8 +191,8 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
 def data_fingerprint(dataset: Any) -> str | None:
     """Hash the local files with questions and the modules of the user's task or reward.
 
-    Return None if there are no such files; name and revision identify a data set on the hub. The
-    hash depends only on the content of the files; see `_hash_of`.
+    Return None if there are no such files; a data set on the hub is identified by its name and
+    revision. The hash depends only on the content of the files; see `_hash_of`.
     """
     files: list[Path] = []
     for place in (Path(path).expanduser() for path in getattr(dataset, "sources", ())):
@@ -281,9 +282,9 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 
 
 def folder_name(config: Any) -> str:
-    """Return the run folder's name without the seed: words and a hash of the identity keys.
+    """Return the run folder's name without the seed: readable words and a hash of the identity.
 
-    The words can contain the path of a model's folder. If they are too long, only their end is
+    The words can contain the path of a model's folder. If the words are too long, only their end is
     kept. Names never begin with a dot. A `=` in the words becomes a `-`, so that a path can be
     typed in an override without quotes.
     """

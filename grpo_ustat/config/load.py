@@ -43,9 +43,9 @@ from grpo_ustat.estimators.baselines import plugin_baselines
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# The first folder exists in an installed wheel, the second in a source checkout.
+# The first folder exists in an installed wheel, and the second in a source checkout.
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
-# Nodes with a schema for each value of their field `kind`.
+# Nodes whose schema depends on their field `kind`, with the schema of each kind.
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
     "problem": PROBLEMS,
@@ -115,7 +115,7 @@ def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, A
 def default_values(entry: str) -> tuple[dict[str, Any], dict[str, str | None]]:
     """Return a command's default values, keyed by path, and the default choice of each group.
 
-    Hydra is not imported, because its import takes longer than printing the help.
+    Hydra is not used, because importing it takes longer than printing the help.
 
     Args:
         entry: key of `SCHEMAS`.
@@ -149,7 +149,7 @@ def _defaults(content: dict[str, Any]) -> list[str | dict[str, str | None]]:
 
 
 def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
-    """Return the nested values, of any nodes, that `group=choice` sets."""
+    """Return the nested values that `group=choice` sets, which can belong to several nodes."""
     if choice is None:
         return {}
     if group == "baseline":
@@ -167,7 +167,7 @@ def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
 
 
 def _literal(value: Any) -> Any:
-    r"""Escape every `${` of a nested value with `\`, so that OmegaConf resolves nothing."""
+    r"""Escape every `${` in a nested value with `\`, so that OmegaConf does not interpolate it."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     if isinstance(value, dict):

@@ -12,25 +12,26 @@ from grpo_ustat.config.study import StudyConfig
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 
-# Losses compared by study.verdicts, which differ only in the level of the ratio.
+# Losses that `study.verdicts` compares; they differ only in the level of the ratio.
 LAGGED = {
     level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
     for level in ("none", "token", "sequence", "whole_sequence")
 }
-# Corrections that published claims compare, keyed by the level of the ratio.
+# Corrections compared in the published claims that are tested, keyed by the level of the ratio.
 TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}
 
 
 @dataclass(frozen=True)
 class MeasuredLosses:
-    """Part of a study's configuration that determines which losses are measured."""
+    """Part of a study's configuration that defines which losses are measured."""
 
     # Main loss, and the baseline of its advantages.
     objective: ObjectiveConfig
     baseline: BaselineConfig
     # Names of further presets.
     objectives: list[str]
-    # Settings of the study, including the later policy, the reference model and the corrections.
+    # Settings of the study, which include the later policy, the reference model and the
+    # corrections.
     study: StudyConfig
     # Source of the rollouts; `imports_pool` is True if this source is a file.
     pool: str | None
@@ -50,7 +51,7 @@ class MeasuredLosses:
 
     @property
     def first_update(self) -> list[Loss]:
-        """Losses at the first update of a batch, without the unbiased reference estimate."""
+        """Losses at the first update of a batch, excluding the unbiased loss used as reference."""
         losses = [loss for _, loss in self.chosen]
         unbiased = (self.objective.name, self.baseline.name) == ("algorithm1", "leave_one_out")
         return losses[1:] if unbiased else losses
@@ -106,7 +107,7 @@ class MeasuredLosses:
         return {level: replace(LAGGED["none"], tokens=tokens) for level, tokens in weights.items()}
 
     def check(self) -> None:
-        """Refuse invalid losses and losses that a study of this pool cannot measure."""
+        """Refuse invalid losses, and losses that cannot be measured on this pool."""
         self.objective.check()
         if self.objective.name in self.objectives:
             raise ConfigError(

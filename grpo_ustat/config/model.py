@@ -1,4 +1,4 @@
-"""Schemas of models and prompts with their checks."""
+"""Schemas of models and prompts, and checks of their values."""
 
 from __future__ import annotations
 
@@ -184,10 +184,10 @@ TEMPLATE_ARGUMENTS = (
 
 
 def tf32_in_use(device: str, dtype: str) -> bool:
-    """Return True on a CUDA GPU with float32 weights, for which a study uses TF32.
+    """Return True if a study uses TF32, that is, on a CUDA GPU with float32 weights.
 
-    TF32 rounds the factors of float32 products to 10-bit mantissas. Products are then several times
-    faster.
+    TF32 rounds the factors of float32 products to 10-bit mantissas. With TF32, products are several
+    times faster.
 
     >>> tf32_in_use("cuda:1", "float32"), tf32_in_use("cpu", "float32")
     (True, False)
@@ -206,7 +206,7 @@ CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")
 # Names of the file that contains all weights and of the index of sharded weights.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = "adapter_model.safetensors"
-# First bytes of the files that failed downloads leave in place of weights, with descriptions.
+# First bytes of files that a failed download leaves instead of weights, with descriptions.
 NO_WEIGHTS = {
     b"version https://git-lfs": "a git-lfs pointer instead of the weights: run git lfs pull",
     b"<!": "an HTML page",
@@ -237,7 +237,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Return the name and revision of the base model of LoRA adapters; None without adapters."""
+    """Return the name and revision of the adapters' base model; None if there are no adapters."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -260,7 +260,7 @@ def adapter_base(folder: Path) -> tuple[str, str | None] | None:
 
 
 def check_stored_config(stored: object, place: str, *, trusted: bool = False) -> None:
-    """Refuse a model's config.json that requests native code or has impossible shapes.
+    """Refuse a config.json that requests native code or describes impossible shapes.
 
     The value of `attn_implementation` or `experts_implementation` can name a kernel on the hub. If
     the package `kernels` is installed, transformers loads and runs this kernel.
@@ -355,7 +355,7 @@ def weight_files(folder: Path) -> list[Path]:
 def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> None:
     """Refuse a local model whose weight files cannot be read.
 
-    Adapters are also refused if their base model is refused. Only the start of each file is read.
+    Adapters are refused if their base model is refused. Only the start of each file is read.
 
     Args:
         model_name_or_path: configured value; a name without a local folder is accepted.
@@ -392,7 +392,7 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
 def checkpoints_of(run: Path) -> dict[int, Path]:
     """Return the loadable checkpoints in a run folder, keyed by number of updates.
 
-    Paths below the working directory are relative, so that a user can type them.
+    Paths inside the working directory are returned relative to it, so that a user can type them.
     """
     here = Path.cwd()
     run = run.relative_to(here) if run.is_relative_to(here) else run
@@ -412,13 +412,13 @@ def check_model(
     bases: Sequence[str] = (),
     key: str = "model.model_name_or_path",
 ) -> None:
-    """Refuse a name that is not an embedded or cached model, a folder with a model or a hub id.
+    """Refuse a value that names no embedded or cached model, no model folder and no hub id.
 
     Args:
         model_name_or_path: configured value.
         cached: True if a cached model must already be in the cache.
         trusted: True if code that comes with the model may run.
-        bases: folders of adapters whose base is this model.
+        bases: folders of the adapters that have this model as their base.
         key: configuration key with this value, for messages.
     """
     name = model_name_or_path

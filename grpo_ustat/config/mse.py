@@ -1,6 +1,6 @@
 """Schema of `mse`, with checks that refuse impossible measurements.
 
-Every error is one line that gives the values and the fix.
+Every error message is one line that gives the values and the fix.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class MseConfig(Common):
 
     @property
     def run_name(self) -> str:
-        """Name of the run, from the policy, the data and the methods."""
+        """Name of the run, made from the names of the policy, the data and the methods."""
         data = "imported" if self.imports_pool else self.dataset.name
         return f"{self.model.name}-{data}-{'-'.join(self.study.methods)}"
 
     @property
     def plan(self) -> str:
-        """Text that names policy, questions, completions, methods, baselines and group sizes."""
+        """Summary of the policy, questions, completions, methods, baselines and group sizes."""
         questions = self.study.questions or getattr(self.dataset, "study_size", None)
         completions = self.budget.pool_completions
         source = (
@@ -119,7 +119,7 @@ class MseConfig(Common):
 
     @property
     def sampling_workers(self) -> int:
-        """Number of local processes that sample and score; only 1 with vLLM, to save memory."""
+        """Number of local processes that sample and score; always 1 with vLLM, to save memory."""
         return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
@@ -161,7 +161,7 @@ class MseConfig(Common):
     def _model_at(self, place: str | None) -> ModelConfig:
         if place is None:
             return self.model
-        # Name that model=NAME or model=FOLDER would set.
+        # The name that the override model=NAME or model=FOLDER would set.
         name = place.partition(":")[2] or place
         return replace(self.model, name=name, model_name_or_path=place, revision=None)
 
@@ -183,7 +183,7 @@ class MseConfig(Common):
 
     @property
     def dividing_sizes(self) -> list[int]:
-        """Group sizes that divide `study.rollouts`, as baselines without a closed form require."""
+        """Group sizes that divide `study.rollouts`, which baselines without a closed form need."""
         return [size for size in self.group_sizes if self.study.rollouts % size == 0]
 
     @property
@@ -259,7 +259,7 @@ class MseConfig(Common):
             self._check_second_moments()
 
     def _check_second_moments(self) -> None:
-        """Refuse steps for which the pool cannot provide AdamW's second moments."""
+        """Refuse settings of AdamW's metric for which the pool cannot provide second moments."""
         rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
         if rollouts % size:
             raise ConfigError(
@@ -293,7 +293,7 @@ class MseConfig(Common):
             )
 
     def _check_baselines(self) -> None:
-        """Refuse baselines that studies cannot measure, or with invalid options or group sizes."""
+        """Refuse baselines that a study cannot measure, and invalid options or group sizes."""
         for name in self.baselines:
             if load_baseline("baselines", name).only_trains:
                 raise _only_trains(name)
@@ -320,7 +320,7 @@ class MseConfig(Common):
                 check_weights(place, f"study.{key}")
 
     def _check_pool(self) -> None:
-        """Refuse a folder that is not a pool, and settings that imported rollouts do not allow."""
+        """Refuse a folder that is not a pool, and settings that conflict with imported rollouts."""
         if self.study.cut_at is not None and not self.imports_pool:
             raise ConfigError(
                 f"study.cut_at={self.study.cut_at} applies to imported rollouts, but pool="
@@ -352,7 +352,7 @@ class MseConfig(Common):
                 )
 
     def _check_part(self) -> None:
-        """Refuse an invalid part of a pool and parts without a common folder."""
+        """Refuse an invalid `study.part`, and a part without a folder that all parts share."""
         if self.study.part is None:
             return
         part = f"study.part={self.study.part}"
@@ -371,7 +371,7 @@ class MseConfig(Common):
             )
 
     def _check_counts(self) -> None:
-        """Refuse fewer questions or completions than the methods and baselines need."""
+        """Refuse a study with too few questions or completions for its methods and baselines."""
         questions, size = self.study.questions, self.dataset.study_size
         if questions is not None and questions > size:
             raise ConfigError(
@@ -456,7 +456,7 @@ class MseConfig(Common):
         size = max(size for size in sizes if size <= completions)
         if not baseline.couples_prompts:
             return
-        # The import is not needed for the help or for refused command lines.
+        # Imported here, because the help and refused command lines do not need it.
         from grpo_ustat.estimators.coupled_losses import prompts_needed
 
         needed = prompts_needed(rollouts // size)
@@ -491,7 +491,7 @@ def check_pool_folder(pool: str) -> None:
         )
     if not folder.is_dir() or (folder / "pool.json").is_file():
         return
-    # A pool can be unfinished and can lack pool.json.
+    # An unfinished pool may not have a pool.json yet.
     names = sorted(x.name for x in folder.iterdir() if not POOL_FILE.fullmatch(x.name))
     if (folder / "pool" / "pool.json").is_file():
         raise ConfigError(

@@ -25,7 +25,7 @@ OBJECTIVES = (
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
 # Allowed loss types for each level with one ratio per completion, and the only allowed level for
-# some loss types. Other combinations would count a sequence's ratio once per token.
+# some loss types. Other combinations would apply a sequence's ratio once for each token.
 LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
 # Loss types with a smooth weight instead of clipping.
@@ -139,7 +139,7 @@ class ObjectiveConfig:
         )
 
     def loss(self, baseline: BaselineConfig, max_completion_length: int) -> Loss:
-        """Return the loss at a batch's first update, with the advantages of a baseline."""
+        """Return the loss at a batch's first update, with advantages from `baseline`."""
         return Loss(
             name=self.name,
             baseline=baseline.name,
@@ -152,7 +152,7 @@ class ObjectiveConfig:
         )
 
     def token_weights(self) -> TokenWeights:
-        """Return the token weights for a policy other than the one that sampled the completions."""
+        """Return the token weights for a policy that differs from the sampling policy."""
         form = self.loss_type if self.loss_type in ("cispo", "sapo", "vespo") else "clip"
         return TokenWeights(
             level=self.importance_sampling_level,
@@ -224,7 +224,7 @@ class ObjectiveConfig:
             )
 
     def _check_loss_type(self) -> None:
-        """Refuse a loss type with a ratio, clipping or micro-batches that it does not support."""
+        """Refuse a ratio, clipping or micro-batches that the loss type does not support."""
         level, loss_type = self.importance_sampling_level, self.loss_type
         own_level = LEVEL_OF.get(loss_type, level)
         if level != own_level:
@@ -260,7 +260,7 @@ class ObjectiveConfig:
             )
 
     def _check_tokens(self) -> None:
-        """Refuse an invalid share of tokens."""
+        """Refuse an invalid `top_entropy_quantile`, the share of tokens that contribute."""
         share, level = self.top_entropy_quantile, self.importance_sampling_level
         if share > 1:
             raise ConfigError(
@@ -297,7 +297,7 @@ class ObjectiveConfig:
             )
 
     def check_updates(self, group_size: int, rollouts: int) -> None:
-        """Refuse updates that split groups, and further updates per batch without a ratio.
+        """Refuse updates that split groups, and several updates per batch without a ratio.
 
         Args:
             group_size: number of completions per prompt.

@@ -119,7 +119,7 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctio
 
 
 def _signature(arguments: ast.arguments) -> Signature:
-    """Return a function's signature from its syntax tree; every default is None."""
+    """Return a function's signature from its syntax tree, with None for every default."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     parameters = [

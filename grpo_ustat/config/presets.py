@@ -1,4 +1,4 @@
-"""Published losses with sources: presets for `objective=NAME`, and recipes with a group size."""
+"""Published losses and their sources, as presets for `objective=NAME` and as recipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Preset:
     # Description for `--help`.
     words: str
     objective: ObjectiveConfig
-    # Baseline of the preset unless the user types `baseline=`; None means the command's default.
+    # Baseline that the preset sets unless the user types `baseline=`; None means the command's
+    # default.
     baseline: BaselineConfig | None = None
 
 
@@ -35,8 +36,8 @@ def _add(
     Args:
         name: name of the preset.
         words: description of the preset.
-        base: preset that provides fields and baseline; None means that all fields have their
-            defaults.
+        base: name of the preset whose fields and baseline are copied; None means that all fields
+            have their defaults.
         baseline: baseline of the preset; None means the baseline of `base`.
         changes: fields that differ from `base`.
     """
@@ -47,8 +48,8 @@ def _add(
     PRESETS[name] = Preset(words, replace(objective, name=name, **changes), baseline)
 
 
-# Presets from papers. They set no baseline; the description or a comment gives the baseline of each
-# paper.
+# Presets from papers. These presets set no baseline; the baseline of each paper is given in the
+# description or in a comment.
 _add(
     "algorithm1",
     "The paper's Algorithm 1: token sums over a constant divisor, one update, no ratio, no "
@@ -137,8 +138,8 @@ _add(
     # Equation 5 of the paper has no penalty.
     beta=0.0,
 )
-# With an unbiased baseline, this loss is unbiased in one pass over minibatches of independently
-# drawn prompts. A second pass over the same batch would be biased with any ratio.
+# With an unbiased baseline, this loss is unbiased during one pass over minibatches of independently
+# drawn prompts. In a second pass over the same batch, it would be biased with any ratio.
 _add(
     "whole_sequence",
     "The unbiased off-policy reference: the product of a completion's token-level ratios, no "
@@ -149,8 +150,8 @@ _add(
 )
 
 # TRL presets use the defaults of GRPOConfig in trl 1.16.0 unless a comment says otherwise. If the
-# user types baseline=X, X replaces the preset's baseline. With a KL penalty, TRL multiplies K3 by
-# the ratio (use_bias_correction_kl); we do not. If TRL splits a generation batch into several
+# user types `baseline=X`, this replaces the preset's baseline. With a KL penalty, TRL multiplies K3
+# by the ratio (use_bias_correction_kl); we do not. If TRL splits a generation batch into several
 # updates, it divides by the average number of tokens per update.
 _add(
     "trl_dapo",
@@ -200,8 +201,8 @@ _add(
     importance_sampling_level="sequence",
 )
 # MiniMax-M1, arXiv 2506.13585, with the bound of ScaleRL, arXiv 2510.13786. If epsilon_high is not
-# set, TRL 1.16 uses epsilon, 0.2, as the upper bound. Nearly every token then has weight 0.2, a
-# fifth of the documented weight.
+# set, TRL 1.16 uses epsilon, 0.2, as the upper bound. As a result, nearly every token has weight
+# 0.2, a fifth of the documented weight.
 _add(
     "trl_cispo",
     "TRL's loss_type=cispo: each token's weight is its ratio, clipped from above and not "
@@ -209,8 +210,8 @@ _add(
     "trl_dapo",
     loss_type="cispo",
     epsilon=None,
-    # For this loss TRL's documentation defines epsilon_high as the largest ratio; it is not added
-    # to 1.
+    # For this loss, TRL's documentation defines epsilon_high as the largest allowed ratio itself,
+    # not as the distance of this ratio from 1.
     epsilon_high=5.0,
 )
 # arXiv 2602.05261. The bounds are TRL's defaults.
@@ -289,8 +290,8 @@ _add(
     loss_type="dr_grpo",
 )
 
-# Probability that any relative efficiency lies outside its interval; the same probability applies
-# to group sizes.
+# Probability that at least one relative efficiency lies outside its interval. The simultaneous
+# intervals for group sizes have the same error probability.
 CHANCE = 0.025
 
 
@@ -298,7 +299,7 @@ CHANCE = 0.025
 class Recipe:
     """Published combination of a loss and a group size."""
 
-    # Authors or framework, with the place of publication.
+    # Authors or framework, and where the recipe was published.
     name: str
     # Group size, G.
     group_size: int

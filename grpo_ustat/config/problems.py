@@ -16,7 +16,7 @@ MAX_COMPLETIONS = 2**14
 
 @dataclass
 class ProblemConfig:
-    """Fields of every kind of test problem."""
+    """Fields that all kinds of test problems have."""
 
     name: str = field("name of the test problem, part of the run folder's name")
     kind: str = field(

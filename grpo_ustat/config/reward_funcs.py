@@ -9,14 +9,14 @@ from grpo_ustat.config.own_functions import check_reward, reward_file
 from grpo_ustat.config.schema import ConfigError, check_distinct
 from grpo_ustat.estimators.baselines import BASELINES
 
-# Name that stands for `dataset.reward` if set, otherwise for the data set's built-in reward.
+# Name that stands for `dataset.reward` or, if this is not set, for the data set's built-in reward.
 TASK = "task"
 # Reward functions that need no expected answer.
 DATASET_FREE_REWARDS = ("format", "termination", "brevity")
 
 
 def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | None) -> None:
-    """Refuse functions that do not exist and weights that do not match the functions."""
+    """Refuse functions that do not exist, and weights that do not match the functions."""
     functions = as_typed(reward_funcs)
     if not reward_funcs:
         raise ConfigError(f"reward_funcs=[] names no function: use reward_funcs=[{TASK}]")
@@ -52,7 +52,7 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
 
 
 def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
-    """Refuse a baseline that needs several reward functions if there is only one.
+    """Refuse a baseline that needs several reward functions if only one is configured.
 
     Args:
         baseline: name of the baseline.

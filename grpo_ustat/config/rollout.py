@@ -33,7 +33,7 @@ class RolloutConfig:
     )
 
     def check(self) -> None:
-        """Refuse vLLM options if the engine is not vLLM."""
+        """Refuse options of vLLM if the engine is not vLLM."""
         for name in VLLM_FIELDS:
             if self.name != "vllm" and getattr(self, name) is not None:
                 raise ConfigError(

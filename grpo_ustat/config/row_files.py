@@ -1,4 +1,4 @@
-"""Rows of JSON Lines, JSON, CSV or Parquet files, plain or in a compression that fsspec supports.
+"""Rows of JSON Lines, JSON, CSV or Parquet files, optionally compressed as fsspec supports.
 
 The error for an invalid value gives the file, the row (from 1, counting blank lines) and the field.
 """
@@ -22,7 +22,7 @@ from grpo_ustat.config.command_line import is_installed
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
-# Key for the cells of a CSV row that has more cells than the header.
+# Key of the extra cells of a CSV row that has more cells than the header.
 TOO_MANY = "more fields than the header"
 
 
@@ -39,7 +39,7 @@ class Row:
         return self.fields.get(name) is not None
 
     def value(self, *names: str) -> Any:
-        """Return the value of the first named field that the row has."""
+        """Return the value of the first of the named fields that exists in the row."""
         for name in names:
             if self.has(name):
                 value = self.fields[name]
@@ -104,7 +104,7 @@ def _rows(file: Path, modified_ns: int) -> list[Row]:
 
 
 def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the entries of a JSON array, or of the non-blank lines, with row numbers."""
+    """Yield the entries of a JSON array, or of non-blank JSON lines, with their row numbers."""
     if text.lstrip().startswith("["):
         try:
             yield from enumerate(json.loads(text), start=1)
@@ -121,7 +121,7 @@ def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(content: bytes) -> list[dict[str, Any]]:
-    """Read the rows of a Parquet table; `read_rows` describes single precision."""
+    """Read the rows of a Parquet table; see `read_rows` for single-precision numbers."""
     parquet: Any = import_module("pyarrow.parquet")
     table = parquet.read_table(io.BytesIO(content))
     rows = table.to_pylist()
@@ -155,7 +155,7 @@ def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> list[Row]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value or, for a container, all keys and values that it contains."""
+    """Yield the value itself or, if it is a container, all keys and values that it contains."""
     if isinstance(value, dict):
         for name, inner in cast(dict[Any, Any], value).items():
             yield name

@@ -12,9 +12,9 @@ from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
-# Names of trackers; their packages and extras have the same names.
+# Names of trackers, which are also the names of their packages and of our extras.
 TRACKERS = ("wandb", "tensorboard", "trackio")
-# Upper limit of seeds, and of steps and sizes read from a run folder.
+# Upper limit of seeds, and of the steps and sizes that are read from a run folder.
 MAX_COUNT = 10**12
 ON_EXISTING = ("resume", "error", "overwrite")
 
@@ -54,7 +54,7 @@ class LoggerConfig:
     )
 
     def check(self, *, needed: bool = True) -> None:
-        """Refuse a tracker that lacks a project or, if the tracker is needed, is not installed.
+        """Refuse a tracker without a project, and a tracker that is needed but not installed.
 
         The tracker's package is not imported.
         """
@@ -96,13 +96,13 @@ class Shared:
     report: ReportConfig = node(ReportConfig, "the report of a sweep")
     logger: LoggerConfig = node(LoggerConfig, "a tracker that displays the metrics of the run")
 
-    # Class attributes, not fields. Commands with prompts and a model declare fields with these
-    # names.
+    # These are class attributes, not fields. Commands that use prompts and a model declare fields
+    # with these names.
     show_prompts, model = 0, None
 
     @property
     def only_shows(self) -> bool:
-        """True if no run is started."""
+        """True if the command only shows something and starts no run."""
         return self.dry_run or bool(self.show_prompts)
 
     def check(self) -> None:

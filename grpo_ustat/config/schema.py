@@ -19,7 +19,7 @@ UNSET: Any = "???"
 
 
 def flatten(content: Mapping[str, Any], between: str = ".", prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries by path, without empty dictionaries.
+    """Return the values of nested dictionaries, keyed by path; empty dictionaries are omitted.
 
     >>> flatten({"seed": 0, "model": {"name": "tiny", "size": {}}, "sizes": [2, 4]})
     {'seed': 0, 'model.name': 'tiny', 'sizes': [2, 4]}
@@ -53,13 +53,14 @@ def field(
         meaning: description, including `null: ...` if null is allowed. `--help` prints the unit
             before the description.
         unit: unit of a number, such as `tokens`; unit and description together form a phrase.
-        choices: allowed values of the field or of the elements of a list; if empty, any value.
+        choices: allowed values of the field or, for a list, of its elements; if empty, any value is
+            allowed.
         plugins: function that returns further choices from installed packages.
         positive: True if numbers must be positive and finite.
         at_least: smallest allowed number; numbers must then be finite.
         below: exclusive upper limit of numbers.
         distinct: True if the values of a list must be distinct.
-        entries: descriptions of the entries of a dictionary of options.
+        entries: descriptions of the entries, if the field is a dictionary of options.
         default: value if `conf/` does not set the field; `conf/` must set a field without a
             default.
     """
@@ -161,7 +162,7 @@ def fields_of(
     Args:
         schema: dataclass of the schema.
         prefix: prefix of every path.
-        schemas: schemas by path, for nodes whose type annotation is not a schema.
+        schemas: schemas, keyed by path, of the nodes whose type annotation is not a schema.
     """
     schemas, hints = schemas or {}, get_type_hints(schema)
     for declared in dataclasses.fields(schema):
@@ -183,7 +184,7 @@ def fields_of(
 
 
 def kind_of(hint: Any) -> str:
-    """Return a type in words.
+    """Return a description of a type in words.
 
     >>> kind_of(list[int] | None), kind_of(bool), kind_of(dict[str, float])
     ('list of int or null', 'bool', 'dict of float')
@@ -196,7 +197,7 @@ def kind_of(hint: Any) -> str:
 
 
 class ConfigError(ValueError):
-    """Invalid user input; the message is one line with the values and the fix."""
+    """Error for invalid user input; the message is one line with the values and the fix."""
 
 
 def check_positive(node: Any, *names: str, prefix: str = "") -> None:

@@ -1,6 +1,6 @@
 """Detection of secrets, which are refused in configurations and hidden in output.
 
-A value counts as a secret if its option is named like a secret, if it contains the value of an
+A value counts as a secret if the name of its option suggests one, if it contains the value of an
 environment variable such as HF_TOKEN, or if it has a common form of secrets, such as an address
 with a password.
 """
@@ -35,8 +35,8 @@ QUOTED_SECRET = re.compile(
 )
 # An old wandb key or a commit hash.
 HEXADECIMAL = re.compile(r"\b[0-9a-f]{40,}\b")
-# Minimum length in characters of a secret in an environment variable. Shorter values could occur in
-# ordinary text by chance.
+# Minimum length in characters of a secret in an environment variable. Shorter values could also
+# occur by chance in ordinary text.
 MIN_SECRET_CHARACTERS = 12
 
 
@@ -115,6 +115,6 @@ def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _secrets_in(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables that are named like secrets and long enough to be secrets."""
+    """Return the values, if long enough, of variables whose names suggest a secret."""
     named = (text for name, text in environ.items() if SECRET_VARIABLE.search(name))
     return [text for text in named if len(text) >= MIN_SECRET_CHARACTERS]

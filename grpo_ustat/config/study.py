@@ -148,8 +148,8 @@ class StudyConfig:
         """Sampling unit of the intervals of closed forms, `completions` or `questions`.
 
         Intervals over completions are conditional on the questions. AdamW's metric needs intervals
-        over questions, because each half of the questions is measured in a metric computed from the
-        other half.
+        over questions, because the gradients of each half of the questions are measured in a metric
+        computed from the other half.
         """
         return "questions" if self.metric == "adam" else "completions"
 
@@ -160,7 +160,7 @@ class StudyConfig:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Numbers (k, n) in `part`; (1, 1) if it is unset, (0, 0) if it is not of the form k/n."""
+        """Numbers (k, n) in `part`; (1, 1) if `part` is null, (0, 0) if `part` is not like k/n."""
         match = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 

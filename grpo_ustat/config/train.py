@@ -1,6 +1,6 @@
 """Schema of `train`, with checks that involve several fields.
 
-Every error is one line that gives the values and the fix.
+Every error message is one line that gives the values and the fix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 
-# Baseline inputs that are computed from budget.value_completions.
+# Baseline inputs that are computed from additional completions; see `budget.value_completions`.
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
 ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 ENDING_SCHEDULES = ("linear", "cosine")
@@ -64,7 +64,7 @@ class ScheduleConfig:
     warmup_steps: int = field("of linear warm-up", "steps", at_least=0)
 
     def check(self) -> None:
-        """Refuse warm-up steps in a schedule without warm-up."""
+        """Refuse warm-up steps if the schedule has no warm-up."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ConfigError(
                 f"schedule.warmup_steps={self.warmup_steps} has no effect with "
@@ -113,7 +113,7 @@ class EvalConfig:
     )
 
     def check(self) -> None:
-        """Refuse an evaluation without decoding, and several samples without sampled decoding."""
+        """Refuse an empty list of decodings, and several samples without sampled decoding."""
         if not self.decoding:
             raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
         if self.num_generations > 1 and "sampled" not in self.decoding:
@@ -233,13 +233,13 @@ class TrainConfig(Common):
 
     @property
     def run_name(self) -> str:
-        """Name of the run, from the model, the data and the algorithm."""
+        """Name of the run, made from the names of the model, the data and the algorithm."""
         words = (self.model.name, self.dataset.name, self.objective.name, self.baseline.name)
         return f"{'-'.join(words)}-G={self.group_size}-n={self.budget.rollouts}"
 
     @property
     def plan(self) -> str:
-        """Text that names policy, algorithm, rollouts per step, steps and learning rate."""
+        """Summary of the policy, algorithm, rollouts per step, steps and learning rate."""
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
@@ -300,7 +300,7 @@ class TrainConfig(Common):
                 )
 
     def _check_batch(self) -> None:
-        """Refuse invalid baseline options and batches that do not suit the baseline."""
+        """Refuse invalid options of the baseline, and batches for which it is not defined."""
         baseline = load_baseline("baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         check_several(baseline.name, "baseline", self.reward_funcs)

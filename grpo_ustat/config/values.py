@@ -68,7 +68,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(field: FieldInfo, conf: Path) -> str | None:
-    """Return a valid value as typed, from the first suitable file or from the default."""
+    """Return a valid value, written as a user types it, from a file or from the default."""
     values = _values_in_files(field.path, conf)
     kind = field.kind.removesuffix(" or null")
     of = kind.removeprefix("list of ")
@@ -82,7 +82,7 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
 
 
 def _values_in_files(path: str, conf: Path) -> Iterator[object]:
-    """Yield a field's value in each configuration file; main files of commands come first."""
+    """Yield a field's value in each configuration file, starting with the commands' main files."""
     node, _, name = path.rpartition(".")
     of_node, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
     for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *of_node, *rest]):

@@ -13,9 +13,9 @@ groups therefore only rescales the mean gradient:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
-The mean gradient of the kept groups is longer by the factor 1/(1 - h). This factor compensates for
-the smaller number of kept groups. For both easy and hard prompts, E[ ghat ] is g if the baseline is
-the mean reward of the other completions, and (G-1)/G g if the baseline is the group mean.
+The mean gradient of the kept groups is longer by the factor 1/(1 - h). This factor exactly
+compensates for the dropped groups. For both easy and hard prompts, E[ ghat ] is g if the baseline
+is the mean reward of the other completions, and (G-1)/G g if the baseline is the group mean.
 
 A group in which all completions are wrong indicates a hard prompt. Prompts are therefore weighted
 by the probability of such a group, (1-p)^G. If a quantity has mean x(p) over a prompt's groups, its
@@ -40,8 +40,8 @@ MIN_PROMPTS = 8
 class MixedGroups(NamedTuple):
     """Estimates for the mixed groups of hard or easy prompts, with prompts weighted by w(p)."""
 
-    # Unbiased estimates of w(p), the probability that another group of the prompt is all wrong
-    # (hard prompts) or all right (easy prompts).
+    # Unbiased estimates of w(p), the probability that the completions of another group of the
+    # prompt are all wrong (hard prompts) or all right (easy prompts).
     weight_P: Array
     # Unbiased estimates of w(p) E[(m - p) 1(M)].
     shift_P: Array
@@ -49,11 +49,11 @@ class MixedGroups(NamedTuple):
     mixed_P: Array
 
     def shift(self, level: float = CONFIDENCE) -> Interval:
-        """Return the weighted mean E[m - p | M], with an interval for new prompts."""
+        """Return E[m - p | M], averaged over weighted prompts, with an interval for new prompts."""
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """Return 1/P(M), the length of the mean gradient of mixed groups relative to all groups."""
+        """Return 1/P(M), the factor by which dropping other groups lengthens the mean gradient."""
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 
@@ -61,12 +61,12 @@ class MixedGroups(NamedTuple):
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
     """Return estimates for the mixed groups of hard and easy prompts, keyed by difficulty.
 
-    The weight of a prompt is the probability that another group is all wrong (`hard`) or all right
-    (`easy`). A difficulty is omitted if fewer than `MIN_PROMPTS` prompts have a nonzero shift. One
-    half of a prompt's completions estimates the weight, and the other half estimates the shift and
-    the share of mixed groups. The halves are then swapped. If the same completions estimated the
-    weight and the shift, hard prompts would look harder than they are, because a prompt with few
-    right answers in a small sample is not always hard.
+    The weight of a prompt is the probability that all completions of another group are wrong
+    (`hard`) or all are right (`easy`). A difficulty is omitted if fewer than `MIN_PROMPTS` prompts
+    have a nonzero shift. The weight is estimated from one half of a prompt's completions, and the
+    shift and the share of mixed groups from the other half. The halves are then swapped. If the
+    weight and the shift were estimated from the same completions, hard prompts would look harder
+    than they are, because a prompt with few right answers in a small sample is not always hard.
 
     Args:
         rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions of each prompt.
@@ -99,8 +99,8 @@ def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    Each estimate averages `-(m - z) 1(rewards equal)` over all pairs of a group of G completions
-    from the prompt's pool and a completion with reward z outside this group.
+    Each estimate is the mean of `-(m - z) 1(rewards equal)` over all ways to choose, from the
+    prompt's pool, a group of G completions and one further completion, whose reward is z.
 
     Args:
         rewards_PN: 0/1 rewards of N > G completions of each prompt.

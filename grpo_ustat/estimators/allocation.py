@@ -1,4 +1,4 @@
-r"""Unequal group sizes: change of the error under a plan, at a fixed number of rollouts.
+r"""Unequal group sizes: how a plan changes the error at a fixed number of rollouts.
 
 A plan assigns a group size G_x to each of m prompts. The gradient estimate is the mean over groups
 of their leave-one-out gradients. It is unbiased for any G_x >= 2, and its error given the prompts
@@ -12,12 +12,13 @@ the sum at a fixed total, start with G_x = 2 and repeatedly add the completion w
 saving. This greedy method is exact because the savings of a prompt decrease with G. For large G it
 gives Neyman's (1934) allocation, `G_x ~ sqrt(A_x)`.
 
-A_x and B_x are unknown. If the same completions were used to make and to judge a plan, the plan
-would appear to save too much, because it would be fitted to their sampling errors. Therefore the
-plan is made from one half of the pool and judged on the other half. The halves are then swapped,
-and the procedure is repeated over random halvings. The estimates of the judging half are unbiased
-and independent of the plan. The best plan for known A and B saves at least as much as a held-out
-plan, and at most about as much as the plan from the full pool appears to save in sample.
+A_x and B_x are unknown. If a plan were made and judged with the same completions, it would appear
+to save too much, because it would be fitted to their sampling errors. Therefore the plan is made
+from one half of the pool and judged on the other half. The halves are then swapped, and the
+procedure is repeated over random halvings. The estimates of the judging half are unbiased and
+independent of the plan. The saving of the best plan for known A and B has two bounds. It is at
+least the saving of a held-out plan, and at most about the in-sample saving of the plan from the
+full pool.
 
 Plans are computed from estimates on half of the pool:
 
@@ -33,8 +34,9 @@ Plans are computed from estimates on half of the pool:
                                G = 2 for a prompt if all its rewards in the half are equal; the
                                other prompts share the remaining completions equally
 
-Reinforce-Ada (2510.04996) is not compared. It samples until a prompt has enough right answers and
-estimates the gradient of a different objective, so the error above does not apply to it.
+Reinforce-Ada (2510.04996) is not compared. This method samples until a prompt has enough right
+answers and estimates the gradient of a different objective, so the error above does not apply to
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ MIN_GROUP_SIZE = 2
 HALVINGS = 4
 MEAN_SIZES = (4, 8, 16)
 MEASURED_NOISE = "measured noise"
-# Largest group size in a plan, as a multiple of the mean group size.
+# Largest group size in a plan divided by the mean group size.
 MAX_TIMES_MEAN = 16
 
 
@@ -77,11 +79,11 @@ class AllocationSaving:
     # Mean group size.
     group_size: int
     # Error of the plan divided by the error of equal groups, minus 1. The plan is made from one
-    # half of the pool and judged on the other half. The intervals are for new prompts and
-    # simultaneous over all plans at one mean group size.
+    # half of the pool and judged on the other half. The intervals are for new prompts. They are
+    # simultaneous over all plans with the same mean group size.
     change: Interval
-    # Value of `change` if the plan is made from the full pool and judged on the full pool. None for
-    # plans other than `MEASURED_NOISE`, or if the error of equal groups is not positive.
+    # Value of `change` if the plan is both made from and judged on the full pool. None for plans
+    # other than `MEASURED_NOISE`, or if the error of equal groups is not positive.
     in_sample: float | None
 
 
@@ -120,11 +122,11 @@ def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array
 def allocation_savings(
     pool: ScorePool, group_sizes: Sequence[int] = MEAN_SIZES
 ) -> list[AllocationSaving]:
-    """Estimate the effect of every plan; return [] for under 10 prompts or 6 completions each.
+    """Estimate the effect of every plan; [] if there are too few prompts or completions.
 
     Args:
-        pool: pool of N completions for each of P prompts. Plans that need p are computed only if
-            all rewards are 0 or 1.
+        pool: pool of N completions for each of P prompts. The result is [] if P < 10 or N < 6.
+            Plans that use p are computed only if all rewards are 0 or 1.
         group_sizes: mean group sizes, each at least 3.
     """
     count, size = pool.rewards_PN.shape
@@ -186,7 +188,7 @@ def plans_of(
 
     Args:
         half: estimates by name from `halves_of`, each of shape [P].
-        size: number of completions per prompt behind the estimates.
+        size: number of completions per prompt from which the estimates were computed.
         binary: True if all rewards are 0 or 1.
     """
     columns = {name: values_P[:, None] for name, values_P in half.items()}

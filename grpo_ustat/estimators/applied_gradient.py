@@ -15,7 +15,8 @@ Therefore two gradients count as equal if
     ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
 
 Inner products of sketches are unbiased (`policy.scores.sketch`), and their error is proportional to
-||p - c d||. If p equals c d up to rounding, the products are therefore exact up to rounding.
+||p - c d||. If p equals c d up to rounding, the inner products of the sketches are therefore exact
+up to rounding.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ NOT_OF_ROWS = (
     "no row weights reproduce it; check for dropout, for another term in the loss (such as a "
     "penalty or an entropy bonus), and for tokens, masks or parameters that were not declared"
 )
-# If the tolerance reaches this value, the declared gradient counts as 0 up to rounding.
+# If the tolerance is at least this value, the declared gradient counts as 0 up to rounding.
 VANISHES = 1.0
 # Value of epsilon if all computations use float32, measured by
 # scripts/benchmarks/audit_tolerances.py.
 FULL = 1e-3
-# Value of epsilon if both scores and loss use bfloat16, float16 or TF32, measured by the same
+# Value of epsilon if scores and loss both use bfloat16, float16 or TF32, measured by the same
 # script.
 REDUCED = 0.1
 
@@ -59,8 +60,8 @@ class Agreement(NamedTuple):
         """Relative difference, ||p - d|| / ||d||."""
         if math.isnan(self.cosine):
             return 1.0 if self.ratio == 0 else math.nan
-        # Computed from two orthogonal parts, because subtracting nearly equal numbers would make a
-        # small difference inaccurate.
+        # The difference is computed from two orthogonal parts, because subtracting nearly equal
+        # numbers would make it inaccurate.
         return math.hypot(self.ratio - 1, self.ratio * self.tangent)
 
     @property
@@ -93,7 +94,7 @@ class Fault(NamedTuple):
 
 
 def divided(by: int, what: str) -> list[Fault]:
-    """Return the faults of dividing by a number once too often or not at all; [] for the number 1.
+    """Return two faults, an extra division by a number and a missing one; [] for the number 1.
 
     >>> [fault.ratio for fault in divided(4, "gradient_accumulation_steps")]
     [0.25, 4.0]
@@ -117,7 +118,7 @@ class GradientAudit:
     difference: float
     # Largest difference that rounding can explain; see `rounding`.
     tolerance: float
-    # Cause of a difference larger than `tolerance`, in words; empty if the gradients agree.
+    # Description of the cause if the difference is larger than `tolerance`; otherwise empty.
     cause: str = ""
 
     @property
@@ -169,11 +170,11 @@ def judged(
 
     Args:
         applied_R, declared_R: gradients p and d.
-        others: gradients under other row weights, keyed by description, most likely first.
+        others: gradients with other row weights, keyed by description, with the most likely first.
         tolerance: largest difference that rounding explains.
-        faults: known faults that multiply the gradient. They are checked before division by an
-            arbitrary whole number.
-        hints: possible causes of a lower cosine other than different row weights.
+        faults: known faults that multiply the gradient. They are considered before divisions by
+            arbitrary whole numbers.
+        hints: possible causes of a cosine below 1, other than different row weights.
     """
     comparison = compared(applied_R, declared_R)
     if (settled := without_cause(comparison, tolerance, bool(applied_R.any()))) is not None:
@@ -189,10 +190,10 @@ def compared(applied_R: Array, other_R: Array) -> Agreement:
 
 
 def without_cause(comparison: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
-    """Return the audit if no search for a cause is needed, else None.
+    """Return the audit if no cause must be searched for; otherwise return None.
 
     No search is needed if p equals d, or if p or d is 0 or not finite. If the terms of the declared
-    gradient cancel, only rounding errors remain, and the gradients are not compared.
+    gradient cancel, d consists of rounding errors, and p is not compared with d.
 
     Args:
         comparison: ratio and cosine of p and d.
@@ -218,7 +219,7 @@ def cause_of(
     tolerance: float,
     faults: Sequence[Fault],
 ) -> str:
-    """Name the factor or the row weights that explain the applied gradient, or return "".
+    """Describe the factor or row weights that explain the applied gradient; "" if none do.
 
     The arguments are those of `judged`.
     """
@@ -242,7 +243,7 @@ def cause_of(
 
 
 def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
-    """Describe faults that multiply a gradient by this ratio, or return "".
+    """Describe the faults that multiply a gradient by this ratio; "" if there are none.
 
     >>> factor_text(0.25, FULL, divided(4, "processes"))
     'divided once more by processes = 4'
@@ -261,7 +262,7 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
     if exact := [fault.says for fault in faults if is_near(fault.ratio)]:
         return " or ".join(exact)
     parts = round(max(ratio, 1 / ratio))
-    # If the tolerance is this large, another number of parts would fit equally well.
+    # With such a large tolerance, a neighbouring whole number would fit equally well.
     if parts == 1 or 2 * parts * tolerance > 1:
         return ""
     if is_near(1 / parts):
@@ -274,7 +275,7 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
 def advantages_by_baseline(
     loss: Loss, rewards_PG: Array, context: BaselineContext
 ) -> dict[str, Array]:
-    """Compute a batch's advantages under the loss's baseline and other baselines, each [P, G].
+    """Compute a batch's advantages with the loss's baseline and with others, each [P, G].
 
     The baseline of the loss comes first.
     """
@@ -295,14 +296,14 @@ def other_losses(
 ) -> dict[str, Array]:
     """Return the row weights of losses that are similar to the declared loss.
 
-    Each loss differs in the token normaliser, in the advantages, or in both. Losses that differ in
-    both come last.
+    Each loss differs from the declared loss in the token normaliser, in the advantages, or in both.
+    Losses that differ in both come last.
 
     Args:
         loss: declared loss.
         advantage_N: advantages of the rows, keyed by baseline; see `advantages_by_baseline`.
         weight_N: declared token weight of each row.
-        lengths_N: number of tokens of each row that count in the loss; 0 for an excluded row.
+        lengths_N: number of tokens in each row that contribute to the loss; 0 for an excluded row.
     """
     same = ALIASES.get(loss.loss_type, loss.loss_type)
     kinds = {loss.loss_type: weight_N}
@@ -332,7 +333,7 @@ OTHER_BASELINES: dict[str, Mapping[str, float]] = {
 
 
 def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: float) -> str:
-    """Describe the rows that an applied gradient lacks, adds or weights differently.
+    """Describe rows that an applied gradient omits, adds or weights differently from the loss.
 
     The weights c in p = sum_i c_i s_i are fitted by least squares. Rows with equal scores are
     merged.
@@ -344,8 +345,8 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
         tolerance: largest difference that rounding explains.
 
     Returns:
-        Description of the rows, or `NOT_OF_ROWS` if p is not a weighted sum of these scores. Empty
-        if the sketches are too short to decide.
+        Description of the rows, or `NOT_OF_ROWS` if p is not a weighted sum of these scores. The
+        description is empty if the sketches are too short to decide.
 
     >>> rows_text(np.eye(12)[:2].sum(axis=0), np.eye(12)[:3], np.ones(3), FULL)
     '1 of 3 rows is missing (2)'

@@ -3,8 +3,8 @@ r"""Error of an update of n rollouts with any baseline, estimated for new questi
 A baseline is treated as a loss whose rows have weight 1/n, so `estimators.losses` gives the moments
 of the update ghat. If all groups of G in the pool can be enumerated by their reward levels, or the
 baseline is linear in the rewards, the moments are means over all these groups. Otherwise they are
-means over drawn groups. For baselines that couple the questions of a batch, they are means over
-drawn batches. With B = n / G questions drawn independently,
+means over randomly drawn groups or, for baselines that couple the questions of a batch, over
+randomly drawn batches. With B = n / G questions drawn independently,
 
     MSE = E||ghat||^2 - 2 <E ghat, grad J> + ||grad J||^2
 
@@ -31,7 +31,7 @@ def baseline_rows(
     group_sizes: Sequence[int],
     rollouts: int,
 ) -> list[LossRow]:
-    """Return a row for each baseline and G, with a reason if it cannot be measured on the pool.
+    """Return a row for each baseline and G, with a reason if the baseline cannot be measured.
 
     Args:
         baselines: options of each baseline, by name.

@@ -2,18 +2,19 @@ r"""Error curves, scaling law and a test of Assumption 2 from a score pool, with
 
 The errors of the baselines none, oracle, leave_one_out, group_mean, constant, running_mean and
 remax have unbiased estimates. The error of the baseline optimal depends on A_{b*} = A_V - E[Cov(q,
-Z)^2 / M_0]. This formula contains a ratio, so the estimate of A_{b*} is consistent but not unbiased
-(see `moments.covariance_excess`).
+Z)^2 / M_0]. Because of the ratio in this formula, the estimate of A_{b*} is consistent but not
+unbiased (see `moments.covariance_excess`).
 
-Every statistic is a function of means over questions of unbiased per-question moments, and of
-`S = sum_{x != y} <ghat_x, ghat_y>`, the sum of inner products between the pool gradients of
-different questions. For example,
+Every statistic is computed from two inputs. The first are unbiased estimates of each question's
+moments, averaged over questions. The second is `S = sum_{x != y} <ghat_x, ghat_y>`, the sum of
+inner products between the pool gradients of different questions. For example,
 
     ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
 
-If a pool has several metrics (see `ScorePool.metrics`), S contains only the products within each
-metric and is scaled to the number of all pairs. Every statistic is then a mean over the metrics.
-The questions of different metrics are independent of each other.
+If a pool has several metrics (see `ScorePool.metrics`), S is the sum of the products within each
+metric, multiplied by the ratio of the number of all pairs to the number of pairs within metrics.
+Every statistic is then a mean over the metrics. The questions of different metrics are independent
+of each other.
 
 For intervals given the questions, the jackknife leaves out one completion of one question at a
 time. Questions are independent, so their jackknife variances are added. For intervals over
@@ -21,9 +22,9 @@ questions, the jackknife leaves out one question at a time. A bootstrap over com
 used, because duplicate completions turn U-statistics into V-statistics.
 
 The numbers for training (C1, C2, C3, G*, the noise scale) apply to the population from which the
-questions are sampled, because a training step draws other questions. The mean gradient of m given
-questions has the squared length ||grad J||^2 + C1/m. A noise scale computed for only these
-questions would therefore grow with m by construction.
+questions are sampled, because a training step draws other questions from this population. The mean
+gradient of m given questions has the squared length ||grad J||^2 + C1/m. A noise scale computed for
+only these questions would therefore grow with m by construction.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
-# Number of questions whose sketches are converted to float64 at once, 30 MB with the default
-# budget.
+# Number of questions whose sketches are converted to float64 at once. They occupy 30 MB with the
+# default budget.
 BLOCK = 64
 # Group sizes at which the curves are computed.
 CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -55,7 +56,7 @@ CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 2
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Point of an error curve: a baseline at one group size in one setting."""
+    """Point of an error curve, for one baseline, one group size and one setting."""
 
     baseline: str
     group_size: int
@@ -66,12 +67,12 @@ class CurvePoint:
 
     @property
     def key(self) -> str:
-        """Name of the point's mean squared error in `ClosedForm.statistics`."""
+        """Key of the point's mean squared error in `ClosedForm.statistics`."""
         return f"mse/{self.baseline}/{self.group_size}/{self.setting}/{self.num_prompts}"
 
     @property
     def ratio_key(self) -> str:
-        """Name of the point's error divided by the oracle's error in `ClosedForm.statistics`.
+        """Key, in `ClosedForm.statistics`, of the point's error divided by the oracle's error.
 
         The oracle's error is for the same group size, setting and number of questions.
         """
@@ -80,7 +81,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Request:
-    """Points of the curves to compute, and description of the questions."""
+    """Points of the curves to compute, and properties of the pool's questions."""
 
     points: list[CurvePoint]
     # Options of each baseline, by the name of the baseline.
@@ -98,22 +99,22 @@ class Request:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Statistics of a pool with intervals, and further numbers without intervals."""
+    """Statistics of a pool with their intervals, and other numbers without intervals."""
 
     # Statistics by name; see `_statistics`. `mse/...` is the error at a point (see
     # `CurvePoint.key`), and `ratio/...` is this error divided by the oracle's error. The interval
-    # of a ratio is computed on the log scale. It is paired, because both errors come from the same
-    # delete-one pools. The following statistics exist only with intervals over questions. `gstar`
-    # is G* at a fixed number of rollouts, and `gstar_NAME` is the best G at a fixed cost in the
-    # unit NAME. `noise/G` and `noise_tokens/G` are the noise scale n_c in rollouts and in tokens.
-    # `prompt_share/G` is the share of the noise from prompts (see `estimators.scaling`). In these
-    # names, G is one of `CURVE_SIZES`, or `best` for G*. In `noise_tokens/best`, `best` is the best
-    # G at a fixed number of tokens.
+    # of a ratio is computed on the log scale. The comparison is paired, because both errors come
+    # from the same delete-one pools. The following statistics exist only if the intervals are over
+    # questions. `gstar` is G* at a fixed number of rollouts, and `gstar_NAME` is the best G at a
+    # fixed cost in the unit NAME. `noise/G` and `noise_tokens/G` are the noise scale n_c in
+    # rollouts and in tokens. `prompt_share/G` is the share of the noise from prompts (see
+    # `estimators.scaling`). In these names, G is one of `CURVE_SIZES`, or `best` for G*. In
+    # `noise_tokens/best`, `best` is the best G at a fixed number of tokens.
     statistics: dict[str, Interval]
     # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of a batch's gradient estimate T, at
     # every point.
     parts: dict[CurvePoint, tuple[float, ...]]
-    # C1, C2, C3 and ||grad J||^2 with the covariance of their errors.
+    # Scaling law, which contains C1, C2, C3, ||grad J||^2 and the covariance of their errors.
     law: ScalingLaw
     # Measures of the tails of the squared score norms and of A_0, A_V and C3, which determine the
     # curves.
@@ -133,8 +134,8 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
             NaN.
     """
     moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
-    # Unbiased estimates for each question by name, [m]. Every statistic is a function of their
-    # means and of the products between questions.
+    # Unbiased estimates for each question by name, [m]. Every statistic is computed from their
+    # means over questions and from the products between questions.
     per_question = {f.name: getattr(moments, f.name) for f in fields(moments)}
     per_question["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
     per_question |= _fixed_baselines(pool, request, moments)
@@ -203,7 +204,7 @@ def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> d
 
 
 def _decided(best: Interval) -> float:
-    """Return G* if both ends of its interval are finite, else NaN.
+    """Return G* if both ends of its interval are finite; otherwise return NaN.
 
     If G* is uncertain, the error at the estimated G* would underestimate the smallest error.
     """
@@ -213,7 +214,7 @@ def _decided(best: Interval) -> float:
 def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:
     """Compute A_b of the baselines constant, remax and running_mean.
 
-    These baselines hardly depend on a single completion. With a fixed policy, a running mean
+    A single completion hardly changes these baselines. With a fixed policy, a running mean
     converges to b, the mean of V over questions. For each question, `b = o + V/m`, where o is the
     contribution of the other questions. Products with the question's V are computed from the
     question's moments. The estimate of o^2 is the square of the estimate of o minus the variance of
@@ -228,7 +229,7 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
         baselines_P["constant"] = np.full(len(pool.rewards_PN), value)
     for name in names & set(baselines_P):
         baseline_P = baselines_P[name]
-        # A pool for remax contains greedy rewards.
+        # A pool that is measured with remax contains greedy rewards.
         assert baseline_P is not None
         b = baseline_P.reshape(column)
         a_b[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
@@ -246,7 +247,7 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
 
 
 def _statistics(means: Arrays, between: Array | float, count: int, request: Request) -> Arrays:
-    """Compute all statistics by name, elementwise in `means` and `between`.
+    """Compute all statistics, keyed by name, elementwise in `means` and `between`.
 
     `between` is S/m^2, and `count` is m.
     """
@@ -283,14 +284,14 @@ def _statistics(means: Arrays, between: Array | float, count: int, request: Requ
 def _point_moments(
     point: CurvePoint, means: Arrays, grad_sq: Array, at_hand: Array
 ) -> tuple[Array, ...]:
-    """Return the mean squared error of one point and the moments behind it.
+    """Return the mean squared error of one point, and the moments from which it is computed.
 
     The values are, in this order, the mean squared error, bias^2, variance, E||T||^2, <E T, grad J>
     and ||grad J||^2.
     """
     second, shrink, size = 0.0, 1.0, point.group_size
-    # Advantages with group_mean are (G-1)/G times the advantages with leave_one_out, so A_b is the
-    # same before this factor is applied.
+    # Advantages with group_mean are (G-1)/G times the advantages with leave_one_out, so both
+    # baselines have the same A_b before this factor is applied.
     if point.baseline in ("leave_one_out", "group_mean"):
         a_b, second = means["a_v"], (means["d"] + means["g_sq"]) / (size * (size - 1))
     elif point.baseline == "optimal":
@@ -333,7 +334,7 @@ def _delete_one_completion(
 
 
 def _change_between(pool: ScorePool) -> Array:
-    """Compute how <ghat_x, sum_{y != x} ghat_y> changes without completion i of x, [m, N].
+    """Compute the change of <ghat_x, sum_{y != x} ghat_y> if completion i is left out, [m, N].
 
     The change is <ghat_x without i - ghat_x, sum_{y != x} ghat_y>, computed from the completions'
     sketches.
@@ -380,10 +381,10 @@ def _by_metric(values_P: Array, metrics: int) -> Array:
 
 
 def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: Request) -> Arrays:
-    """Compute every statistic without question x, for all h questions of all K metrics, [K, h].
+    """Compute every statistic without question x, for each of the K h questions, [K, h].
 
-    Each statistic is a mean over the metrics, and leaving out x changes only the part from the
-    metric of x.
+    Each statistic is a mean over the metrics. Leaving out x changes only the term of the metric
+    that x belongs to.
     """
     count, (metrics, h) = request.questions, with_others_Kh.shape
     means: Arrays = {}

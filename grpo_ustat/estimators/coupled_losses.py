@@ -11,14 +11,14 @@ the pool gradients of the prompts in neither batch. The unbiased estimates of th
 With few batches, these estimates have large errors. Therefore only the effect of the coupling is
 estimated from draws. The additive loss is the same loss without the coupling, and its moments are
 computed from all groups (`estimators.group_terms`). The update of the additive loss on the same
-batch, times the best-fitting factor alpha, serves as the control variate. The mean difference
-between the moments of the loss and of its control variate over the draws is added to the control
-variate's moments over all groups. In the jackknife, the value without a prompt is the mean over the
-draws that lack this prompt, because they are draws from the other prompts.
+batch, times the best-fitting factor alpha, serves as the control variate. From the draws comes the
+mean difference between the moments of the loss and those of its control variate. It is added to the
+control variate's moments over all groups. In the jackknife, the value without a prompt is the mean
+over the draws that do not contain this prompt, because these are draws from the other prompts.
 
 If the loss replaces groups with equal rewards, prompts are tried until B of them have a group with
-unequal rewards. The prompts whose groups were replaced also belong to the draw, so g_y comes only
-from prompts that were not tried.
+unequal rewards. Prompts whose groups were replaced also count as part of the draw, so the mean of
+g_y includes only prompts that were not tried.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from grpo_ustat.estimators.row_weights import (
 )
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
-# Number of questions that a draw needs per prompt of a batch. Each draw has two batches of B
-# prompts and leaves a third set of B questions outside both batches.
+# Number of questions that a draw requires, as a multiple of the batch size B. Each draw has two
+# batches of B prompts and leaves at least B questions outside both batches.
 QUESTIONS_A_PROMPT = 3
 
 
@@ -58,15 +58,15 @@ class Batch:
     place_BG: Integers
     # Order of the rows before they are split into micro-batches.
     order_N: Integers
-    # Prompts of the batch, and prompts whose groups were replaced.
+    # All prompts that were tried: those of the batch, and those whose groups were replaced.
     tried: Integers
 
 
 def additive_part(loss: Loss, group_size: int) -> Loss:
-    """Return the loss without the parts that couple its rows; it still replaces groups."""
+    """Return the loss without the parts that couple prompts; replacement of groups is kept."""
     baseline, options = loss.baseline, loss.options
     if baseline == "gdpo":
-        # Unlike gdpo, group_std reads the weighted sum of the reward functions.
+        # Unlike gdpo, group_std uses only the weighted sum of the reward functions.
         baseline = "group_std"
     elif BASELINES[baseline].couples_prompts:
         baseline, options = "group_mean" if group_size > 1 else "none", {}
@@ -78,7 +78,7 @@ def additive_part(loss: Loss, group_size: int) -> Loss:
 
 
 def prompts_needed(prompts: int, kept: float = 1.0) -> int:
-    """Return the minimum number of questions for draws of two batches of B prompts.
+    """Return the number of questions required for draws of two batches of B prompts.
 
     Args:
         prompts: number of prompts in a batch, B.
@@ -94,7 +94,7 @@ def prompts_needed(prompts: int, kept: float = 1.0) -> int:
 def drawn_batches(
     questions: int, completions: int, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches without common prompts; the arguments determine every draw."""
+    """Yield draws of two batches without common prompts; equal arguments give equal draws."""
     for draw in range(draws):
         rng = generator(seed, "losses", draw, str(group_size))
         order_M = rng.permutation(questions)[: 2 * prompts]
@@ -112,11 +112,11 @@ def drawn_batches(
 def drawn_mixed_batches(
     rewards_PN: Array, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches of mixed groups; the arguments determine every draw.
+    """Yield draws of two batches of mixed groups; equal arguments give equal draws.
 
     Each prompt is tried at most once in a draw. Prompts and their groups are independent. The mixed
-    groups therefore follow the conditional distribution given unequal rewards, whatever the number
-    of tries is. A draw with too few mixed groups is repeated, which does not change the
+    groups therefore have the conditional distribution of groups with unequal rewards, whatever the
+    number of tries is. A draw with too few mixed groups is repeated, which does not change the
     distribution.
     """
     questions, completions = rewards_PN.shape
@@ -128,8 +128,8 @@ def drawn_mixed_batches(
             place_PN = rng.permuted(np.tile(place_N, (questions, 1)), axis=1)
             place_PG = place_PN[:, :group_size]
             mixed = np.flatnonzero(mixed_groups(rewards_PN[order_P[:, None], place_PG]))
-            # At least two prompts must remain untried, because the jackknife can leave out one of
-            # them.
+            # At least two prompts must remain untried, so that one remains when the jackknife
+            # leaves out the other.
             if len(mixed) >= 2 * prompts and mixed[2 * prompts - 1] < questions - 2:
                 break
         ends = 0, mixed[prompts - 1] + 1, mixed[2 * prompts - 1] + 1
@@ -249,7 +249,7 @@ def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
 
 
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
-    """Return the mean product with gradients of prompts in neither batch, [1 + P].
+    """Return the mean product with the gradients of prompts in neither batch, [1 + P].
 
     The first value uses all prompts, and each of the other P values leaves out one prompt.
     """
@@ -264,17 +264,17 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
 def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Array:
     """Return a mean over draws, then the mean without each prompt, [1 + P].
 
-    Leaving out a prompt also changes the set of draws. Let v be the variance of a draw, D the
-    number of draws and D_x the number of draws that lack prompt x. The change of the set adds
-    `v (1/D_x - 1/D)` to the squared change of the mean. The changes are therefore shrunk so that
-    the sum of their squares, which is the jackknife variance, equals the variance from prompts plus
-    v/D from the draws.
+    Leaving out a prompt also changes the set of draws. Let v be the variance of one draw's value, D
+    the number of draws, and D_x the number of draws that do not contain prompt x. On average, the
+    change of the set adds `v (1/D_x - 1/D)` to the squared change of the mean. The changes are
+    therefore shrunk so that the sum of their squares, which is the jackknife variance, equals the
+    variance due to prompts plus v/D, the variance due to the draws.
 
     Args:
         values_D: value of every draw.
-        sums_P: sums of the values over the draws that lack each prompt.
-        lacks_DP: True if the draw lacks the prompt. If a prompt is in every draw, the mean without
-            it is set to the mean over all draws.
+        sums_P: for each prompt, the sum of the values over the draws that do not contain it.
+        lacks_DP: True if the draw does not contain the prompt. If a prompt is in every draw, the
+            mean without it is set to the mean over all draws.
     """
     mean, variance, count = values_D.mean(), values_D.var(ddof=1), len(values_D)
     lacks_P = lacks_DP.sum(axis=0)

@@ -1,4 +1,4 @@
-"""Distance of the current policy from the sampling policy: KL and effective sample size."""
+"""Distance of the current policy from the sampling policy, by KL and effective sample size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from grpo_ustat.estimators.efficiency import without
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# An effective share at or below this value depends on a few large weights, and even larger weights
-# may not have been drawn. The lower end of its interval is then set to 0.
+# An effective share of at most this value depends on a few large weights, and even larger weights
+# may be missing from the sample. The lower end of such a share's interval is therefore set to 0.
 MIN_BOUNDED = 0.6
 
 
 def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
-    """Compute the effective share over all prompts, then with each prompt left out, [1 + P].
+    """Compute the effective share over all prompts, and with each prompt left out, [1 + P].
 
     The effective share is the effective sample size `(sum w)^2 / sum w^2` divided by the number of
     weights.
@@ -44,7 +44,7 @@ class Drift:
     # importance ratios.
     tokens: Interval
     # Effective share of the completions. The weight of a completion is the product of its tokens'
-    # importance ratios. The first value uses all questions, and each other value leaves out one
+    # importance ratios. The first value is for all questions, and each other value leaves out one
     # question.
     completions_D: Array
 

@@ -11,17 +11,18 @@ Then
 The factor 1 - q_x cancels because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`. The mean gradient of
 kept groups therefore has the direction of the mean gradient of all groups and is longer by the
 factor 1/K, which changes with the policy. On average, B kept groups need `B / K` generated groups.
-If ghat is unbiased and `M = E||ghat||^2`, the errors after rescaling by K are
+If ghat is unbiased and `M = E||ghat||^2`, the errors after multiplying the mean of the kept groups
+by K are
 
     B kept groups                      ( K M - ||grad J||^2 ) / B
     N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
 
-In terms of N, the first error is `(M - ||grad J||^2 / K) / N`. This error is smaller than the
-second error because the number of kept groups is fixed. As a share of the second error, the
-difference is only `(1/K - 1) G / n_c(G)`, where n_c is the noise scale. If zero-variance groups are
-not replaced, the same N groups give the second error at the same cost. However, dynamic sampling
-generates groups in batches, so it discards mixed groups in excess of B. It therefore pays only if
-the discarded share of mixed groups is less than
+In terms of N, the first error is `(M - ||grad J||^2 / K) / N`. It is smaller than the second error
+because the number of kept groups is fixed, but the difference, as a share of the second error, is
+only `(1/K - 1) G / n_c(G)`, where n_c is the noise scale. Without dynamic sampling, the same N
+groups give the second error at the same cost. Dynamic sampling, however, generates groups in
+batches and discards mixed groups in excess of B. At equal cost it therefore has the smaller error
+only if the discarded share of mixed groups is less than
 
     s = (1/K - 1) G / n_c(G)
 """
@@ -42,10 +43,11 @@ class KeptGroups(NamedTuple):
 
     # Share of kept groups, K, with an interval over prompts.
     kept: Interval
-    # Generated groups per kept group, 1/K. The mean gradient is longer by the same factor.
+    # Generated groups per kept group, 1/K. The mean gradient of kept groups is longer than that of
+    # all groups by the same factor.
     generated: Interval
-    # Break-even share s of mixed groups that are generated but discarded. Its interval combines the
-    # intervals of K and n_c and covers at least 90 %.
+    # Break-even value s of the share of mixed groups that are discarded. Its interval combines the
+    # intervals of K and n_c and has a coverage of at least 90 %.
     break_even: Interval
 
 
@@ -61,9 +63,9 @@ def kept_groups(
     Args:
         zero_variance_P: unbiased estimates of q_x, see `ustatistic.zero_variance_share`.
         group_size: group size, G.
-        scale: noise scale in rollouts, n_c(G). An unknown end is NaN; a missing upper end is
-            infinite.
-        most: number of independent groups behind each estimate of q_x, at least 1.
+        scale: noise scale in rollouts, n_c(G). Unknown ends must be NaN, and a missing upper end
+            must be infinite.
+        most: number of independent groups from which each q_x was estimated, at least 1.
         level: coverage of the intervals of K and of `scale`.
 
     >>> shares = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt

@@ -1,17 +1,18 @@
-r"""Relative efficiency of a loss, compared with the unbiased gradient estimate.
+r"""Efficiency of a loss relative to the unbiased gradient estimate.
 
 The update of a loss is a random vector ghat with mean `mu = E ghat`. The length of ghat does not
 matter, because the learning rate rescales it. The error is therefore defined for ghat / kappa, the
-multiple of ghat whose mean has grad J as its component along the true gradient:
+multiple of ghat whose mean, projected onto the true gradient, is grad J:
 
     kappa = <mu, grad J> / ||grad J||^2
     error = E|| ghat / kappa - grad J ||^2 = ( ||mu - kappa grad J||^2 + tr Cov ghat ) / kappa^2
 
 For an unbiased estimate, this error is the mean squared error. If the curvature of J is the same in
-all directions, the best step along ghat achieves the share
-`e = ||grad J||^2 / (||grad J||^2 + error)` of the gain of the best step along the true gradient.
-Losses with equal errors are then equally good. The unbiased estimate with the leave-one-out
-baseline has, from n rollouts, the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n`. Therefore
+all directions, the best step along ghat raises J by the fraction
+`e = ||grad J||^2 / (||grad J||^2 + error)` of the increase from the best step along the true
+gradient. Under this condition, losses with equal errors are equally good. With n rollouts, the
+unbiased estimate with the leave-one-out baseline has the error
+`MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n`. Therefore
 
     relative efficiency = MSE(n, G) / error
 
@@ -26,8 +27,8 @@ If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is 
 efficiency is then a ratio of variances that needs no estimate of grad J. Inner products of means
 are averages over pairs of different prompts, because different prompts have independent terms.
 Second moments need only products within a prompt. All results are functions of such averages. Their
-intervals come from a jackknife that leaves out one prompt at a time, the same prompt for all
-losses.
+intervals come from a jackknife that leaves out the same prompt for all losses, one prompt at a
+time.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ if TYPE_CHECKING:
 BLOCK = 256
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
-# Allowance for undrawn prompts in the variance of ||mu||^2; see `undrawn` in `ratio_interval`. With
-# few prompts, a short interval of the direction mostly means that the sample lacks the prompts that
-# would change the direction. The value was chosen with the populations in
+# Allowance for undrawn prompts in the variance of ||mu||^2; see `undrawn` in `ratio_interval`. If
+# the interval of the direction is short although there are few prompts, the sample usually lacks
+# the prompts that would change the direction. The value was chosen with the populations in
 # `scripts/benchmarks/error_rates.py turned`.
 UNDRAWN_VARIANCE = 0.5
 
 
 @dataclass(frozen=True)
 class UpdateMoments:
-    """Moments of the update of a loss, with n rollouts in groups of G."""
+    """Moments of a loss's update from n rollouts in groups of G."""
 
     # E||ghat||^2.
     energy_D: Array
@@ -79,8 +80,8 @@ class UpdateMoments:
     mean_sq_D: Array
     # <mu, grad J>.
     cross_D: Array
-    # Factor c for which mu = c grad J for any policy. If zero-variance groups are replaced, it is c
-    # divided by the share of kept groups, [D]. It is None for losses without such a factor.
+    # Factor c for which mu = c grad J for any policy. If zero-variance groups are replaced, the
+    # value is c divided by the share of kept groups, [D]. None if there is no such factor.
     scale: float | Array | None
 
 
@@ -110,7 +111,7 @@ class RelativeEfficiency:
     # Number of rollouts that the unbiased estimate needs, at the same G, to match one rollout of
     # the loss.
     efficiency_same_g: Interval
-    # The same number with the unbiased estimate at its best G.
+    # The same number, but with the unbiased estimate at its best G instead of the same G.
     efficiency_best_g: Interval
     # cos^2 of the angle between the mean of the update and the gradient.
     direction: Interval
@@ -232,8 +233,8 @@ def relative_efficiency(
     """Estimate the relative efficiency of a loss.
 
     The best G of the unbiased estimate is selected with the same data. If the selected G is not the
-    true best G, the efficiency at the best G is overestimated. Therefore the lower end of its
-    interval is the smallest of the lower ends for all G that may be the best.
+    true best G, the efficiency at the best G is overestimated. To compensate, the lower end of the
+    interval is the smallest lower end among all G that may be the best.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
@@ -263,11 +264,12 @@ def relative(
     """Estimate the error of the unbiased estimate divided by the error of a loss.
 
     If kappa is estimated, the ratio is reported only if kappa is significantly above 0, which
-    happens more often if kappa is overestimated. With this selection, the jackknife interval misses
-    the true ratio in up to one of five cases. Therefore the interval is extended to contain the
-    ratios at the ends of the lower and the upper one-sided interval of kappa, with all other
-    numbers as estimated. The result is `UNKNOWN` if the error at the upper end of kappa is not
-    positive. `scripts/benchmarks/error_rates.py turned` checks the coverage.
+    happens more often if kappa is overestimated. Because of this selection, the jackknife interval
+    misses the true ratio in up to one of five cases. The interval is therefore extended. It
+    contains the ratios that result if kappa is replaced by its lower or its upper one-sided
+    confidence limit and all other numbers keep their estimates. The result is `UNKNOWN` if the
+    error at the upper limit of kappa is not positive. `scripts/benchmarks/error_rates.py turned`
+    checks the coverage.
 
     Args:
         unbiased_D: error of the unbiased estimate.
@@ -294,12 +296,12 @@ def between_sizes(
     """Estimate the error of a loss divided by the error of the same loss in smaller groups.
 
     The ratio is the efficiency of the smaller groups relative to the larger groups. The interval is
-    computed on the log scale with Student's t. Its degrees of freedom come from the effective
-    number of prompts that determine the standard error. If few prompts carry the signal, the
-    standard error is too small. With degrees of freedom based on the total number of prompts, the
-    interval missed the true ratio in 9 % of cases (`scripts/benchmarks/error_rates.py smaller`, 64
-    groups). The result is `UNKNOWN` if either kappa may be 0, or if the ratio is not positive for
-    all prompts together or without one of them.
+    computed on the log scale with Student's t. The degrees of freedom are computed from the
+    effective number of prompts that determine the standard error, because the standard error is too
+    small if few prompts carry the signal. With degrees of freedom based on the total number of
+    prompts, the interval missed the true ratio in 9 % of cases
+    (`scripts/benchmarks/error_rates.py smaller`, 64 groups). The result is `UNKNOWN` if either
+    kappa may be 0, or if the ratio is not positive for all prompts together or without one of them.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
@@ -324,10 +326,10 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
     that is orthogonal to the gradient. This set is accurate if cos^2 is near 1, where the
     distribution of the estimate is skewed. If mu and the gradient clearly differ in direction, the
     upper end of this set for cos^2 is too low, because samples with a small ||mu||^2 have a
-    standard error that is too small. The second is the jackknife interval of cos^2, with Student's
-    t for the effective number of prompts. If mu and the gradient clearly differ in direction, the
-    upper end of this interval is accurate, but the lower end is too high. The result is
-    `UNKNOWN_DIRECTION` if the union contains every value from 0 to 1.
+    standard error that is too small. The second is the jackknife interval of cos^2, with a
+    Student's t quantile for the effective number of prompts. If mu and the gradient clearly differ
+    in direction, the upper end of this interval is accurate, but the lower end is too high. The
+    result is `UNKNOWN_DIRECTION` if the union contains every value from 0 to 1.
 
     Args:
         loss: moments of the loss.

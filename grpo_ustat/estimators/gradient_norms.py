@@ -11,9 +11,10 @@ rollouts is
     n_c(g) = g V / ||grad J||^2
 
 `ScalingLaw.noise_scale` computes the noise scale from scores. Here no scores are needed, but the
-result applies only to the g of the measured gradients. G* and the noise scale at another g need
-scores. For any other loss that is a mean over groups, the first term is the squared norm of its
-expected gradient, and V is the variance of one group's gradient.
+result applies only to the g of the measured gradients. To estimate G* or the noise scale at another
+g, scores are needed. For any other loss that is a mean over groups, the first equation is true if
+||grad J||^2 is replaced by the squared norm of the loss's expected gradient and V by the variance
+of one group's gradient.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def noise_scale_from_norms(
 ) -> dict[str, Interval]:
     """Estimate ||grad J||^2, the squared error of one group's gradient, and the noise scale.
 
-    The first two numbers are the coefficients of a straight line in 1/b, fitted to the mean squared
-    norm at each b. With two values of b, the line passes through both means. With more values, it
-    is fitted by least squares with weight b^2, because the standard deviation of a squared norm is
-    proportional to 1/b if noise dominates. The coefficients are unbiased for any weights. If the
-    policy changes between steps, the coefficients estimate means over the steps, and the noise
-    scale is the ratio of these means.
+    The first two results are the intercept and the slope of a straight line in 1/b, fitted to the
+    mean squared norm at each b. With two values of b, the line passes through both means. With more
+    values, it is fitted by least squares with weight b^2, because the standard deviation of a
+    squared norm is proportional to 1/b if noise dominates. Intercept and slope are unbiased for any
+    weights. If the policy changes between steps, they estimate means over the steps, and the noise
+    scale is computed from the ratio of these means.
 
     The jackknife leaves out one step at a time, with its norms at every b. It is valid whether the
     norms at different b come from the same rollouts (a batch and its micro-batches) or from

@@ -1,7 +1,7 @@
-r"""Decision on the group size: a G whose error is close to the smallest error, or "not decided".
+r"""Choice of a group size whose error is close to the smallest error, if the data allow it.
 
-At a fixed number of rollouts, the error at G relative to the error at another size depends on the
-data through the ratio k = C3/C1 and, weakly, through C2/C3:
+At a fixed number of rollouts, the ratio of the errors at two group sizes depends on the data only
+through k = C3/C1 and, weakly, C2/C3:
 
     n MSE / C3 = G/k + C2/C3 + 1/(G-1)              G* = 1 + sqrt(k)
 
@@ -11,13 +11,13 @@ treats Fieller's (1954) statistic C1 - C3/k as t-distributed. A bound on the err
 every prior in a class of weak priors supports it (Berger 1985, section 4.7). The priors are
 densities of pi = 2 C1/C3, which is in (0, 1] for any policy: `a pi^(a-1)` with a = 1/4 and a = 3/4.
 Under the first prior, G* has a median of 6.7 and exceeds 48 with a probability of 17 %. Under the
-second prior, these numbers are 3.2 and 0.5 %.
+second prior, the median is 3.2 and the probability is 0.5 %.
 
 If few prompts carry the signal, the sample can miss them, and C1 and its standard error are then
 both too small. Therefore `kappa (C3/k)^2 / m_eff`, with kappa = 2.25, is added to the variance of
 C1 at a hypothetical C1 = C3/k. Here `m_eff` is the effective number of prompts for C3, `1 / (1/m +
-Var(C3)/C3^2)`. It replaces m, because prompts with nearly constant rewards give little information
-on C1.
+Var(C3)/C3^2)`. The effective number is used instead of m, because prompts with nearly constant
+rewards give little information about C1.
 
 `scripts/benchmarks/error_rates.py group_size` counts wrong decisions on populations with G* from
 2.5 to 48. The resulting table is in docs/benchmarks.md.
@@ -49,7 +49,8 @@ USUAL_SIZES = tuple(2**power for power in range(1, 9))
 # TRL's default G.
 USUAL_SIZE = 8
 LOG_RATIOS = np.linspace(math.log(2), math.log(2e4), 400)
-# Largest number of prompts in simulated studies, and number of prompt counts that are tried.
+# Largest number of prompts in simulated studies, and how many different values up to this number
+# are tried.
 MAX_PROMPTS, COUNTS = 10**6, 50
 SIMULATED_STUDIES = 200
 
@@ -57,12 +58,13 @@ SIMULATED_STUDIES = 200
 class Decision(NamedTuple):
     """Chosen group size, with a bound on its error."""
 
-    # Admissible size with the smallest expected extra error under its worst prior.
+    # Admissible size whose expected extra error, under the prior that makes it largest, is
+    # smallest.
     group_size: int
-    # Bound on the extra error relative to the smallest error. If it is .05, the extra error is at
-    # most .05 with a probability of .95 or more under every prior. If it is .10, the extra error is
-    # at most .10 with a probability of .95 and at most .05 with a probability of .80. None if
-    # nothing is decided.
+    # Bound on the extra error relative to the smallest error. If the bound is .05, the extra error
+    # is at most .05 with a probability of at least .95 under every prior. If the bound is .10, the
+    # extra error is, under every prior, at most .10 with a probability of at least .95 and at most
+    # .05 with a probability of at least .80. None if the data do not decide.
     tolerance: float | None
 
 
@@ -126,7 +128,7 @@ class Estimates(NamedTuple):
         return place_S, tolerance_S
 
     def ratio_quantiles(self, level: float) -> tuple[float, float, float]:
-        """Return the low end, middle and high end of k = C3/C1 for one study, over all priors.
+        """Return the lower end, middle and upper end of one study's k = C3/C1, over all priors.
 
         The middle is the exponential of the mean over priors of the posterior median of log k.
         """
@@ -141,7 +143,7 @@ class Estimates(NamedTuple):
         return math.exp(low), math.exp(middle), math.exp(high)
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate the numbers of prompts at which 50 % and 90 % of similar studies decide on G.
+        """Estimate how many prompts 50 % and 90 % of similar studies need to decide on G.
 
         Studies are simulated with a true k drawn from the posterior, with the estimated C2 and C3,
         and with errors whose covariance is inversely proportional to the number of prompts.

@@ -15,9 +15,9 @@ of level l. Then
     E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
 
 The mean over all groups can therefore be computed from a table of counts. If there are many reward
-levels, the table would be too long. No table is needed for an advantage that is linear in the
-rewards, `A_i = u_i - b sum_{j in A, j != i} u_j` (`linear_terms`). Other advantages are averaged
-over drawn groups, and a linear advantage on the same groups is the control variate
+levels, this table would be too long. An advantage that is linear in the rewards,
+`A_i = u_i - b sum_{j in A, j != i} u_j`, needs no table (`linear_terms`). Other advantages are
+averaged over randomly drawn groups, with a linear advantage on the same groups as control variate
 (`with_control`).
 
 If a row has vectors of several kinds (`estimators.token_weights`), level l has one advantage per
@@ -45,26 +45,28 @@ from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-# Baselines that give equal advantages to equal rewards in a group, whatever their order.
+# Baselines that give completions with equal rewards in a group equal advantages, whatever their
+# order.
 BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std", "quantile",
 )  # fmt: skip
-# Baselines with advantages that are linear in the rewards of the group.
+# Baselines whose advantages are linear in the rewards of the group.
 LINEAR = ("none", "constant", "leave_one_out", "group_mean")
 # Number of prompts whose sketches are converted to float64 at once.
 BLOCK = 64
-# Largest number of rows in a table of level counts. If more rows are needed, groups are drawn.
+# Largest number of rows in a table of level counts. If the table would need more rows, groups are
+# drawn at random instead.
 MAX_COMPOSITIONS = 5000
 
 
 @dataclass(frozen=True)
 class GroupTerms:
-    """Terms of a loss at one group size."""
+    """Moments of each prompt's term T of a loss, at one group size."""
 
-    # E||T||^2 of every prompt, or E||T||^2 1(M) if groups are replaced.
+    # E||T||^2 of every prompt, or E[||T||^2 1(M)] if groups are replaced.
     energy_P: Array
-    # Sketch of E T, or of E T 1(M) if groups are replaced.
+    # Sketch of E T, or of E[T 1(M)] if groups are replaced.
     mean_PR: Array
     # P(M); None if groups are not replaced.
     kept_P: Array | None = None
@@ -118,14 +120,14 @@ class LevelSums:
         Args:
             baseline, options: baseline of the advantages, and its options.
             group_size: group size, G.
-            replaced: True if groups with equal rewards are drawn again.
+            replaced: True if groups with equal rewards are replaced by new draws.
             beta: coefficient of the penalty; used only for penalty vectors.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
         advantage_CG = advantages(baseline, reward_CG, BaselineContext(), options)
-        # Index of the first row of each level. For a level without rows the index does not matter,
-        # because its count is 0.
+        # Index of the first group member at each level. For a level without members the index does
+        # not matter, because its count is 0.
         first_CL = np.cumsum(composition_CL, axis=1) - composition_CL
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
@@ -134,7 +136,7 @@ class LevelSums:
         from scipy.stats import multivariate_hypergeom
 
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
-        # Probability of each composition of a group drawn from a pool with these counts.
+        # Probability that a group drawn from a prompt's pool has each of these compositions.
         counts_U1L = counts_UL[:, None].astype(np.int64)
         chance_UC = np.asarray(multivariate_hypergeom.pmf(composition_CL, counts_U1L, group_size))
         if replaced:
@@ -248,7 +250,7 @@ def _sum_of_drawn(total: Array, squares: Array, count: int, drawn: int) -> tuple
 
 
 def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> BaselineContext:
-    """Return the inputs of a baseline, other than the rewards, for groups from a pool.
+    """Return the inputs of a baseline other than the rewards, for groups from a pool.
 
     The reward history is empty, as at the first step.
 
@@ -266,7 +268,7 @@ def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> Base
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
-    """Compute the terms of any baseline that treats prompts separately, over drawn groups.
+    """Compute the terms of a baseline that treats prompts separately, averaged over drawn groups.
 
     Args:
         order_PDG: indices of the members of D groups in each prompt's pool.
@@ -306,14 +308,14 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
     """Reduce the sampling noise of terms over drawn groups with a control variate.
 
-    The factor alpha of the control variate is fitted to all prompts together. If each prompt had
-    its own factor, the result would be biased, because the factor would be fitted to the groups to
-    which it is applied.
+    The factor alpha of the control variate is fitted to all prompts together. A separate factor for
+    each prompt would bias the result, because it would be fitted to the same groups to which it is
+    applied.
 
     Args:
         drawn: terms of a loss over drawn groups.
         control: terms of another loss over the same groups.
-        exact: terms of the control's loss over all groups.
+        exact: terms of that other loss over all groups.
     """
     square = np.square(control.mean_PR).sum()
     alpha = (drawn.mean_PR * control.mean_PR).sum() / square if square > 0 else 0.0

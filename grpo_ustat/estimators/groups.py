@@ -5,22 +5,22 @@ step. A step has few prompts, so the estimate of ||grad J||^2 can be negative. T
 estimates are averaged over steps before ratios are computed.
 
 Groups of two completions ("pairs") do not identify C2 and C3, because A_V needs three completions.
-The sum of C2 and C3 needs only two completions, and it determines the error and the noise scale at
-G = 2:
+The sum of C2 and C3 can be estimated from two completions. It determines the error and the noise
+scale at G = 2:
 
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
 
 Because ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, A_V and D are both at least ||g||^2. C3 is
 therefore in [2 E||g||^2, S]. Under the paper's Assumption 2 (A_V = D), C3 is S/2 + E||g||^2. The
-bounds of C3 give bounds of G*, and Assumption 2 gives a value of G*. For any policy, C1 <= E||g||^2
-<= C3/2. Therefore G* is at least 1 + sqrt(2), and groups of 3 have at most the error of pairs at
-the same number of rollouts.
+bounds on C3 imply bounds on G*, and Assumption 2 implies a value of G*. For any policy, C1 <=
+E||g||^2 <= C3/2. Therefore G* is at least 1 + sqrt(2), and at the same number of rollouts the error
+with groups of 3 is at most the error with pairs.
 
-If each batch has only one group, several batches are pooled. A step is then a window of groups from
-several policies. C2, C3 and E||g||^2 are computed within groups, so they are means over these
-policies. Products between groups combine different policies, and the later policies were trained on
-the earlier groups. `withheld` describes the resulting bias.
+If each batch has only one group, several batches are pooled. A step is then a window of groups that
+were sampled from successive policies. C2, C3 and E||g||^2 are computed within groups, so they are
+means over these policies. Products between groups, however, combine different policies, and the
+later policies were trained on the earlier groups. `withheld` describes the resulting bias.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, MIN_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
 
-# Bias divided by E||ghat||^2 of one group if the policies differ by 1 nat; see `withheld`.
+# Bias divided by one group's E||ghat||^2 if the policy drifts by 1 nat; see `withheld`.
 LOST = 0.0175
-# Limits of the bias divided by the estimate, and of the drift in nats. A number beyond a limit is
-# withheld.
+# Largest tolerated ratio of bias to estimate, and largest tolerated drift in nats. Estimates are
+# withheld beyond these limits.
 TOLERABLE_BIAS, MAX_DRIFT = 0.2, 1.0
 
 
@@ -76,7 +76,7 @@ class GroupTerms(NamedTuple):
 
     @property
     def without_each_4P(self) -> Array:
-        """Estimates of the same constants without each group, [4, P]."""
+        """Estimates of the same constants with each group left out in turn, [4, P]."""
         terms_4P = np.stack(self[:4])
         # Each product of two groups is counted in the sums of both groups.
         own_4P = np.stack([*self[:3], 2 * self.others_P])
@@ -98,14 +98,14 @@ def group_terms(
 ) -> GroupTerms:
     """Compute the terms of P >= 2 groups of G >= 2 completions.
 
-    A group of equal rewards adds 0 to every term, so its scores are not needed.
+    All terms of a group with equal rewards are 0, so its scores are not needed.
 
     Args:
         sq_norm_PG: squared score norms. The values of groups with equal rewards are not used.
         gradient_gram_PP: inner products <ghat_x, ghat_y> of the groups' leave-one-out gradients.
-        score_gram_PGG: inner products <s_i, s_j> of the scores if their mean may differ from 0;
-            None if their mean is 0. The products are used only for groups of at least 4, because
-            fewer completions do not identify the mean.
+        score_gram_PGG: inner products <s_i, s_j> of the scores if the expected score may differ
+            from 0; None if it is 0. The products are used only for groups of at least 4, because
+            fewer completions do not identify the expected score.
 
     Raises:
         ValueError: there are fewer than 2 groups or fewer than 2 completions per group.
@@ -134,7 +134,7 @@ def group_terms(
 
 
 class HeavyTails(UserWarning):
-    """Warning that intervals probably cover less than their level; see `Tails.heavy`."""
+    """Warning that the intervals' coverage is probably below their level; see `Tails.heavy`."""
 
 
 def scaling_from_arrays(
@@ -157,7 +157,7 @@ def scaling_from_arrays(
             number is not finite.
 
     Warns:
-        HeavyTails: a few prompts dominate, so the intervals are probably too short.
+        HeavyTails: a few prompts dominate the estimates, so the intervals are probably too short.
     """
     law, sample_tails = law_of_prompts(rewards_PN, sq_norm_PN, gradient_gram_PP)
     if sample_tails.heavy:
@@ -206,15 +206,16 @@ class NoiseEstimate:
     """Averages over K steps (batches, or windows of batches) with P groups each, with intervals."""
 
     # Intervals from `ScalingLaw.intervals` at the current group size, and `zero_variance`, the
-    # share of zero-variance groups. The ends are NaN if there are both fewer than 4 groups per step
-    # and fewer than 4 steps. For pairs, `c2`, `c3`, `noise_scale_best` and the estimate of `gstar`
-    # are NaN. Pairs have other numbers instead: `c2_plus_c3`, `gstar_least` and `gstar_most` (the
-    # bounds of G*), and `gstar_assumption2` (the value of G* under Assumption 2). The interval of
-    # `gstar` then extends from the lower end of `gstar_least` to the upper end of `gstar_most`.
+    # share of zero-variance groups. The ends are NaN if there are fewer than 4 groups per step and
+    # also fewer than 4 steps. For pairs, `c2`, `c3`, `noise_scale_best` and the estimate of `gstar`
+    # are NaN, and there are additional entries: `c2_plus_c3`, `gstar_least` and `gstar_most` (the
+    # bounds of G*), and `gstar_assumption2` (the value of G* under Assumption 2). For pairs, the
+    # interval of `gstar` extends from the lower end of `gstar_least` to the upper end of
+    # `gstar_most`.
     intervals: Mapping[str, Interval]
     # C1, C2, C3 and ||grad J||^2. For pairs, C2 and C3 rely on Assumption 2.
     law: ScalingLaw
-    # True if 95 % intervals probably cover less than 90 %; see `intervals.Tails`.
+    # True if the coverage of 95 % intervals is probably below 90 %; see `intervals.Tails`.
     heavy: bool
     # True if C2 and C3 of `law` rely on Assumption 2, as they do for pairs.
     assumption2: bool = False
@@ -226,8 +227,9 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     All steps have equal weight. The jackknife leaves out one group at a time and treats the steps
     as independent. If steps have fewer than 4 groups or unequal numbers of groups, the jackknife
     leaves out one step at a time. Windows are treated in the same way as steps. In simulated
-    training, leaving out groups of windows gives a coverage of .93 to .98. Leaving out windows
-    would give longer intervals and need more windows (`scripts/benchmarks/error_rates.py windows`).
+    training, the coverage of the intervals from windows is .93 to .98 if one group is left out at a
+    time. Leaving out one window at a time would give longer intervals and need more windows
+    (`scripts/benchmarks/error_rates.py windows`).
 
     Args:
         steps: terms of the groups of each step, or of each window of batches.
@@ -251,7 +253,7 @@ def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
     """Return the constants averaged over steps, [4], and with one unit left out, [4, K, n].
 
     The constants are C1, C2, C3 and ||grad J||^2. The averages with one unit left out are NaN if
-    there are too few units.
+    there are too few units for a jackknife.
     """
     values_4K = np.stack([step.constants_4 for step in steps], axis=1)
     whole_4 = values_4K.mean(axis=1)
@@ -271,9 +273,10 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
     The interval of G* extends from the lower end of the lower bound's interval to the upper end of
     the upper bound's interval. In simulations, it missed G* in at most 3.9 % of the samples in
     which both ends were finite. The interval under Assumption 2 missed its true value in up to a
-    third of the samples with two finite ends, in cases with few such samples. Therefore no decision
-    uses the interval under Assumption 2. The simulations had 20 to 2560 pairs from the populations
-    in `scripts/benchmarks/populations.py`, for which the assumption nearly holds.
+    third of the samples with two finite ends; the cases with such high rates had few of these
+    samples. Therefore no decision uses the interval under Assumption 2. The simulations had 20 to
+    2560 pairs from the populations in `scripts/benchmarks/populations.py`, which nearly satisfy
+    Assumption 2.
 
     Args:
         law: scaling law of the pairs, under Assumption 2.
@@ -310,17 +313,17 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
 
 def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """Return reasons to withhold numbers from windows of drifting policies, by name of the number.
+    """Return reasons to withhold estimates from windows of drifting policies, keyed by estimate.
 
     Products between the groups of a window are too small on average, because the update on a group
-    achieves part of that group's improvement before the later groups are drawn. ||grad J||^2 is
-    therefore underestimated, and C1 is overestimated by the same amount. In measurements with a
-    drift of up to 1 nat (docs/benchmarks.md), this bias was at most
+    has already made part of the improvement in that group's direction when the later groups are
+    drawn. ||grad J||^2 is therefore underestimated, and C1 is overestimated by the same amount. In
+    measurements with a drift of up to 1 nat (docs/benchmarks.md), this bias was at most
     `.0175 sqrt(drift) E||ghat||^2`, with ghat from one group. This bound is small compared with C1
-    but large compared with a small ||grad J||^2. C1 or ||grad J||^2 is withheld, together with the
-    numbers computed from it, if the bound exceeds both a fifth of the estimate and a fifth of the
-    half-width of its interval. A bias of a fifth in C1 lowers G* - 1 by 9 %. If the drift is above
-    1 nat, both are withheld.
+    but large compared with a small ||grad J||^2. C1 or ||grad J||^2 is withheld if the bound
+    exceeds both a fifth of its estimate and a fifth of the half-width of its interval. Estimates
+    that are computed from a withheld one are withheld too. A bias of a fifth in C1 lowers G* - 1 by
+    9 %. If the drift is above 1 nat, both C1 and ||grad J||^2 are withheld.
 
     Args:
         estimate: estimate from windows.

@@ -26,8 +26,8 @@ def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
     of G is `first / G + second / (G (G-1))`; see `estimators.moments`.
 
     Args:
-        pool: pool of N >= 6 completions for each of P prompts. If N is odd, one completion is in
-            neither half.
+        pool: pool of N >= 6 completions for each of P prompts. If N is odd, one completion of each
+            prompt is in neither half.
     """
     z, q, lengths_PN = pool.rewards_PN, pool.sq_norm_PN, pool.lengths_PN
     count, size = z.shape

@@ -11,8 +11,8 @@ import numpy as np
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, MIN_QUESTIONS, Array
 
 CONFIDENCE = 0.95
-# Limits on the effective size and the number of carriers. A sample below either limit is treated as
-# heavy-tailed; see `Tails.heavy`.
+# Smallest acceptable effective size and number of carriers. A sample below either limit is treated
+# as heavy-tailed; see `Tails.heavy`.
 MIN_EFFECTIVE, MIN_CARRIERS = 80, 3
 # Minimum number of units for a jackknife.
 MIN_UNITS = 4
@@ -80,8 +80,8 @@ def positive_interval(
 
     Use this interval for a nonnegative quantity with heavy tails, because samples with a low
     estimate then have a standard error that is too small. If the plain t interval contains 0, the
-    function returns the plain interval. The lower end is then truncated at 0, unless the estimate
-    is negative.
+    function returns the plain interval. Its lower end is truncated at 0, unless the estimate is
+    negative.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
     [2.0, 1.225, 3.265]
@@ -109,7 +109,7 @@ def jackknife_interval(
 ) -> Interval:
     """Return `estimate +- t sqrt(variance)`, with the variance from K independent jackknives.
 
-    The variance is the sum of the jackknife variances of K independent parts of the sample.
+    The sample has K independent parts, whose jackknife variances are added.
 
     Args:
         estimate: estimate from all units.
@@ -148,8 +148,8 @@ def ratio_interval(
             `below`, to allow for units that were not sampled.
 
     Returns:
-        The ratio, which is at least 0. The estimate is NaN if the denominator is not positive or if
-        the interval excludes no ratio.
+        The ratio, which is at least 0. The estimate is NaN if the denominator is not positive, or
+        if the interval is [0, infinity).
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
     >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
@@ -220,18 +220,18 @@ class Tails(NamedTuple):
 
     @property
     def heavy(self) -> bool:
-        """True if 95 % intervals are likely to cover less than 90 %.
+        """True if the coverage of 95 % intervals is likely to be below 90 %.
 
-        The limits were chosen by simulation with lognormal, Student and Pareto score norms and a
-        tabular policy, 12 to 250 questions of 16 to 64 completions, and 250 to 600 studies per
-        case. Coverage is averaged over C3 and the curves of none, oracle and leave_one_out. In the
-        same simulations, for intervals with fixed questions, the property is True in 75 % of the
-        studies with coverage below 90 %, and in 12 % of the studies with coverage above 93 %. For
-        intervals over questions, the rates are 81 % and 4 %. In a second simulation
-        (`scripts/benchmarks/error_rates.py constants`, 200 studies per case), the rates for fixed
-        questions are 73 % and 4 %. The property is False for up to two thirds of the pools with
-        score norms of infinite variance, because a sample without the largest values does not show
-        the heavy tail.
+        The limits were chosen by simulation. The simulated cases have score norms from lognormal,
+        Student and Pareto distributions or from a tabular policy, 12 to 250 questions of 16 to 64
+        completions, and 250 to 600 studies each. Coverage is averaged over the intervals of C3 and
+        of the error curves of none, oracle and leave_one_out. For intervals with fixed questions,
+        the property is True in 75 % of the studies with coverage below 90 %, and in 12 % of the
+        studies with coverage above 93 %. For intervals over questions, these rates are 81 % and 4
+        %. In a second simulation (`scripts/benchmarks/error_rates.py constants`, 200 studies per
+        case), the rates for fixed questions are 73 % and 4 %. If score norms have infinite
+        variance, the property is False for up to two thirds of the pools, because a sample that
+        lacks the largest values does not show the heavy tail.
         """
         return bool(self.effective_size < MIN_EFFECTIVE or self.carriers < MIN_CARRIERS)
 
@@ -247,7 +247,7 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
     Args:
         values_Kn: positive values, K independent parts of n values each.
         delete_one: delete-one estimates of one or more quantities, each [K, n]. The result contains
-            the carriers of the quantity with the fewest.
+            the smallest number of carriers among these quantities.
     """
     n = values_Kn.shape[1]
     noise = float(values_Kn.var(axis=1, ddof=1).sum()) / n
@@ -262,7 +262,7 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
 
 
 def heavy_text(sample_tails: Tails, units: str) -> str:
-    """Describe the heavy tails of a sample in one sentence, without a remedy.
+    """Describe the heavy tails of a sample in one sentence that does not suggest a remedy.
 
     Args:
         sample_tails: result of `tails`.
@@ -287,7 +287,7 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
 def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean of all values, with an interval that treats each prompt as a cluster.
 
-    If there is only one prompt, the interval treats the values of this prompt as independent.
+    If there is only one prompt, its values are treated as independent.
     """
     means_P = values_PN.mean(axis=1) if len(values_PN) > 1 else values_PN[0]
     variance = means_P.var(ddof=1) / len(means_P)
@@ -329,9 +329,9 @@ def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean reward of a pool; see `mean_reward`.
 
     With fewer than 4 prompts, the coverage of `mean_reward` is unknown, so the interval is computed
-    over completions and holds the prompts fixed. Wilson's interval is then wider than needed,
-    because the mean over fixed prompts has at most the variance of a mean of independent trials
-    with the average probability.
+    over completions and holds the prompts fixed. Wilson's interval is then wider than necessary: a
+    mean over fixed prompts has at most the variance of a mean of independent trials that all have
+    the average probability.
 
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
@@ -353,9 +353,9 @@ def paired_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE
 def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean of `after - before` over P prompts, for values in [0, 1].
 
-    The interval follows Agresti & Min (2005) for matched pairs, who add half a pair to each of the
-    four outcomes. The critical value comes from Student's t. The interval has a positive width even
-    if no prompt changed.
+    The interval follows the method of Agresti & Min (2005) for matched pairs, which adds half a
+    pair to each of the four outcomes. The critical value comes from Student's t. The interval has a
+    positive width even if no prompt changed.
 
     >>> unchanged = matched_difference(np.zeros(4), np.zeros(4))
     >>> [round(float(x), 3) for x in unchanged]
@@ -389,13 +389,13 @@ def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interv
 def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) -> Interval:
     """Return the mean of one value in [0, 1] per prompt, with an interval over prompts.
 
-    The interval is Wilson's and lies in [0, 1]. A prompt's completions are correlated, so the
-    number of trials is replaced by the effective number `p (1-p) / Var(mean)`, in which the
-    variance is estimated from the P values. Because the variance is estimated, the effective number
-    is multiplied by (z / t_{P-1})^2 (Korn & Graubard 1998; with Wilson's interval, Franco et al.
-    2019). The result is clipped to the range from P to P times `most`. It is P if all prompts have
-    the same value, or if each value comes from a single 0/1 outcome. In the second case, `wilson`
-    gives the same interval.
+    The interval is Wilson's score interval and lies in [0, 1]. A prompt's completions are
+    correlated, so the number of trials is replaced by the effective number `p (1-p) / Var(mean)`,
+    in which the variance is estimated from the P values. Because the variance is estimated, the
+    effective number is multiplied by (z / t_{P-1})^2 (Korn & Graubard 1998; with Wilson's interval,
+    Franco et al. 2019). The result is clipped to the range from P to P times `most`. It is P if all
+    prompts have the same value, or if each value comes from a single 0/1 outcome. In the second
+    case, `wilson` gives the same interval.
 
     In simulations with at least 4 prompts of 1 to 32 completions (2000 samples per case), the
     coverage is at least .93 if the prompts' probabilities come from Beta(1, 2), Beta(4, 8) or
@@ -432,12 +432,13 @@ class Decision(NamedTuple):
 def decide(
     interval_at: Callable[[float], Interval], least: float = -math.inf, most: float = math.inf
 ) -> Decision:
-    """Decide whether a number lies between two bounds, `least < number < most`, or beyond one.
+    """Decide whether a number satisfies `least < number < most` or lies outside these bounds.
 
-    The number is inside if its interval lies between the bounds, and outside if its interval lies
-    beyond one of them. The p-value is 1 minus the largest confidence level at which the interval
-    allows a decision. Therefore at most 5 % of the decisions at the 95 % level are wrong. If there
-    is a single bound, at most 2.5 % are wrong, because the intervals are two-sided.
+    The number counts as inside if its whole interval lies between the bounds, and as outside if its
+    whole interval lies below `least` or above `most`. The p-value is 1 minus the largest confidence
+    level at which the interval allows a decision. Therefore at most 5 % of the decisions at the 95
+    % level are wrong. If there is a single bound, at most 2.5 % are wrong, because the intervals
+    are two-sided.
 
     Args:
         interval_at: function that returns the interval at a confidence level. The interval at a

@@ -59,9 +59,9 @@ class Refusal(NamedTuple):
     # "no multiple", "mixed questions", "metrics", "micro-batches", "baseline's prompts" or
     # "coupled questions".
     kind: str
-    # Reason in words, with study settings that would help.
+    # Description of the reason, with study settings that would avoid it.
     line: str
-    # Needed and available numbers of the items that `kind` names; 0 if nothing is counted.
+    # Required and available number of the items in `kind`; both are 0 if `kind` names no items.
     needed: int = 0
     available: int = 0
 
@@ -82,7 +82,7 @@ class LossRow:
     # True if this G is not significantly worse than the best.
     may_be_best: bool = False
     reason: Refusal | None = None
-    # Share of groups that are not replaced, K; None if the loss replaces no groups.
+    # Share of groups that are not replaced, K; None if the loss does not replace groups.
     kept: Interval | None = None
 
 
@@ -100,13 +100,14 @@ def loss_efficiencies(
     See `estimators.efficiency`.
 
     Args:
-        pool: N scored completions for each of at least 4 questions; also used to estimate the
-            gradient and the error of the unbiased loss.
+        pool: N scored completions for each of at least 4 questions. The gradient and the error of
+            the unbiased loss are also estimated from this pool.
         group_sizes: group sizes G to measure.
         rollouts: number of rollouts per update, n.
         draws: number of pairs of batches drawn for losses that couple prompts.
         seed: seed of the random draws.
-        weighted: pools of the same questions scored with token weights, keyed by these weights.
+        weighted: pools of the same questions that were scored with token weights, keyed by these
+            weights.
     """
     weighted = weighted or {}
     refusals = {
@@ -188,7 +189,8 @@ def loss_moments(
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    # Losses are sorted so that losses with the same kind of length factor share cached sums.
+    # Losses are sorted so that consecutive losses with the same kind of length factor share the
+    # cached sums.
     for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
@@ -281,7 +283,7 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
 
 
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
-    """Return the number of draws behind a loss's moments; None if all groups of the pool are used.
+    """Return the number of draws used for a loss's moments; None if all groups are used.
 
     If the loss couples prompts, a draw is a pair of batches. Otherwise, a draw is one group from
     each question.
@@ -324,7 +326,8 @@ def _terms(
         group_size: G.
         sums: cache of the sums for the last kind of length factor; updated in place.
         seed: seed of the drawn groups.
-        unweighted: pool of the unbiased loss, which is the control variate for drawn groups.
+        unweighted: pool scored without token weights, for the unbiased loss, which is the control
+            variate for drawn groups.
     """
     if has_levels(pool, loss.baseline, group_size):
         key = _length_kind(loss)

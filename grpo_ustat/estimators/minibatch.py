@@ -4,7 +4,7 @@ Let ghat_x be the gradient estimate from random completions of question x. It ha
 `e_x = E||ghat_x||^2` and the mean `mu_x = E ghat_x`; let `p_x = ||mu_x||^2`. Given the questions,
 the estimates of different questions are independent. A bar denotes a mean over the m questions, and
 mu is the mean of mu_x. Let T be the mean of ghat_x over the B questions of a batch, and tau the
-target. For both ways of drawing, E T = mu and
+target. For both ways of drawing the questions, E T = mu and
 
     E||T - tau||^2 = bias^2 + variance        bias^2 = ||mu - tau||^2
 """
@@ -29,11 +29,12 @@ class GradientError:
     mse: Interval
     bias2: float
     variance: float
-    # Cosine between one draw of T and tau, and MSE of the best multiple of T; see `scale_free`.
+    # Cosine between one draw of T and tau, and mean squared error of the best multiple of T; see
+    # `scale_free`.
     cosine: float | None
     best_scalar_mse: float | None
-    # Number of groups drawn per question, or number of pairs of batches drawn; None for a closed
-    # form or if all groups of a pool are used.
+    # Number of drawn groups per question, or number of drawn pairs of batches. None for a closed
+    # form, or if all groups of a pool are used.
     draws: int | None = None
 
 
@@ -85,7 +86,7 @@ def scale_free(energy: float, cross: float, target_sq: float) -> tuple[float | N
 
     The cosine is `cross / sqrt(energy target_sq)`. The MSE is `target_sq - cross^2 / energy`, the
     minimum of `E||c T - tau||^2` over factors c. Both results are None unless `energy` and
-    `target_sq` are positive; estimates of them can be negative.
+    `target_sq` are positive. Estimates of these two values can be negative.
 
     Args:
         energy: E||T||^2.

@@ -24,7 +24,8 @@ from grpo_ustat.records import Array
 
 # Half-width of a 99.9 % interval divided by the half-width of a 95 % interval.
 CORRELATION_MARGIN = 1.68
-# A mean of squared norms below this fraction of the largest squared norm is a rounding error.
+# A mean of squared norms counts as rounding error if it is below this fraction of the largest
+# squared norm.
 ROUNDING = 1e-12
 
 
@@ -136,7 +137,7 @@ def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
-    """Estimate the same moments as `pool_moments`, from squared norms of scores and pool gradients.
+    """Estimate the moments of `pool_moments` from squared norms of scores and of pool gradients.
 
     Products of expectations are estimated by sums over distinct completions. These sums are
     computed from power sums such as Sqz, the sum of q z over the completions. With
@@ -147,8 +148,8 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
         W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
         ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
 
-    The sums use centred rewards. Moments that change if a constant is added to all rewards are
-    converted back to the original rewards at the end.
+    The sums use centred rewards. At the end, those moments that depend on the centring are
+    converted to the original rewards.
 
     Args:
         q_PN: squared score norms, float64.
@@ -167,12 +168,12 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
 
 
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
-    r"""Estimate A_V, D and ||g||^2 for scores whose expectation is subtracted, [P] each.
+    r"""Estimate A_V, D and ||g||^2 for scores minus their expectation, [P] each.
 
-    The estimates are unbiased whatever the mean score is. The weights of ghat sum to 0, so neither
-    ghat nor its error depends on the mean score. `norm_moments` does not apply, because its squared
-    norms would include the mean score. Instead, ghat is written as the mean over pairs of the
-    kernel `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), with
+    The estimates are unbiased for any expected score. The weights of ghat sum to 0, so neither ghat
+    nor its error depends on the expected score. `norm_moments` would be biased, because its squared
+    norms include the expected score. Instead, ghat is written as the mean over pairs of the kernel
+    `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), with
 
         E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
         E<h_12, h_34> = ||g||^2
@@ -206,10 +207,10 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
 
 
 def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
-    """Estimate the same moments as `pool_moments` without each completion in turn, [P, N] each.
+    """Estimate the moments of `pool_moments` with each completion left out in turn, [P, N] each.
 
-    Let a = sum_j s_j z_j and b = sum_j s_j. If completion i is left out, the changes in ||a||^2,
-    <a, b> and ||b||^2 follow from <s_i, a>, <s_i, b> and q_i.
+    Let a = sum_j s_j z_j and b = sum_j s_j. The changes in ||a||^2, <a, b> and ||b||^2 if
+    completion i is left out are computed from <s_i, a>, <s_i, b> and q_i.
 
     Raises:
         ValueError: N < 4.
@@ -230,7 +231,7 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def _shifted(moments: Moments, shift: Array) -> Moments:
-    """Return the moments after a constant of each prompt is added to its rewards."""
+    """Return the moments after a prompt-specific constant is added to each prompt's rewards."""
     # This estimate of V M_0 is unbiased, because it uses pairs of different completions.
     v_m0 = moments.m1 - moments.cov_qz
     return replace(
@@ -354,14 +355,16 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
     Assumption 2 states that, given the prompt, squared score norm and reward are uncorrelated.
 
     The assumption is refuted if `E[Cov(q, Z | X)^2 / M_0] / A_V` is significantly positive. This
-    number is the share of A_V that the best prompt-only baseline removes. Covariances of opposite
-    sign cancel in corr(q, Z), but not in this share. The assumption is also refuted if corr(q, Z)
-    differs significantly from 0. In small pools, corr(q, Z) may be significant although the share
-    is not. With heavy tails, the 95 % interval of corr(q, Z) wrongly excludes 0 in 5 to 17 % of
-    pools. Therefore this interval must exclude 0 by a margin (`CORRELATION_MARGIN`).
+    number is the share of A_V that the best prompt-only baseline removes. If prompts have
+    covariances of opposite sign, they cancel in corr(q, Z), but not in this share. The assumption
+    is also refuted if corr(q, Z) differs significantly from 0. In small pools, corr(q, Z) can be
+    significant even if the share is not. With heavy tails, the 95 % interval of corr(q, Z) wrongly
+    excludes 0 in 5 to 17 % of pools. Therefore this interval must exclude 0 by a margin
+    (`CORRELATION_MARGIN`).
 
-    If the assumption holds for every prompt, the result is True in 1 to 4 % of the pools (1 to 60
-    questions of 8 to 64 completions, light to heavy tails, 300 pools per case).
+    If the assumption is true for every prompt, the result is nevertheless True in 1 to 4 % of
+    simulated pools, with 1 to 60 questions of 8 to 64 completions, light to heavy tails, and 300
+    pools per case.
 
     Args:
         share: (A_V - A_b*) / A_V with its 95 % interval.

@@ -2,9 +2,9 @@ r"""Correlations between gradient noise and its proxies, over prompts and over c
 
 *Prompts.* VIP and SPEED use a prompt's p (1-p) as a proxy for the noise of the prompt's gradient or
 for the information in this gradient. A pool gives estimates of the proxy and of the noise.
-Estimation errors move a correlation towards 0, or upwards if both estimates use the same
-completions. The two halves of a pool are independent given the prompt. Therefore, with unbiased
-estimates X_1, Y_1 from one half and X_2, Y_2 from the other half,
+Estimation errors move the correlation of the two estimates towards 0, or upwards if both are
+computed from the same completions. The two halves of a pool are independent given the prompt.
+Therefore, with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other half,
 
     Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
 
@@ -44,21 +44,21 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array
 
-# Number of prompts whose sign matrices are in memory at once.
+# Number of prompts whose sign matrices are kept in memory at the same time.
 BLOCK = 64
-# Upper limit of |r| for the use of Fisher's scale, because artanh r is infinite at 1.
+# Largest |r| for which Fisher's scale is used, because artanh r is infinite at r = 1.
 MAX_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
-    """Covariance over n prompts, with delete-one values; for grades, 4 times the covariance."""
+    """Covariance over n prompts and its delete-one values; for grades, 4 times the covariance."""
 
     value: float
     delete_one_n: Array
 
 
 def corrected_correlation(x_2SP: Array, y_2SP: Array, level: float = CONFIDENCE) -> Interval:
-    """Estimate the correlation over prompts, corrected for the errors of both estimates.
+    """Estimate the correlation over prompts, corrected for the errors in the estimates of x and y.
 
     Args:
         x_2SP, y_2SP: unbiased estimates of x and y from each half of S random halvings.

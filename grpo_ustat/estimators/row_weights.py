@@ -25,8 +25,8 @@ and `dr_grpo` give a gradient that is a multiple of `sum_i A_i s_i`.
 
 A filter removes rows from n and from every sum. It can remove groups with equal rewards, groups
 with a small reward variance, and rows with a small advantage (`rows_that_count`). A filter also
-couples rows, because n then depends on all rows. Groups that are drawn again until their rewards
-differ stay independent.
+couples rows, because n then depends on all rows. If groups are instead redrawn until their rewards
+differ, they remain independent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ZERO_IF_EQUAL = ("leave_one_out", "group_mean")
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Filter that selects the rows of an update that count; by default all rows count.
+    """Filter that selects which rows of an update count; by default all rows count.
 
     See `rows_that_count`.
     """
@@ -59,9 +59,9 @@ class RowFilter:
     # Treatment of groups with equal rewards: keep, drop or replace. With replace, groups are drawn
     # until their rewards differ (dynamic sampling in DAPO, Yu et al. 2025).
     zero_variance_groups: str = KEEP
-    # Minimum share p of the total reward variance that the counted groups contain.
+    # Smallest share p of the total reward variance that the groups that count must contain.
     reward_variance_share: float = 1.0
-    # Minimum |A| of a row that counts.
+    # Smallest |A| with which a row counts.
     advantage_threshold: float = 0.0
 
     @property
@@ -86,10 +86,10 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
                                   variances V_x such that sum_{x in S} V_x >= p sum_x V_x
         advantage_threshold a     |A_xi| >= a
 
-    The second filter is the top-p filter of RAGEN-2 (arXiv 2604.06268). Groups with equal variances
-    are taken in their order in the update, which is random. If no group has any variance, this
-    filter excludes all rows. With `replace`, groups with equal rewards have already been replaced,
-    so no group is excluded here.
+    The second filter is the top-p filter of RAGEN-2 (arXiv 2604.06268). Among groups with equal
+    variances, those that come first in the update are preferred; this order is random. If no group
+    has any variance, this filter excludes all rows. With `replace`, groups with equal rewards have
+    already been replaced, so no group is excluded here.
 
     >>> rewards = np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
     >>> rows_that_count(RowFilter("drop"), rewards, rewards)[:, 0].tolist()
@@ -137,8 +137,8 @@ def token_weights(
         lengths_N: completion lengths L_i in tokens, 0 for an excluded row.
         max_completion_length: maximum completion length in tokens, L_max.
         micro_batch_size: number of rows per micro-batch, a divisor of n; only for `bnpo`.
-        order_N: row indices in the order in which rows are split into micro-batches; None for the
-            given order.
+        order_N: row indices, in the order in which rows are split into micro-batches; None for the
+            order of `lengths_N`.
         counts_N: True for rows that count; None if all rows count. Must be None for `bnpo`.
 
     >>> token_weights("grpo", np.array([2, 4]), 8).tolist()
@@ -188,8 +188,9 @@ class Loss:
     # True if truncated completions have weight 0; they still count in n and in the advantages.
     mask_truncated_completions: bool = False
     rows: RowFilter = RowFilter()
-    # Definition of the token weights; see `estimators.token_weights`. If None, all weights are 1,
-    # as at the first update of a batch (when every importance ratio is 1) without a penalty.
+    # Definition of the token weights; see `estimators.token_weights`. If None, all weights are 1.
+    # This is the case at the first update of a batch, when every importance ratio is 1, if there is
+    # no penalty.
     tokens: TokenWeights | None = None
 
     @property
@@ -211,10 +212,10 @@ class Loss:
     def scale(self, group_size: int) -> float | None:
         """Return c with E ghat = c grad J for any policy and rewards; None if there is no such c.
 
-        If groups with equal rewards are replaced and a share K is kept, E ghat = c grad J / K. This
-        requires a baseline whose advantages are 0 in groups with equal rewards. The expectation
-        over a kept group is then g_x / (1 - q_x), and the prompts of kept groups have the
-        distribution rho(x) (1 - q_x) / K; see `estimators.dynamic_sampling`.
+        If groups with equal rewards are replaced and a share K of groups is kept, E ghat = c grad J
+        / K. This equation requires a baseline whose advantages are 0 in groups with equal rewards.
+        The expectation over a kept group is then g_x / (1 - q_x), and the prompts of kept groups
+        have the distribution rho(x) (1 - q_x) / K; see `estimators.dynamic_sampling`.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
@@ -247,10 +248,10 @@ def row_weights(
     ended_PG: Mask | None = None,
     order_N: Integers | None = None,
 ) -> Array:
-    """Compute the weights W of an update's vectors, by kind and row, [K, P, G].
+    """Compute the weights W of an update's vectors, for each kind and row, [K, P, G].
 
     The gradient of the update is the sum of W times the vectors. If all tokens of a row have weight
-    1, the only vector of the row is its score.
+    1, the row has a single vector, its score.
 
     Args:
         loss: loss that defines the weights.

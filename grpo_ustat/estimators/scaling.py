@@ -14,25 +14,26 @@ does not depend on K.
 
     n_c(G) = ( G C1 + C2 + C3/(G-1) ) / ||grad J||^2
 
-is the number of rollouts per step at which the mean squared error equals ||grad J||^2. This is the
-simple noise scale of McCandlish et al. (2018) for groups of G, with a rollout as the unit. Its
-minimum over G, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`, is at G*. For the gradient estimate
-ghat from n rollouts,
+is the number of rollouts per step at which the mean squared error equals ||grad J||^2. It is the
+simple noise scale of McCandlish et al. (2018) for groups of G, in rollouts. Its minimum over G is
+`( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2` and is reached at G*. For the gradient estimate ghat
+from n rollouts,
 
     E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
 
-If the curvature of J is the same in all directions, the best step along ghat achieves the share
-`n / ( n + n_c )` of the gain of the best step along the true gradient. An increase of n by one
-percent therefore increases this gain by `n_c / ( n + n_c )` percent. This is half a percent if n =
-n_c, about one percent if n is far smaller than n_c, and about zero if n is far larger than n_c. A
-group costs k + G c tokens, because its prompt is read only once. Therefore n_c rollouts cost
-`n_c (k + G c) / G` tokens.
+If the curvature of J is the same in all directions, the best step along ghat raises J by the
+fraction `n / ( n + n_c )` of the increase from the best step along the true gradient. If n grows by
+one percent, this fraction therefore grows by `n_c / ( n + n_c )` percent: by half a percent if n =
+n_c, by about one percent if n is far smaller than n_c, and by almost nothing if n is far larger
+than n_c. A group costs k + G c tokens, because its prompt is read only once. Therefore n_c rollouts
+cost `n_c (k + G c) / G` tokens.
 
 Each of these quantities is a linear combination of the four constants C1, C2, C3 and ||grad J||^2,
 or a function of a ratio of two linear combinations. The intervals therefore need only the
-covariance of the four estimates, which comes from a jackknife. Linear combinations have Student's t
-intervals. The interval of a ratio is Fieller's (1954) set, which has no upper end if the data do
-not exclude a denominator of 0. The interval of G* comes from the posterior of `group_size`.
+covariance of the four estimates, which is computed with a jackknife. The interval of a linear
+combination is a Student's t interval. The interval of a ratio is Fieller's (1954) set, which has no
+upper end if the data do not exclude a denominator of 0. The interval of G* is computed from the
+posterior in `group_size`.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ C1, C2, C3, GRAD_SQ = np.eye(4)
 MIN_GSTAR = 1 + math.sqrt(2)
 # Largest group size in the search for the best G.
 MAX_GROUP_SIZE = 1e6
-# Bounds of log(G - 1) in the search for interval ends.
+# Range of log(G - 1) in which the ends of an interval are searched.
 MIN_LOG_GAP, MAX_LOG_GAP = math.log(1e-3), math.log(1e6)
-# Multiplier of the critical value for the lower end of an interval without an upper end. Such
-# intervals occur mostly if the denominator is underestimated.
+# If an interval has no upper end, the critical value for its lower end is multiplied by this
+# factor, because such intervals occur mostly when the denominator is underestimated.
 ONE_SIDED_FACTOR = 2.0
 # A prime number of rollouts is replaced by the next multiple of this number.
 WHOLE_GROUPS = 8
@@ -84,14 +85,14 @@ WHOLE_GROUPS = 8
 
 @dataclass(frozen=True)
 class GroupSizeCosts:
-    """Extra error of every admissible group size at a fixed number of rollouts."""
+    """Extra error of each admissible group size at a fixed number of rollouts."""
 
     # Number of rollouts per step, n.
     rollouts: int
     # Best admissible G, a divisor of n.
     best: int
     # MSE at G divided by MSE at `best`, minus 1, with simultaneous 95 % intervals; the keys are the
-    # group sizes G. For NaN values, see `ScalingLaw.extra_error`.
+    # group sizes G. `ScalingLaw.extra_error` explains when a value is NaN.
     extra: Mapping[int, Interval]
     # Bound on the extra error of `best` relative to the smallest error; None if the data do not
     # decide on a group size. See `Decision`.
@@ -128,7 +129,7 @@ class ScalingLaw:
     def of_moments(cls, moments: Moments, grad_sq: float) -> ScalingLaw:
         """Return the law of a fixed set of P prompts, with constants treated as exact.
 
-        C1 has divisor P.
+        C1 is the variance over these prompts with divisor P.
 
         Args:
             moments: moments of the prompts, as exact values or unbiased estimates.
@@ -159,11 +160,11 @@ class ScalingLaw:
 
     @classmethod
     def of_steps(cls, values_4S: Array, prompts: float = math.inf) -> ScalingLaw:
-        """Return the law averaged over the policies of several steps, with a jackknife over steps.
+        """Return the law with constants averaged over the policies of several steps.
 
         Args:
             values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 for each of S >= 2 steps
-                that share no completions.
+                that share no completions; the jackknife leaves out one step at a time.
             prompts: number of prompts per step, which affects the interval of G*.
         """
         count = values_4S.shape[1]
@@ -232,8 +233,8 @@ class ScalingLaw:
     def dof(self) -> float:
         """Degrees of freedom of `covariance_33`.
 
-        The formula of Welch and Satterthwaite gives a number for each of the three constants. The
-        result is the smallest of these numbers.
+        The formula of Welch and Satterthwaite gives degrees of freedom for each of the three
+        constants. The result is the smallest of these three values.
         """
         variance_K3 = np.diagonal(self.covariance_K44[:, :3, :3], axis1=1, axis2=2)
         return min(pooled_dof(variance_K, self.part_dof) for variance_K in variance_K3.T)
@@ -260,7 +261,7 @@ class ScalingLaw:
         return UNDRAWN_VARIANCE * (1 / self.prompts + relative)
 
     def linear(self, weights_4: Array, level: float = CONFIDENCE) -> Interval:
-        """Estimate a linear combination of the four constants, with Student's t interval."""
+        """Estimate a linear combination of the four constants, with a Student's t interval."""
         variance_K = np.maximum(self._covariance(weights_4, weights_4), 0.0)
         dof = pooled_dof(variance_K, self.part_dof)
         estimate = float(_weighted(weights_4, self.constants_4).sum())
@@ -313,7 +314,7 @@ class ScalingLaw:
         return min(sizes, key=self.n_mse)
 
     def best_of(self, sizes: Sequence[int]) -> int:
-        """Return the best group size, even if the data do not decide on it; see `decide`."""
+        """Return the group size chosen by `decide`, even if its bound is unknown."""
         if not (self.has_errors and self.c3 > 0):
             return self.least(sizes)
         return self.decide(sizes).group_size
@@ -381,8 +382,8 @@ class ScalingLaw:
 
         If the data decide among `USUAL_SIZES`, the interval is the smallest interval that contains
         the central 95 % of the posterior under every prior. Otherwise the interval has no upper
-        end, and its lower end is the lower end of Fieller's set with twice the critical value,
-        which uses no prior.
+        end, and its lower end is that of Fieller's set, computed without a prior and with twice the
+        critical value.
 
         The estimate is the plug-in estimate if the interval contains it. Otherwise it is the best G
         for the posterior median of log(C3/C1), averaged over the priors. The estimate is NaN if
@@ -394,7 +395,7 @@ class ScalingLaw:
         """
 
         def best(ratio: float) -> float:
-            """Return the best G if C3/C1 = `ratio` and C2 and C3 equal their estimates."""
+            """Return the best G if C3/C1 equals `ratio`, and C2 and C3 equal their estimates."""
             if math.isinf(ratio):
                 return math.inf
             law = ScalingLaw.exact(self.c3 / ratio, max(self.c2, 0.0), self.c3)
@@ -412,7 +413,7 @@ class ScalingLaw:
         return Interval(plain if low <= plain <= high else middle, low, high)
 
     def _least_ratio(self) -> float:
-        """Return the lower end of Fieller's set for k = C3/C1, with twice the critical value."""
+        """Return the lower end of Fieller's set for k = C3/C1 with twice the critical value."""
         covariance_33 = self.covariance_33
         variances = (
             float(covariance_33[2, 2]) + self.undrawn * self.c3**2,
@@ -436,9 +437,9 @@ class ScalingLaw:
             level: confidence level.
 
         Returns:
-            The extra error. It is NaN if the estimate of either MSE is not positive. The interval
-            has width 0 if G = R. Otherwise its ends are NaN if the errors are unknown or the
-            constants come from fewer than 16 effective prompts (see `group_size`).
+            The extra error. The result is NaN if the estimate of either MSE is not positive. The
+            interval has width 0 if G = R. If G differs from R, the ends are NaN if the errors are
+            unknown or the constants come from fewer than 16 effective prompts (see `group_size`).
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -458,7 +459,7 @@ class ScalingLaw:
         return Interval(extra, min(extra, *ends), max(extra, *ends))
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate the numbers of prompts at which 50 % and 90 % of studies decide on a group size.
+        """Estimate how many prompts 50 % and 90 % of studies need to decide on a group size.
 
         A number is infinite if 10^6 prompts do not suffice, or if the errors are unknown.
         """
@@ -479,13 +480,13 @@ class ScalingLaw:
     ) -> Interval:
         """Estimate n_c(G) with Fieller's interval, which has no upper end if ||grad J||^2 may be 0.
 
-        An upper end exists mostly if ||grad J||^2 is overestimated. It is therefore computed with a
-        stricter two-sided confidence level, .995 for a `level` of .95, and exists only if ||grad
+        The upper end exists mostly if ||grad J||^2 is overestimated. To compensate, it is computed
+        at a higher two-sided confidence level (.995 for a `level` of .95) and exists only if ||grad
         J||^2 differs from 0 at that level. An interval without an upper end occurs mostly if ||grad
         J||^2 is underestimated. The critical value for its lower end is therefore doubled.
 
         Args:
-            group_size: G > 1; if it is NaN, so is the result. At the estimate of G*, the interval
+            group_size: G > 1; if G is NaN, the result is NaN. At the estimate of G*, the interval
                 is, to first order, also an interval of the minimum of n_c over G, because n_c has
                 zero slope there.
             prompt_cost, completion_cost: costs k and c in the unit of the result; by default this
@@ -508,13 +509,13 @@ class ScalingLaw:
     def prompt_share(self, group_size: float, level: float = CONFIDENCE) -> Interval:
         """Estimate the share of the noise that comes from the random choice of prompts, in [0, 1].
 
-        The share is G C1 / ( G C1 + C2 + C3/(G-1) ). More rollouts of the same prompts do not
-        reduce this part of the noise. The interval is computed from Fieller's interval for the odds
-        `G C1 / (C2 + C3/(G-1))`. To allow for undrawn prompts, `undrawn` is added to the relative
-        variance of C1 at each hypothetical value of the odds.
+        The share is G C1 / ( G C1 + C2 + C3/(G-1) ). Sampling more rollouts of the same prompts
+        does not reduce this part of the noise. The interval is computed from Fieller's interval for
+        the odds `G C1 / (C2 + C3/(G-1))`. To allow for undrawn prompts, `undrawn` is added to the
+        relative variance of C1 at each hypothetical value of the odds.
 
         Args:
-            group_size: G > 1; if it is NaN, so is the result.
+            group_size: G > 1; if G is NaN, the result is NaN.
             level: confidence level.
         """
         if not math.isfinite(group_size):
@@ -534,7 +535,7 @@ class ScalingLaw:
         return Interval(share, low, high)
 
     def equal_noise_size(self, level: float = CONFIDENCE) -> Interval:
-        """Estimate the G at which prompts and completions add equal noise, with Fieller's set.
+        """Estimate the G at which prompts and completions add equal noise, with Fieller's interval.
 
         At this G, `G C1 = C2 + C3/(G-1)`. The prompts' share of the noise increases with G, so
         exactly one G > 1 satisfies this equation. It is the larger root of `C1 G^2 - (C1 + C2) G +
@@ -559,7 +560,7 @@ class ScalingLaw:
         critical = t_quantile(self.dof, level)
 
         def outside(log_gap: float, side: int) -> float:
-            """Return a positive number if the noises differ significantly at G = 1 + exp(log_gap).
+            """Return a positive number if both noises differ significantly at G = 1 + exp(log_gap).
 
             Args:
                 log_gap: log(G - 1).
@@ -576,7 +577,7 @@ class ScalingLaw:
         ends: list[float] = []
         for side, far in ((-1, MIN_LOG_GAP), (1, MAX_LOG_GAP)):
             near = math.log(size - 1)
-            # If the constants have no errors, both ends equal the estimate.
+            # If the constants are exact, both ends equal the estimate.
             if outside(near, side) >= 0:
                 ends.append(size)
             elif outside(far, side) <= 0:
@@ -587,7 +588,7 @@ class ScalingLaw:
         return Interval(size, *ends)
 
     def intervals(self, group_size: int) -> dict[str, Interval]:
-        """Return the intervals of all quantities at a group size, by name.
+        """Return the intervals of all quantities at a group size, keyed by name.
 
         The names are `c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale`, `prompt_share`, and
         `noise_scale_best`, which is the noise scale at the estimate of G*.
@@ -603,12 +604,12 @@ class ScalingLaw:
 
 
 def _weighted(weights: Array, values: Array) -> Array:
-    """Multiply elementwise; the product is 0 if the weight is 0, even if the value is NaN."""
+    """Multiply weights and values elementwise; a weight of 0 gives 0 even if the value is NaN."""
     return np.where(weights != 0, weights * values, 0.0)
 
 
 def noise_share(scale: Interval, rollouts: float) -> Interval:
-    """Compute n_c / (n + n_c), the share of E||ghat||^2 that is noise, from the interval of n_c.
+    """Compute the share of E||ghat||^2 that is noise, n_c / (n + n_c), from the interval of n_c.
 
     >>> noise_share(Interval(300.0, 100.0, math.inf), 100.0)
     Interval(estimate=0.75, low=0.5, high=1.0)

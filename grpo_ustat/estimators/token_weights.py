@@ -1,4 +1,4 @@
-r"""Token weights of a row that was sampled from a policy other than the current policy.
+r"""Token weights of a row that was not sampled from the current policy.
 
 Completions are sampled from a policy mu, and the gradient is taken at pi. A row with advantage A
 adds
@@ -33,11 +33,11 @@ another vector. A KL penalty in the reward Z does not:
     k1 in the reward Z - beta sum_t (o_t - r_t) replaces Z
 
 If completions come from an inference engine whose probabilities differ slightly from the model's,
-omega is multiplied by a correction, as in TRL 1.16 (`vllm_importance_sampling_mode`). Let q = pi/mu
-for each token, or for the whole completion (`sequence_...`). The correction is min(q, cap)
-(`..._truncate`), or q if q <= cap, else 0 (`..._mask`). If the loss has one ratio per completion,
-TRL multiplies its (B, 1) losses by (B, T) corrections and sums over tokens. In effect, the
-correction of each token is then the mean correction of its completion.
+omega is multiplied by a correction, as in TRL 1.16 (`vllm_importance_sampling_mode`). Let q be the
+ratio pi/mu of each token, or of the whole completion (`sequence_...`). With `..._truncate`, the
+correction is min(q, cap). With `..._mask`, it is q if q <= cap, and 0 otherwise. If the loss has
+one ratio per completion, TRL multiplies its (B, 1) losses by (B, T) corrections and sums over
+tokens. In effect, each token is multiplied by the mean correction of its completion.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ ALL, POSITIVE, NEGATIVE, PENALTY = KINDS = ("all", "positive", "negative", "pena
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # tau for positive advantages, then for all other advantages.
 SAPO_TEMPERATURES = (1.0, 1.05)
-# k and lambda; the first value of each is for advantages >= 0, the second for negative ones.
+# k and lambda; the first value of each is for advantages of at least 0, the second for negative
+# advantages.
 VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)
 # Lower and upper bound of log W.
 VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)
@@ -72,12 +73,12 @@ class TokenWeights:
     epsilon_high: float | None = None
     # Coefficient of the KL penalty; 0 if there is no penalty.
     beta: float = 0.0
-    # Estimator of the KL penalty (k1, k2 or k3) and its place ("loss" or "reward"); None if there
-    # is no penalty.
+    # Estimator of the KL penalty (k1, k2 or k3), and whether the penalty is in the "loss" or the
+    # "reward"; None if there is no penalty.
     kl_estimator: str | None = None
     kl_in: str | None = None
-    # Correction for a sampler that differs from the model, one of `CORRECTIONS`; None if there is
-    # no correction.
+    # Correction for a sampler whose probabilities differ from the model's, one of `CORRECTIONS`;
+    # None if there is no correction.
     correction: str | None = None
     # Cap of the ratio q in the correction.
     cap: float = 3.0
@@ -112,9 +113,9 @@ def token_factors(
     counts_NT: Mask,
     reference_NT: Array | None = None,
 ) -> Array:
-    """Compute omega or, for a penalty, kappa, [N, T]; 0 for tokens that do not count.
+    """Compute omega, or kappa if `kind` is the penalty, [N, T]; 0 for tokens that do not count.
 
-    omega is computed for rows whose advantage has the sign of `kind`.
+    omega is computed under the assumption that the advantage has the sign given by `kind`.
 
     Args:
         weights: definition of the token weights.
@@ -184,7 +185,7 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
 
 
 def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
-    """Return the factor of each kind of vector, [K, ...]; 0 if the kind excludes A's sign.
+    """Return the factor of each kind of vector, [K, ...]; 0 if A has a sign of another kind.
 
     >>> by_kind(np.array([2.0, -1.0]), ("positive", "negative", "penalty"), 0.5).tolist()
     [[2.0, 0.0], [0.0, -1.0], [-0.5, -0.5]]

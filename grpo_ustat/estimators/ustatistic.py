@@ -10,7 +10,7 @@ from grpo_ustat.records import Array, Integers
 
 
 def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
-    """Estimate the probability that all rewards of a group are equal, per prompt [P].
+    """Estimate, for each prompt, the probability that all rewards of a group are equal, [P].
 
     A group with equal rewards adds nothing to the gradient. The estimate is the share of groups
     with equal rewards among all groups of G that can be formed from the N completions. This share
@@ -31,11 +31,11 @@ def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> floa
     """Estimate `p^G + (1-p)^G`, the zero-variance share if every prompt had the average p.
 
     By convexity, this share is at most the actual share, the mean over x of `p_x^G + (1-p_x)^G`.
-    The difference is caused by the unequal difficulty of prompts, and larger groups do not remove
-    it. The estimate is unbiased for the given prompts. With `p = sum_x p_x / P`, the power p^G is
-    G! times the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`. Prompts are independent,
-    and p_x^m has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
-    `p_x^G + (1-p_x)^G` from G draws is 1 if all draws are equal, else 0.)
+    The difference arises because prompts differ in difficulty, and larger groups do not remove it.
+    The estimate is unbiased for the given prompts. With `p = sum_x p_x / P`, the power p^G is G!
+    times the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`. Prompts are independent, and
+    p_x^m has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
+    `p_x^G + (1-p_x)^G` from G draws is 1 if all draws are equal, and 0 otherwise.)
 
     Args:
         successes_P: number of right completions in each prompt's group of G, S.
@@ -59,7 +59,7 @@ def _power_of_mean(successes_P: Integers, size: int) -> float:
     powers = np.arange(size + 1)
     choose = binom(powers[:, None], powers)
     draws = np.arange(size)
-    # Coefficients of the empty product.
+    # Coefficients of the empty product, which is 1.
     total = (powers == 0).astype(float)
     for successes in successes_P:
         coefficients = np.cumprod(
@@ -71,7 +71,7 @@ def _power_of_mean(successes_P: Integers, size: int) -> float:
 
 
 def pass_at_k(successes_P: Integers, count: int, k: int) -> Array:
-    """Estimate the probability that at least one of k completions is right, per prompt [P].
+    """Estimate, for each prompt, the probability that at least one of k completions is right, [P].
 
     The estimate is the share of subsets of k that contain a right completion,
     `1 - C(n-c, k) / C(n, k)` for c right completions of n. It is unbiased (Chen et al. 2021).

@@ -1,29 +1,31 @@
 r"""Bounds on the zero-variance share at other group sizes, from scalars that trainers log.
 
 A log of scalars has the share z of zero-variance groups at one group size and often the mean
-reward m, but not the rewards of each prompt. Neither determines the share at another size, because
-both are averages over prompts of unknown difficulty. With success probability p_X of prompt X and
-rewards of 0 and 1,
+reward m, but not the rewards of each prompt. Neither z nor m determines the share at another size,
+because both are averages over prompts of unknown difficulty. With success probability p_X of prompt
+X and rewards of 0 and 1,
 
     m = E p_X        z_G = E h_G(p_X),  h_G(p) = p^G + (1 - p)^G
 
 so the share at size G lies between the minimum and the maximum of `E h_G(p_X)` over all
-distributions of p_X on [0, 1] that agree with the logged averages. Each average has an interval
-because of sampling, and the expectation must lie in the interval. Both problems are linear
-programmes in the distribution.
+distributions of p_X on [0, 1] that agree with the logged averages. Because of sampling errors, the
+expectations need not equal the logged averages; they must lie in the averages' intervals. The
+minimisation and the maximisation are linear programmes in the distribution.
 
-They are solved on a grid. A distribution on [0, 1] becomes one on the grid if the mass at each p is
-split between its two neighbours in the grid so that the mean is preserved. This changes `E f(p_X)`
-by at most the error of the linear interpolation of f. Intervals and bounds are therefore widened by
-these errors, and then the bounds are valid for all distributions on [0, 1].
+They are solved on a grid. A distribution on [0, 1] is converted to a distribution on the grid by
+splitting the mass at each p between the two neighbouring grid points such that the mean is
+preserved. This conversion changes `E f(p_X)` by at most the error of the linear interpolation of f.
+Intervals and bounds are therefore widened by these errors, so that the bounds are valid for all
+distributions on [0, 1].
 
 For rewards with other values, let Q be the probability that a further completion has the same
-reward as a given completion of the same prompt. Then `z_G = E Q^(G-1)`, and the mean reward tells
-nothing. These are moments of a distribution on [0, 1], and the same programme bounds them.
+reward as a given completion of the same prompt. Then `z_G = E Q^(G-1)`, and the mean reward gives
+no information about z_G. The shares z_G are moments of a distribution on [0, 1] and are bounded by
+the same programme.
 
-The plug-in `m^G + (1-m)^G` is not an estimate: by convexity it is the lower bound for prompts of
-equal difficulty. If half of the prompts have p = 0.1 and half have p = 0.9, the true share at
-G = 8 is 0.43, and the plug-in gives 0.008.
+The plug-in value `m^G + (1-m)^G` does not estimate the share. By convexity it is a lower bound,
+which is reached if all prompts are equally difficult. If half of the prompts have p = 0.1 and half
+have p = 0.9, the true share at G = 8 is 0.43, and the plug-in gives 0.008.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ from grpo_ustat.records import Array
 
 Function = Callable[[Array], Array]
 
-# Number of grid points of a programme, and of points at which interpolation is compared. Both grids
-# are dense near 0 and 1, where the functions are steep.
+# Number of grid points of a programme, and number of points at which the interpolation error is
+# computed. Both grids are dense near 0 and 1, where the functions are steep.
 GRID, CHECKED_GRID = 401, 20_001
-# Widening that exceeds the tolerance of the solver.
+# Additional widening, which exceeds the tolerance of the solver.
 SOLVER_TOLERANCE = 1e-6
 
 
@@ -53,12 +55,12 @@ def zero_variance_bounds(
     """Bound the share of zero-variance groups of a given size over all mixtures of prompts.
 
     Args:
-        group_size: size G at which the share is wanted.
+        group_size: size G for which the share is bounded.
         shares: interval of the logged share of zero-variance groups, by group size.
         mean_reward: interval of the mean reward, if every reward is 0 or 1; None for other rewards.
-        mean_stds: interval of the mean over groups of the rewards' standard deviation (with the
-            divisor G - 1), by group size; used only with `mean_reward`. It halves the width of the
-            bounds in typical cases.
+        mean_stds: interval of a mean over groups, keyed by group size: the mean of the standard
+            deviation of a group's rewards (divisor G - 1). Used only with `mean_reward`. In typical
+            cases, this information halves the width of the bounds.
 
     Returns:
         Lower and upper bound; None if no mixture agrees with the intervals, for example because

@@ -24,7 +24,7 @@ def enumeration_converges(
     """Test whether an enumerated quantity, which is exact, tends to its limit.
 
     Return True if the last distance is within the tolerance, None if it exceeds the tolerance but
-    has fallen since the previous point, and False otherwise.
+    is clearly smaller than at the previous point, and False otherwise.
 
     Args:
         last: distance from the limit at the last point.
@@ -95,7 +95,7 @@ def at_infinity(values: np.ndarray) -> np.ndarray:
 def replicates_converge(
     last_R: np.ndarray, before_R: np.ndarray, last_step: int, before_step: int
 ) -> bool:
-    """Return True if the mean over replicates approaches 0 significantly, at least like T^(-1/4).
+    """Return True if the mean over replicates significantly approaches 0, at least like T^(-1/4).
 
     The test is one-sided at level 5 %. If the mean does not change with T, the test returns True
     with probability at most 5 %. The test is paired, since the same replicates are measured at both
@@ -114,14 +114,14 @@ def replicates_converge(
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
-    """Return the mean with a t interval, Bonferroni-corrected for `among` intervals."""
+    """Return the mean with a t interval that is Bonferroni-corrected for `among` intervals."""
     count = len(values_R)
     variance = float(values_R.var(ddof=1)) / count
     return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - CONFIDENCE) / among)
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
-    """Return the p-value of the hypothesis mean = 0 or, with `above`, of mean <= 0.
+    """Return the p-value of the hypothesis mean = 0 or, if `above` is set, of mean <= 0.
 
     >>> round(mean_p_value(np.array([1.0, 2.0, 3.0])), 4)  # t_2 = 2 sqrt(3)
     0.0742

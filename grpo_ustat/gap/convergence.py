@@ -5,9 +5,9 @@ every step satisfies
 
     E Delta_{t+1} <= ( 1 - 2 mu eta_t + mu L eta_t^2 ) E Delta_t  +  L eta_t^2 s2 / 2
 
-Let r be the factor of `E Delta_t`. For a constant learning rate eta < 2/L the solution of this
-recursion is `r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`. For `eta_t = c/t` with `2 mu c > 1`
-the solution approaches `L c^2 s2 / (2 (2 mu c - 1)) / T` as T grows.
+Let r be the factor that multiplies `E Delta_t`. For a constant learning rate eta < 2/L the solution
+of this recursion is `r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`. For `eta_t = c/t` with
+`2 mu c > 1` the solution approaches `L c^2 s2 / (2 (2 mu c - 1)) / T` as T grows.
 
 If J is exactly quadratic with curvature H, the second moment `m = E v v'` of the displacement v
 from the maximiser obeys the equality `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, and `E Delta =
@@ -24,9 +24,10 @@ from scipy.stats import chi2
 
 from grpo_ustat.records import Array
 
-# Number of points at which a distribution function is computed; it is interpolated in between.
+# Number of points at which a distribution function is computed. Its values between these points are
+# interpolated.
 DISTRIBUTION_POINTS = 400
-# Number of points at which quantiles are computed; they are interpolated in between.
+# Number of points at which quantiles are computed. Quantiles between these points are interpolated.
 QUANTILE_POINTS = 20_000
 
 
@@ -57,7 +58,7 @@ def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S
 def quadratic_recursion(
     first_K: Array, curvature_KK: Array, sigma_KK: Array, rates_T: Array
 ) -> Array:
-    """Return E Delta after 0 ... T steps, [T + 1]; exact if J is quadratic and noise constant.
+    """Return E Delta after 0 ... T steps, [T + 1]; exact for quadratic J and constant noise.
 
     Args:
         first_K: initial displacement v_0 from the maximiser.
@@ -123,7 +124,7 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
 
 def mixture_quantiles(weights_K: Array, levels: Array) -> Array:
     """Return quantiles of `sum_j w_j chi2_1`, interpolated from `mixture_cdf`."""
-    # For a given total weight the quantile is largest if a single chi2_1 has all the weight.
+    # For a given total weight, the quantile is largest if all of the weight is on a single chi2_1.
     top = float(weights_K.sum()) * float(chi2.ppf(np.max(levels), 1))
     points = 2 * top * np.linspace(0, 1, QUANTILE_POINTS) ** 3
     return np.interp(levels, mixture_cdf(weights_K, points), points)

@@ -29,9 +29,9 @@ STATEMENT = (
 )
 # Group sizes at which the limit weights are enumerated.
 ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))
-# Shifts from V that are common to all prompts.
+# Shifts of the baseline from V that are the same for all prompts.
 COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))
-# Number of random baselines, each with its own shift from V for every prompt.
+# Number of random baselines; each has an independent shift from V for every prompt.
 RANDOM_SHIFTS = 1000
 # Number of starting points of the optimiser over shifts.
 OPTIMISER_STARTS = 8
@@ -39,12 +39,12 @@ ROUNDING = 1e-9
 BASELINE_NAMES = ("leave_one_out", "oracle")
 # A shift below this value is within the optimiser's accuracy and counts as 0.
 SHIFT_TOLERANCE = 1e-5
-# Alternative differences against which the data are tested, as multiples of the prediction.
+# Alternative values of the difference, as multiples of the prediction, that the data may reject.
 OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 
 
 def plan(design: CorollariesConfig) -> list[Simulation]:
-    """Plan GRPO and the oracle at every G with shared random numbers, recorded at T/4 and T."""
+    """Plan GRPO and the oracle at every G, with shared random numbers and records at T/4 and T."""
     (rate,), record = learning_rates(design), (design.steps // 4, design.steps)
     return [
         Simulation(Estimator(name, design.rollouts // size, size), rate, record)
@@ -109,8 +109,8 @@ def weight_excess(problem: Problem, c: float, size: int) -> float:
 def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     """Make claims about how the enumerated weights depend on G.
 
-    At fixed n the weights are proportional to 1/n, and at fixed B to 1/B. Both n and B are
-    therefore set to 1.
+    The weights at fixed n are proportional to 1/n, and the weights at fixed B are proportional to
+    1/B. Both n and B are therefore set to 1.
     """
     sizes = np.array(ENUMERATED_SIZES, dtype=float)
     excess = np.array([weight_excess(problem, c, size) for size in ENUMERATED_SIZES])
@@ -138,7 +138,7 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
 def _difference_claim(
     grpo: Trajectories, predicted: float, differences: Sequence[np.ndarray]
 ) -> Claim:
-    """Make a claim about the mean difference of the scaled gaps at the last step and its trend."""
+    """Make a claim about the scaled gaps' mean difference at the last step, and about its trend."""
     (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
     return Claim(

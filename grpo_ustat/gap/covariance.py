@@ -27,8 +27,8 @@ class CovarianceParts:
     prompts: Array
     # Coefficient of 1/G, whose trace is C2.
     completions: Array
-    # Coefficient of 1/(G (G-1)), whose trace is C3. It is zero for baselines that are computed from
-    # exact values.
+    # Coefficient of 1/(G (G-1)), whose trace is C3. This coefficient is zero for baselines that are
+    # computed from exact values.
     pairs: Array
 
     def covariance(self, num_prompts: int, group_size: int) -> Array:

@@ -6,18 +6,18 @@ For one prompt the estimate is
 
 Here std is the standard deviation of the group's rewards z, with divisor G-1, and d is a function
 of std; see `Normalisation`. Each completion has two arbitrary vectors, w and a. All expectations
-are under the policy that wrote the completions.
+are under the policy that sampled the completions.
 
 If there is no normalisation (d = 1) and the vectors w have mean zero, as scores do, N has the
 Hoeffding decomposition of the U-statistic (paper, Lemma 1). The vectors a are averaged without an
-advantage and contribute only to the first-order part. With mu = E[w z],
+advantage and contribute only to the first-order part of this decomposition. With mu = E[w z],
 
     mean        mu + E a
     variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
                 + ( E||w||^2 sigma^2 + ||mu||^2 ) / ( G (G-1) )
 
-The vectors w have mean zero also with importance ratios. This is true of `sum_t rho_t grad log
-pi(y_t)`, with token ratios, and of `rho grad log pi(y)`, with completion ratios.
+With importance ratios, the vectors w also have mean zero. They are `sum_t rho_t grad log pi(y_t)`
+with token ratios, and `rho grad log pi(y)` with completion ratios.
 
 With normalisation, A_i depends on the other completions of the group only through `sum z` and
 `sum z^2`. For rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n
@@ -27,17 +27,17 @@ transform. Then
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
 
-need only the moments of A given z, and the joint moments of A and A' given z and z'. If rejected
-groups are redrawn, all expectations are conditional on acceptance of the group. As G grows, with mu
-= E[w z], the central moments mu_k of z, sigma = std of z and d(std) = std,
+can be computed from the moments of A given z, and the joint moments of A and A' given z and z'. If
+rejected groups are redrawn, all expectations are conditional on acceptance of the group. As G
+grows, with mu = E[w z], the central moments mu_k of z, sigma = std of z and d(std) = std,
 
     G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
                                 + 3 mu (mu_4 - sigma^4) / (8 sigma^5)
     G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
                                     + a - E a ||^2
 
-If the estimate is divided by sigma instead of std, its limit variance has only the first and the
-last of these terms, and its limit bias is 0.
+If the estimate is divided by sigma instead of std, the limit of its bias is 0, and the limit of its
+variance contains only the terms `(w (z-V) - mu)/sigma` and `a - E a`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from scipy import fft
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-# A mean counts as 0 if its norm, relative to the root mean square norm, is below this value.
+# A mean counts as 0 if its norm is below this fraction of the root mean square norm.
 MEAN_ROUNDING = 1e-9
-# A reward counts as lying on the grid if its distance from the grid, in steps, is below this value.
+# A reward counts as lying on the grid if its distance from the grid is below this number of steps.
 GRID_ROUNDING = 1e-9
 
 
@@ -67,7 +67,7 @@ class EstimateMoments:
     within_P: Array
 
     def variance(self, num_prompts: int) -> float:
-        """Return the trace of the estimate's covariance for B prompts drawn independently."""
+        """Return the trace of the estimate's covariance for B independently drawn prompts."""
         between_P = np.square(self.mean_PD - self.mean_PD.mean(axis=0)).sum(axis=1)
         return float((between_P + self.within_P).mean() / num_prompts)
 
@@ -105,7 +105,7 @@ def group_moments(
         probability_PY: probabilities of the outcomes under the sampling policy.
         weight_PYD: vector w of each outcome.
         reward_PY: rewards, z.
-        beside_PYD: vectors a, which are added without an advantage.
+        beside_PYD: vectors a, which are added without being multiplied by an advantage.
 
     Raises:
         ValueError: If the mean of w is not zero.
@@ -170,7 +170,7 @@ class Normalisation:
 
 @dataclass(frozen=True)
 class AdvantageMoments:
-    """Moments of one prompt's advantages, conditional on the K levels of its rewards.
+    """Moments of one prompt's advantages, given the reward levels; the rewards have K levels.
 
     Every expectation includes the factor 1{group accepted} / P(group accepted).
     """
@@ -179,11 +179,11 @@ class AdvantageMoments:
     level_Y: Integers
     # Probability that a group is accepted.
     acceptance: float
-    # E[1], E[A], E[A^2] given the completion's level.
+    # E[1], E[A] and E[A^2], given the completion's level.
     zeroth_K: Array
     first_K: Array
     second_K: Array
-    # E[1], E[A], E[A A'] given the levels of the completion and of a second completion in the
+    # E[1], E[A] and E[A A'], given the levels of the completion and of a second completion in its
     # group.
     zeroth_KK: Array
     first_KK: Array
@@ -195,7 +195,7 @@ def advantage_moments(
 ) -> AdvantageMoments:
     """Compute the moments of one prompt's advantages in groups of G.
 
-    The law of the sums over the group's other completions is enumerated.
+    The distribution of the sums over the group's other completions is enumerated.
 
     Args:
         probability_Y: probabilities of the outcomes under the sampling policy.
@@ -215,10 +215,11 @@ def advantage_moments(
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 
     def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
-        """Describe groups in which given completions have sums `own_1` of j and `own_2` of j^2.
+        """Describe groups, given some completions whose sum of j is `own_1` and of j^2 is `own_2`.
 
-        Return acceptance, advantage scale and sum of all j, each [given sums, sums of the other
-        completions], and the probabilities of the other completions' sums.
+        Return four arrays: whether the group is accepted, the scale of its advantages, the sum of
+        all its j, and the probability of the other completions' sums. In the first three, the first
+        axis runs over the given sums and the second over the other completions' sums.
         """
         law, sum_1, sum_2 = _law_of_sums(chance_K, grid_K, others)
         sum_1, sum_2 = sum_1 + own_1[:, None], sum_2 + own_2[:, None]
@@ -294,7 +295,7 @@ def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Arr
     single[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
     law = fft.irfft2(fft.rfft2(single) ** count, padded)[: shape[0], : shape[1]]
     sum_1, sum_2 = np.indices(shape)
-    # Pairs that cannot occur have a nonzero probability only because of rounding.
+    # Because of rounding, pairs that cannot occur have tiny nonzero probabilities.
     possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)
     return law[possible], sum_1[possible].astype(float), sum_2[possible].astype(float)
 
@@ -347,7 +348,7 @@ class LargeGroups:
     bias_PD: Array
     # Limit of G times the trace of the covariance.
     variance_P: Array
-    # Limit of the same quantity for the U-statistic, which is divided by sigma.
+    # Limit of the same quantity for the U-statistic, whose divisor is sigma.
     sigma_variance_P: Array
 
 

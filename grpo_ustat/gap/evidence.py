@@ -41,7 +41,7 @@ def line_of(
     predicted: bool = False,
     bound: bool = False,
 ) -> PlotLine:
-    """Make a curve from two columns; a measurement's interval is in the columns `low` and `high`.
+    """Make a curve from two columns; intervals of measurements are in columns `low` and `high`.
 
     Args:
         label: label in the legend.
@@ -65,7 +65,7 @@ class Panel:
     ylabel: str
     # A prediction and a measurement with the same label share a colour.
     curves: Sequence[PlotLine]
-    # Names of the logarithmic axes: "x", "y", "xy" or "".
+    # Which axes are logarithmic: "x", "y", "xy" or "" (none).
     log: str = ""
 
 
@@ -73,7 +73,8 @@ class Panel:
 class Evidence:
     """Results of a theorem's test."""
 
-    # Claims in order of importance. `correct_family` corrects their verdicts for multiple testing.
+    # Claims in order of importance. The verdicts are later corrected for multiple testing by
+    # `correct_family`.
     claims: Sequence[Claim]
     # Panels of the figure.
     panels: Sequence[Panel]

@@ -31,7 +31,7 @@ def largest_error(problem: Problem, estimator: Estimator) -> float:
 def scaling_at(
     problem: Problem, u_K: np.ndarray, weight_KK: np.ndarray | None = None
 ) -> ScalingLaw:
-    """Return C1, C2, C3 of GRPO at u, where W weights the directions: `C_i = tr(W part_i)`."""
+    """Return GRPO's C1, C2, C3 at u, with directions weighted by W, `C_i = tr(W part_i)`."""
     grpo = covariance_parts(*problem.law(u_K[:, None]), problem.rewards_PY, "leave_one_out")
     weight_KK = np.eye(len(u_K)) if weight_KK is None else weight_KK
     parts_KK1 = grpo.prompts, grpo.completions, grpo.pairs
@@ -52,8 +52,8 @@ def assumption2(problem: Problem, u_K: np.ndarray) -> float:
     """Return the relative violation of Assumption 2 at u; 0 if it holds for every prompt.
 
     The violation is the root mean square over prompts of ||E[S S' (Z - V) | x]||, divided by ||E[S
-    S']||, with Frobenius norms. A plain mean over prompts could be 0 because prompts violate the
-    assumption in opposite directions, although some baseline is better than V.
+    S']||, with Frobenius norms. A plain mean over prompts could be 0 if prompts violate the
+    assumption in opposite directions, even though some baseline is better than V.
     """
     probability_PYR, score_PYKR = problem.law(u_K[:, None])
     probability_PY, score = probability_PYR[..., 0], score_PYKR[..., 0]

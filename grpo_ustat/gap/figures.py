@@ -72,7 +72,7 @@ def draw(axes: Axes, panel: Panel) -> None:
         axes.plot(x, y, color=colour, marker=marker, markersize=4, linestyle="none", label=label)
         if curve.low is not None and curve.high is not None:
             low, high = np.array(curve.low, dtype=float), np.array(curve.high, dtype=float)
-            # A log axis cannot show an interval that reaches 0.
+            # A logarithmic axis cannot show an interval that extends to 0.
             if "y" in panel.log:
                 low = np.maximum(low, np.where(y > 0, y, np.nan) / 100)
             axes.vlines(x, low, high, color=colour, alpha=0.6, linewidth=1.2)

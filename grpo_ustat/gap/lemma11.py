@@ -1,4 +1,4 @@
-r"""Lemma 11: exact comparison of the normalised estimator with a U-statistic in large groups.
+r"""Lemma 11: exact comparison of the normalised estimator with a U-statistic for large groups.
 
 The lemma says that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the U-statistic
 with kernel h / sigma(x). The test computes the rate of convergence and compares N - U with the
@@ -67,7 +67,7 @@ class ExactValues:
         return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
 
     def far(self, name: str) -> np.ndarray:
-        """Return G times a moment at epsilon = 0 and `LIMIT_SIZES`, [3, P]."""
+        """Return G times a moment at epsilon = 0 for each of `LIMIT_SIZES`, [3, P]."""
         pairs = zip(LIMIT_SIZES, self.far_without, strict=True)
         return np.array([size * getattr(values, name) for size, values in pairs])
 
@@ -183,7 +183,7 @@ def _rate_claim(exact: ExactValues) -> Claim:
 
 
 def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
-    """Compare values at `LIMIT_SIZES` with the constant from the delta method."""
+    """Compare the limit extrapolated from `LIMIT_SIZES` with the constant from the delta method."""
     how = (
         f"exact at G = {comma_list(LIMIT_SIZES)}, epsilon = 0, mean over prompts, extrapolated in "
         f"1/G; agrees within {percentage(TOLERANCE)} of the delta-method value, otherwise "
@@ -250,7 +250,7 @@ def _rows(exact: ExactValues) -> list[dict[str, float]]:
 
 
 def _answer(exact: ExactValues) -> str:
-    """Summarise the sense in which the lemma holds."""
+    """Summarise in which sense the lemma holds."""
     if not exact.first_order:
         return (
             "On this policy the lemma also holds for limits scaled by sqrt(G). Every prompt has "

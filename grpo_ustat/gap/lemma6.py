@@ -28,9 +28,9 @@ from grpo_ustat.terminal.streams import percentage
 
 # T counts as large if the recursion's bound is at most this multiple of the 1/T bound.
 LARGE_T_RATIO = 1.1
-# Alternative bounds, as multiples of the predicted bound.
+# Alternative bounds that the data may reject, as multiples of the predicted bound.
 OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)
-# Alternative noise variances, as multiples of the predicted variance.
+# Alternative noise variances that the data may reject, as multiples of the predicted variance.
 OTHER_NOISE = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.4, 2.0)
 STATEMENT = (
     "If J is L-smooth and satisfies a Polyak-Lojasiewicz inequality with constant mu, and the "
@@ -111,11 +111,12 @@ def _rows(
 def _bound_claim(
     what: str, run: Trajectories, bound: np.ndarray, steps: list[int], holds: bool = True
 ) -> Claim:
-    """Make a claim about the largest ratio of mean gap to bound, with simultaneous intervals.
+    """Make a claim about the largest ratio, over steps, of the mean gap to the bound.
 
-    The p-value combines the steps' one-sided t tests of "the mean is at most the bound" by
-    Bonferroni's correction. At small T the theory does not guarantee the 1/T bound; `holds` is then
-    False and a mean above the bound leaves the claim undecided.
+    The intervals are simultaneous over the steps. The p-value combines the steps' one-sided t tests
+    of the hypothesis that the mean is at most the bound, with Bonferroni's correction. At small T
+    the theory does not guarantee the 1/T bound. In this case `holds` is False, and the claim is
+    undecided if the mean exceeds the bound.
     """
     places = [list(run.steps_S).index(step) for step in steps]
     intervals = [mean_interval(run.gap_SR[place], among=len(steps)) for place in places]
@@ -149,7 +150,7 @@ def _bound_claim(
 
 
 def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) -> Claim:
-    """Test the mean of the next gap conditional on the current parameters.
+    """Test the conditional mean of the next gap, given the current parameters.
 
     Since J is exactly quadratic, `E[Delta_{t+1} | theta_t]` is known exactly for every replicate.
     The residuals have mean zero and are uncorrelated between steps. The sum over steps of their

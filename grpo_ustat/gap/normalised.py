@@ -10,8 +10,8 @@ t_0. Hence, given n,
     E[sigma U | n] = std^2 g / sigma^2
     tr Cov(sigma U | n) = ( (G-n)^2 n t_1 + n^2 (G-n) t_0 ) / (G (G-1))^2
 
-A binomial sum over n then gives exact moments. As G grows, at epsilon = 0 and with
-v = sigma^2 = V (1-V):
+Exact moments are therefore binomial sums over n. As G grows, at epsilon = 0 and with v = sigma^2 =
+V (1-V):
 
     G Var U -> within + 4 shift      within = ( (1-V)^2 V t_1 + V^2 (1-V) t_0 ) / v
     G Var N -> within +   shift      shift  = ||g||^2 (1 - 4v) / (4 v^2)
@@ -30,7 +30,7 @@ are
 Moreover `E <g/sigma, b_X> = -shift / 2`. To leading order in 1/G, N therefore has the smaller error
 if `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and the best group size of N grows like
 `( 2 ||b||^2 n / C1 )^(1/3)`.
-A baseline equal to the mean of the whole group, instead of the mean of the others, multiplies N by
+If the baseline is the mean of the whole group instead of the mean of the others, N is multiplied by
 (G-1)/G. This adds -g/sigma to b_x, so that `b_x = -g (1 + 4v) / (8 v^(3/2))`.
 """
 
@@ -49,7 +49,7 @@ ZERO_VARIANCE_CHANCE = 1e-12
 
 @dataclass(frozen=True)
 class RightAndWrong:
-    """Moments of scores and 0/1 rewards that determine the error, each [P]."""
+    """Moments of scores and 0/1 rewards from which the error is computed, each [P]."""
 
     # Expected reward, V.
     value: Array

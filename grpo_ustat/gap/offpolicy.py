@@ -11,26 +11,27 @@ estimate at theta is
 
 Here rho_t is the ratio pi_theta / pi_old of token t, and rho is the ratio of the whole completion.
 The divisor d is the group's standard deviation, or 1 without normalisation (see `Normalisation`).
-The level `token` is Algorithm 2. The level `sequence` also multiplies the penalty by the
-completion's ratio; it serves as the unbiased reference.
+The level `token` is Algorithm 2. The level `sequence` multiplies both the reward term and the
+penalty by the completion's ratio and serves as the unbiased reference.
 
 At theta = theta_old both levels have the same expectation. Without normalisation the target at
-theta_old is this expectation. With normalisation the target there is the limit of this expectation
-as G grows. For all theta the target is
+theta_old is this expectation. With normalisation the target at theta_old is the limit of this
+expectation as G grows. For all theta the target is
 
     E[ grad V(x) / d(x) ]
         - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
 
 where d(x) is 1 without normalisation, and otherwise sigma(x), the standard deviation of the rewards
-of pi_old. With the standard deviation of pi_theta's rewards instead, the target would differ by
-order eta; see `token_bias2_own_sigma`. In the penalty, grad acts only on the divergence of the next
-token. The prefixes are distributed according to the current policy pi_theta, so that the penalty's
-target does not depend on the policy that wrote the completions. With prefixes from pi_old the
-target would hide a part of the penalty's bias; see `token_bias2_kl_old_prefixes`.
+of pi_old. If sigma(x) were the standard deviation of pi_theta's rewards, the target would change by
+an amount of order eta; see `token_bias2_own_sigma`. In the penalty, grad acts only on the
+divergence of the next token. The prefixes are distributed according to the current policy pi_theta,
+so that the penalty's target does not depend on the policy that wrote the completions. If the target
+used prefixes from pi_old, a part of the penalty's bias would not be measured; see
+`token_bias2_kl_old_prefixes`.
 
-Biases and variances are computed exactly: at theta_old as functions of the group size, along paths
-of updates as functions of the learning rate, and as functions of the completion length. Only
-theta_k on a path of minibatch updates is random.
+Biases and variances are computed exactly, as functions of the group size at theta_old, of the
+learning rate along paths of updates, and of the completion length. The only random quantity is
+theta_k at the end of a path of minibatch updates.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Setting:
     def moments(
         self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
     ) -> EstimateMoments:
-        """Compute each prompt's mean and variance of the estimate for the vectors w and beta k."""
+        """Compute the estimate's mean and variance for each prompt, from the vectors w, beta k."""
         law_PY, size = self.old.probabilities_PY, self.group_size
         if self.normalisation.kind in ("none", "sigma"):
             reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]
@@ -169,11 +170,11 @@ class Setting:
     def quality(self, current: SequencePolicy) -> dict[str, float]:
         """Compute squared biases, variances and mean squared errors of both levels.
 
-        Names that contain `_kl` refer to the penalty's part; names with `_policy` exclude the
-        penalty. `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, names
-        with `_drift2` give the squared change of the bias since theta_old, and
-        `token_bias2_own_sigma` is the squared bias relative to a target with the sigma(x) of
-        pi_theta.
+        Keys that contain `_kl` refer to the penalty only; keys that contain `_policy` exclude the
+        penalty. `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, keys
+        that contain `_drift2` give the squared difference between the bias at `current` and the
+        bias at theta_old, and `token_bias2_own_sigma` is the squared bias relative to a target with
+        the sigma(x) of pi_theta.
         """
         values = {}
         policy_target_D, penalty_target_D = self.target(current)
@@ -235,10 +236,11 @@ class Setting:
     def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
         """Return the directional derivative of the token-level bias at theta_old, [D].
 
-        Advantages must not be normalised. Let u_t be the derivative of the log-probability of token
-        t, and u the sum of u_t over the completion. The derivative is `E[ z sum_t (u_t - u) grad
-        log pi(y_t) ] - beta E[ u k ]`. The first term arises because the other tokens' ratios are
-        missing, the second because the penalty is not multiplied by a ratio.
+        The advantages must be computed without normalisation. Let u_t be the derivative of the
+        log-probability of token t, and u the sum of u_t over the completion. The derivative is
+        `E[ z sum_t (u_t - u) grad log pi(y_t) ] - beta E[ u k ]`. The first term arises because the
+        other tokens' ratios are missing, the second because the penalty is not multiplied by a
+        ratio.
         """
         assert not self.normalised
         change_PYL = self.old.token_scores_PYLD @ direction_D
@@ -256,7 +258,7 @@ def estimate(
     """Compute Algorithm 2's gradient estimate from one minibatch, [D].
 
     Args:
-        setting: setting with a normalisation that does not redraw groups.
+        setting: setting whose normalisation does not redraw groups.
         current: current policy, pi_theta.
         prompt_B: prompts of the minibatch.
         outcome_BG: completions of the prompts, sampled from pi_old.
@@ -281,7 +283,7 @@ def estimate(
 def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
     """Return the B at which both levels have the same mean squared error.
 
-    The given variances are those for `num_prompts` prompts. For larger B, completion ratios have
+    The variances in `values` are for `num_prompts` prompts. For larger B, completion ratios have
     the smaller error. The result is negative if completion ratios have the smaller error for every
     B, and NaN if token ratios have no bias.
 
@@ -310,13 +312,15 @@ class OnPolicy:
     sizes: Sequence[int]
     # Group sizes G, 2G and 4G from which limits as G grows are extrapolated.
     limit_sizes: Sequence[int]
-    # For each kind of normalisation and each of these names, an array over `sizes`: `bias2_share`,
-    # ||bias||^2 / ||target||^2 without the KL term; `bias2_share_kl`, ||bias||^2 / ||target||^2
-    # with the KL term; `bias`, ||bias|| without the KL term; `variance`, B times the variance
-    # without the KL term; `between`, the oracle's C1; `oracle`, B times the oracle's variance, C1 +
-    # (variance given the prompt) / G; `exceeded`, the B above which ||bias||^2 exceeds the
-    # variance, infinite without bias; `zero_variance`, probability of a group with equal rewards,
-    # averaged over prompts.
+    # Arrays over `sizes`, keyed by kind of normalisation and then by one of these names:
+    # - `bias2_share`: ||bias||^2 / ||target||^2 without the KL term
+    # - `bias2_share_kl`: ||bias||^2 / ||target||^2 with the KL term
+    # - `bias`: ||bias|| without the KL term
+    # - `variance`: B times the variance without the KL term
+    # - `between`: the oracle's C1
+    # - `oracle`: B times the oracle's variance, C1 + (variance given the prompt) / G
+    # - `exceeded`: the B above which ||bias||^2 exceeds the variance; infinite if the bias is 0
+    # - `zero_variance`: probability of a group with equal rewards, averaged over prompts
     values: dict[str, dict[str, np.ndarray]]
     # The same quantities at `limit_sizes`, for `none`, `sigma` and `group_std` with epsilon = 0.
     limits: dict[str, dict[str, np.ndarray]]
@@ -326,7 +330,7 @@ class OnPolicy:
     target_norm: float
 
     def variance_ratio(self, kind: str) -> float:
-        """Return the limit, as G grows, of (B variance - C1) relative to the oracle's value."""
+        """Return the limit, as G grows, of (B variance - C1) divided by the oracle's value."""
         values, sizes = self.limits[kind], np.array(self.limit_sizes)
         oracle = sizes * (values["oracle"] - values["between"])
         return float(at_infinity(sizes * (values["variance"] - values["between"]) / oracle))
@@ -342,7 +346,7 @@ def on_policy(
     """Compute exact values of every normalisation at theta_old.
 
     Args:
-        setting: setting; its group size and normalisation are not used.
+        setting: setting, of which the group size and the normalisation are not used.
         group_sizes: group sizes, G.
         limit_sizes: three group sizes, each twice the previous one.
         epsilon: constant added to the group's standard deviation.
@@ -412,7 +416,7 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Minibatches of one path, which are parts of a batch of completions from pi_old.
+    """Minibatches of one path of updates; together they form one batch of completions from pi_old.
 
     The same minibatches are used at every learning rate.
     """
@@ -527,7 +531,7 @@ class PathErrors:
     def crossing(self) -> float | None:
         """Learning rate at which `bias_share_E` is 1, interpolated on the log scale.
 
-        None if the ratio is below 1 at every learning rate, or at least 1 at the smallest.
+        None if `bias_share_E` is below 1 at every learning rate, or at least 1 at the smallest one.
         """
         above = np.flatnonzero(self.bias_share_E >= 1)
         if not len(above) or above[0] == 0:
@@ -545,13 +549,14 @@ class PathErrors:
 def path_errors(
     setting: Setting, rates_E: np.ndarray, updates: int, replicates: int, seed: int
 ) -> PathErrors:
-    """Compute errors of the estimate at the last policies of exact and random paths.
+    """Compute errors of the estimate at the last policy of each exact or random path.
 
     Args:
         setting: policies, rewards and shape of a minibatch.
         rates_E: learning rates in ascending order.
         updates: number of updates on a path, k.
-        replicates: number of random paths, each keyed by seed and replicate number.
+        replicates: number of random paths, whose random numbers are keyed by seed and replicate
+            number.
         seed: seed of the minibatches of the random paths.
     """
     draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]

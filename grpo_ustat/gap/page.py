@@ -1,4 +1,4 @@
-"""Page that shows a theorem's test with its claims and verdicts."""
+"""Page that shows the claims and verdicts of a theorem's test."""
 
 from __future__ import annotations
 

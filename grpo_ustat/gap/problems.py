@@ -4,7 +4,7 @@ A problem has parameters theta in R^D. The policy depends only on `u = Q theta` 
 orthonormal rows. The maximisers therefore form a flat set of dimension D - K. For any Q, all
 quantities are functions of u and are computed exactly by enumerating every outcome y of every
 prompt x. Prompts are drawn uniformly. The replicate axis R is the last axis of every array, because
-this makes the arithmetic fastest.
+this layout is the fastest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRID_POINTS = 41
 class Problem(ABC):
     """Base class of test problems; subclasses define `law` and `curvature_at`."""
 
-    # Name of this kind of problem in the run folder's `result.json`.
+    # Name of this kind of problem, as written to the run folder's `result.json`.
     kind: ClassVar[str]
     # Rewards r(x, y).
     rewards_PY: np.ndarray
@@ -38,8 +38,7 @@ class Problem(ABC):
     parameters: int
     # Coordinates u of the initial policy.
     start_K: np.ndarray
-    # Bound on the gap that defines the sublevel set `J* - J <= reach`, on which the theory is
-    # tested.
+    # Largest gap in the sublevel set `J* - J <= reach`, on which the theory is tested.
     reach: float
 
     @property
@@ -147,11 +146,11 @@ class Problem(ABC):
 class CoinProblem(Problem):
     r"""Coin problem: an answer is right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
 
-    Besides the answer, a completion has a style, which is heads with probability `1/2 + n_x' u`.
-    The style earns no reward and only adds noise to the score. There are four outcomes: right or
-    wrong, each with heads or tails. Since the slopes a_x have mean zero, J is exactly quadratic, `J
-    = mean v - u' diag(lambda) u / 2`, where mu is the smallest and L the largest lambda. If all
-    `v_x = 1/2` and there is no style, Assumption 2 holds exactly at the maximiser.
+    Besides the answer, a completion has a style: heads with probability `1/2 + n_x' u`. The style
+    earns no reward and only adds noise to the score. There are four outcomes: right or wrong, each
+    with heads or tails. Since the slopes a_x have mean zero, J is exactly quadratic,
+    `J = mean v - u' diag(lambda) u / 2`. The constant mu is the smallest lambda, and L is the
+    largest. If all `v_x = 1/2` and there is no style, Assumption 2 holds exactly at the maximiser.
     """
 
     kind: ClassVar[str] = "Coins"
@@ -168,7 +167,7 @@ class CoinProblem(Problem):
         if np.abs(self.slope_PK.mean(axis=0)).max() > 1e-12:
             raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        # Probabilities are concave or linear in u and therefore smallest at a corner.
+        # Probabilities are concave or linear in u, so their minimum is at a corner of the box.
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
@@ -227,7 +226,7 @@ class RidgeCoinProblem(Problem):
     bend: float
     # Relative change kappa of the style slopes along w.
     spread: float
-    # Largest |w|, enforced by projection.
+    # Largest allowed |w|, enforced by projection.
     width: float
 
     def __post_init__(self):
@@ -239,7 +238,8 @@ class RidgeCoinProblem(Problem):
                 "lower one of them"
             )
         corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        # Probabilities are concave or linear in v and in w and therefore smallest at a corner.
+        # Probabilities are concave or linear in v and in w, so their minimum is at a corner of the
+        # box.
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(

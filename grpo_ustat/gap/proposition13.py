@@ -1,11 +1,11 @@
 """Proposition 13: training with normalised advantages maximises the arcsin objective.
 
-In the proposition T grows while G and everything else are fixed. At a fixed G the normalised
-estimator follows the mean over prompts of w_G(V) grad V, where w_G is enumerated. Training ends at
-the root of this field. As G grows, the root tends to the maximiser of E[2 arcsin sqrt V]. Variants
-of the estimator add the KL term, which has expectation -beta grad KL(pi_ref || pi), or minibatches
-with importance ratios, or both. Minibatches do not change the root, because pi_old tends to
-pi_theta as the learning rate falls.
+In the proposition T grows, and all other quantities, including G, are fixed. At a fixed G the
+normalised estimator follows the mean over prompts of w_G(V) grad V, where w_G is enumerated.
+Training ends at the root of this field. As G grows, the root tends to the maximiser of E[2 arcsin
+sqrt V]. Two extensions of the estimator are tested, alone and together: a KL term with expectation
+-beta grad KL(pi_ref || pi), and minibatches with importance ratios. Minibatches do not change the
+root, because pi_old tends to pi_theta as the learning rate falls.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
 from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
 from grpo_ustat.terminal.streams import percentage
 
-# Largest distance at which a limit counts as reached, relative to the distance between the
-# maximisers of E[V] and of E[2 arcsin sqrt V].
+# A limit counts as reached if its distance from the prediction is at most this fraction of the
+# distance between the maximisers of E[V] and of E[2 arcsin sqrt V].
 TOLERANCE = 0.01
 
 STATEMENT = (
@@ -52,7 +52,7 @@ class EndPoint:
     run: Trajectories
     # Maximiser of the objective that the paper states for the estimator.
     maximiser: float
-    # Root of the enumerated expectation of the estimate.
+    # Coordinate u at which the estimate's enumerated expectation is 0.
     root: float
 
     @property
@@ -82,7 +82,7 @@ class EndPoint:
 
 
 def plan(design: Proposition13Config) -> list[Simulation]:
-    """Plan GRPO at the largest G, the normalised estimator at every G, and variants of it.
+    """Plan GRPO at the largest G, the normalised estimator at every G, and the latter's variants.
 
     The variants add a KL term, minibatches or both.
     """
@@ -168,7 +168,7 @@ def variant(estimator: Estimator) -> str:
 
 
 def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the factor of grad V in the estimator's expectation, as a function of V.
+    """Return the factor that multiplies grad V in the estimator's expectation, as a function of V.
 
     The factor is 1 without normalisation.
     """
@@ -181,7 +181,7 @@ def field(problem: Problem, pull: Callable, u: float, estimator: Estimator | Non
     """Return the field: the mean over prompts of `pull(V) dV/du - beta dKL(pi_ref || pi)/du`.
 
     Args:
-        problem: test problem with a single coordinate u.
+        problem: test problem with one coordinate, u.
         pull: factor of dV/du as a function of V.
         u: coordinate.
         estimator: estimator that defines the KL term; None means no KL term.
@@ -225,7 +225,7 @@ def maximiser(problem: Problem, estimator: Estimator) -> float:
 
 
 def extrapolate(run: Trajectories) -> np.ndarray:
-    """Extrapolate each replicate's u from T/4 and T, which removes the error of order 1/T.
+    """Extrapolate each replicate's u from T/4 and T to remove the error of order 1/T.
 
     Richardson extrapolation: if `e(T) = e + b/T`, then `e = e(T) + (e(T) - e(T')) / (T/T' - 1)`.
     The offset of the learning rate is added to T and T'.
@@ -237,8 +237,8 @@ def extrapolate(run: Trajectories) -> np.ndarray:
 def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:
     """Make a claim that the mean end point of u equals a predicted value.
 
-    The claim is undecided if the prediction is outside the interval, but no further from the mean
-    than the extrapolation moved the mean.
+    The claim is undecided if the prediction is outside the interval, but its distance from the mean
+    is at most the distance by which the extrapolation moved the mean.
     """
     measured, count = end.measured, end.run.replicates
     distance, change = (abs(measured.estimate - x) for x in (predicted, end.at_last_step))
@@ -272,7 +272,7 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
-    """Summarise the claims about the maximisers that the paper states.
+    """Summarise the claims about the maximisers that are stated in the paper.
 
     The first `len(ends)` claims are in the order of `ends`.
     """
@@ -334,7 +334,7 @@ def _notes(ends: list[EndPoint]) -> list[str]:
 
 
 def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
-    """Return panels of end points by group size, of variants, and of both objectives."""
+    """Return panels of the end points by group size, of the variants, and of both objectives."""
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
     x = [end.estimator.group_size for end in by_size]
     curves = [

@@ -1,4 +1,4 @@
-"""The command `gap`, which tests a theorem, fills the run folder and prints the claims."""
+"""The command `gap`, which tests a theorem, writes the run folder and prints the claims."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     )
     content = content_of(result)
     columns = dict.fromkeys(key for row in evidence.rows for key in row)
-    # A row gets None in every column for which it has no value.
+    # A row has None in every column for which it has no value.
     rows = [{key: row.get(key) for key in columns} for row in evidence.rows]
     write_csv(folder, "curves.csv", rows)
     if is_main():
@@ -102,7 +102,7 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def claims_table(result: dict[str, Any], width: int) -> Table:
-    """Return the table of predictions and measurements, omitting empty columns.
+    """Return the table of predictions and measurements without empty columns.
 
     The severity column contains whole sentences and is shown only if the terminal has at least 120
     columns.
@@ -163,9 +163,9 @@ def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
     """Return the expected duration of a run in seconds, estimated from an earlier run.
 
     The earlier run is the newest finished run on this machine with the same theorem, problem and
-    number of workers. Its time is scaled in proportion to the number of completions. If one of the
-    two runs draws no completions, the earlier run's time is returned unchanged. The result is None
-    if there is no earlier run.
+    number of workers. Its time is scaled in proportion to the number of completions. If either run
+    draws no completions, the earlier run's time is returned unchanged. The result is None if there
+    is no earlier run.
     """
     config, folder = planned.config, planned.folder
     same = {

@@ -1,11 +1,12 @@
 r"""Enumerable autoregressive policy, used to test importance ratios and KL terms.
 
 All V^L completions of exactly L tokens are listed. All prompts share the parameters. Each prompt
-adds a constant to each token's logit, the same at every position:
+adds to the logit of each vocabulary token a constant that is the same at every position:
 
     pi(v | x, y_<t) = softmax_v( theta[t, y_{t-1}, v] + offset[x, v] )        y_{-1} = 0
 
-The score of token t is therefore nonzero only in row (t, y_{t-1}) of theta, and D = L V^2.
+The score of the token at position t is therefore nonzero only in row (t, y_{t-1}) of theta. The
+number of parameters is D = L V^2.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class SequencePolicy:
 
     @cached_property
     def token_scores_PYLD(self) -> np.ndarray:
-        """Token scores grad log pi(y_t | x, y_<t); large unless the policy is small."""
+        """Token scores grad log pi(y_t | x, y_<t); a large array unless the policy is small."""
         positions_LL = np.eye(len(self.theta_LVV))
         return np.stack([self.weighted_scores(only_L) for only_L in positions_LL], axis=2)
 
@@ -117,7 +118,7 @@ class SequencePolicy:
         return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient of the token-level KL divergences for a fixed law of prefixes.
+        """Return the gradient of the token-level KL divergences for prefixes with a fixed law.
 
         The result is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`
         with respect to the policy's parameters. If the prefixes are sampled from the policy, the

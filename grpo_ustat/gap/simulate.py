@@ -1,8 +1,8 @@
 """Simulation of Algorithm 1 on a test problem, vectorised over replicates.
 
-Replicates run in blocks. Each replicate draws from its own generator, keyed by seed and replicate
-number, and no sum runs over replicates. A replicate's path therefore does not depend on the other
-replicates.
+Replicates run in blocks. Each replicate draws from its own random generator, keyed by seed and
+replicate number, and the simulation never sums over replicates. A replicate's path therefore does
+not depend on the other replicates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_ustat.gap.problems import Problem
 
 # Number of replicates in a block. It is small enough for the arrays to stay in a core's cache.
 REPLICATES_AT_ONCE = 500
-# Number of steps for which uniform random numbers are drawn in a single call.
+# Number of steps whose uniform random numbers are drawn in a single call.
 STEPS_AT_ONCE = 50
 STREAM = "algorithm1"
 
@@ -61,7 +61,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Rate:
-    """Learning rate: constant `value`, or decaying, `value / (t + offset)` for t = 1, 2, ..."""
+    """Learning rate, constant (`value`) or decaying (`value / (t + offset)` for t = 1, 2, ...)."""
 
     kind: str
     value: float
@@ -87,7 +87,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulation to run: estimator, learning rate, and steps to record, in ascending order."""
+    """Simulation to run, with an estimator, a learning rate, and ascending steps to record."""
 
     estimator: Estimator
     rate: Rate
@@ -210,7 +210,8 @@ def gradient(
         problem: test problem that defines the rewards.
         estimator: gradient estimator.
         law: probabilities and scores from `problem.law`.
-        uniform: uniforms in [0, 1) that select the prompts and then the completions, [B + B G, R].
+        uniform: uniforms in [0, 1), of which the first B select the prompts and the others the
+            completions, [B + B G, R].
         old_PYR: probabilities of pi_old, which samples the completions; by default the
             probabilities in `law`.
         reference_PY: probabilities of pi_ref, required if there is a KL term.
@@ -339,7 +340,7 @@ def run_simulations(
 
 
 def exits_text(runs: Sequence[Trajectories]) -> str:
-    """Return a sentence that counts the replicates that left the sublevel set."""
+    """Return a sentence that states how many replicates left the sublevel set."""
     exit_N = np.concatenate([run.exit_R for run in runs])
     return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at least once"
 

@@ -1,4 +1,4 @@
-"""Framework that tests theorems by simulating Algorithm 1.
+"""Framework for tests of theorems by simulations of Algorithm 1.
 
 A test consists of a plan, which lists the simulations for a configuration, and a judge, which turns
 the trajectories into claims, curves and rows.

@@ -1,15 +1,16 @@
 r"""Theorem 12: errors of Algorithm 2's gradient estimate on minibatches of a batch.
 
 The setting, the estimate and the target are defined in `grpo_ustat.gap.offpolicy`. Completions are
-sampled from pi_old. Leave-one-out advantages are used, either undivided or, as in the paper,
-divided by the group's standard deviation. A batch of B prompts, drawn independently, is split into
-m minibatches. One pass over the batch makes one update on each minibatch. The last minibatch, after
-k = m - 1 updates by gradient ascent, is used with the policy farthest from pi_old. Given theta_k,
-the last minibatch is independent of the earlier minibatches, so the bias and variance of its
-estimate can be computed exactly; only theta_k is random. To first order in the learning rate eta
-the change of the bias is linear in theta_k - theta_old, so the squared change is of order eta^2.
-Normalisation causes a bias of order 1/G already at theta_old (`large_groups`). More prompts do not
-reduce this bias, because it is a bias of each prompt's expectation.
+sampled from pi_old. The advantages use the leave-one-out baseline. They are tested with division by
+the group's standard deviation, as in the paper, and without it. A batch of B prompts, drawn
+independently, is split into m minibatches. One pass over the batch makes one update on each
+minibatch. The last minibatch is used after k = m - 1 gradient-ascent updates, when the policy is
+farthest from pi_old. Given theta_k, the last minibatch is independent of the earlier minibatches,
+so the bias and variance of its estimate can be computed exactly; only theta_k is random. To first
+order in the learning rate eta the change of the bias is linear in theta_k - theta_old, so the
+squared change is of order eta^2. With normalisation there is a bias of order 1/G even at theta_old
+(see `large_groups`). Averaging over more prompts does not reduce this bias, because the estimate
+from each prompt is biased.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
-# Largest relative error at which a limit as G grows counts as reached.
+# A limit as G grows counts as reached if its relative error is at most this value.
 LIMIT_TOLERANCE = 0.01
 LABELS = {
     "none": "without normalisation",
@@ -85,8 +86,8 @@ def theorem12(
     Args:
         policy: old policy pi_old, with at least 2 tokens per completion.
         reference: reference policy pi_ref, with the same prompts.
-        reward_PY: rewards of all completions, which must lie on a grid and not depend on a single
-            token only.
+        reward_PY: rewards of all completions, which must lie on a grid and must depend on more than
+            one token.
         design: settings of the test.
         seed: seed of the random paths, which use the same completions at every learning rate.
     """
@@ -139,7 +140,7 @@ def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float
 
 
 def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
-    """Make claims about the normalised estimate and about divisors with which the theorem may hold.
+    """Make claims about the paper's divisor and about other divisors that the theorem may cover.
 
     Args:
         start: exact values at learning rate 0.
@@ -199,7 +200,7 @@ def _order_claim(start: OnPolicy) -> Claim:
 
 
 def _start_panels(start: OnPolicy) -> list[Panel]:
-    """Return panels of the squared bias and of the B above which it exceeds the variance."""
+    """Return panels that plot the squared bias, and the B above which it exceeds the variance."""
     size, sizes = "group size G", np.array(start.sizes, dtype=float)
     kinds = ("group_std", "group_std_floor", "group_std_redrawn")
     share = [PlotLine(LABELS[kind], sizes, start.values[kind]["bias2_share"]) for kind in kinds]
@@ -256,7 +257,7 @@ def _start_answer(start: OnPolicy) -> str:
 
 
 def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
-    """Return notes on the bias that the bound omits and on guards against small deviations."""
+    """Return notes on the bias that the bound omits, and on guards against small divisors."""
     place = list(start.sizes).index(group_size)
     at_size = {kind: {name: x[place] for name, x in v.items()} for kind, v in start.values.items()}
     std, ratio = at_size["group_std"], start.variance_ratio("group_std")
@@ -337,7 +338,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
 
 
 def _drift_claims(paths: PathErrors) -> list[Claim]:
-    """Make claims about changes since learning rate 0, with normalisation."""
+    """Make claims about the change of the bias from learning rate 0, with normalisation."""
     label = "||bias - bias at learning rate 0||^2"
     claims = [
         _exact_slope_claim(paths, "token_drift2", label),
@@ -508,7 +509,7 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
 
 
 def _error_lines(paths: PathErrors) -> list[PlotLine]:
-    """Return curves of the mean squared error of both levels."""
+    """Return curves of the mean squared error with token ratios and with completion ratios."""
     labels = {"token": "token ratios", "sequence": "completion ratios"}
     lines = [_band(label, paths, f"{level}_mse") for level, label in labels.items()]
     flat = np.full(len(paths.rates), paths.start["token_variance"])
@@ -522,10 +523,10 @@ def _band(label: str, paths: PathErrors, name: str) -> PlotLine:
 
 
 def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]:
-    """Return one row per quantity and learning rate, position in the batch or length.
+    """Return one row for each quantity at each learning rate, batch position or length.
 
-    Rows with learning rate 0 are for theta_old. The squared biases by position are for the
-    minibatches along the exact path at the smallest learning rate.
+    Rows with learning rate 0 are for theta_old. The rows for batch positions give the squared bias
+    of each minibatch along the exact path at the smallest learning rate.
     """
     rows = []
     for kind, errors in paths.items():
@@ -552,7 +553,7 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
     Args:
         paths: errors by kind of normalisation.
         start: exact values at learning rate 0.
-        plain_verdict: worst verdict of the claims without normalisation.
+        plain_verdict: worst verdict among the claims without normalisation.
     """
     answers = []
     if "none" in paths:
@@ -628,9 +629,9 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
 
 
 def _smaller_error(paths: PathErrors) -> str:
-    """List the learning rates at which each level has the smaller mean squared error.
+    """List, for each kind of ratio, the learning rates at which it has the smaller error.
 
-    The levels are compared by 95 % t intervals for the differences.
+    The two errors are compared by 95 % t intervals for their difference.
     """
     token, sequence = "token ratios", "completion ratios"
     rates: dict[str, list[str]] = {token: [], sequence: [], "not significantly different": []}
@@ -643,12 +644,12 @@ def _smaller_error(paths: PathErrors) -> str:
 
 
 def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
-    """Return a list of prompt numbers, each with its learning rate or length."""
+    """List numbers of prompts, each with its learning rate or completion length."""
     return ", ".join(f"{max(b, 0):.3g} at {a:g}" for a, b in zip(at, prompts, strict=True))
 
 
 def _crossing(paths: PathErrors, limit: float) -> str:
-    """Return a sentence with the learning rate at which mean squared bias equals mean variance.
+    """Return a sentence that gives the learning rate at which squared bias and variance are equal.
 
     The mean squared bias is `limit` eta^2 at small eta.
     """
@@ -662,12 +663,12 @@ def _crossing(paths: PathErrors, limit: float) -> str:
 
 
 def run(experiment: Experiment) -> Evidence:
-    """Run `theorem12` on the policy that a configuration draws."""
+    """Run `theorem12` on the random policy that a configuration defines."""
     return theorem12(*build_sequences(experiment.problem), experiment.theorem, experiment.seed)
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse completions of one token and prompts with a single reward."""
+    """Refuse completions of one token, and prompts whose completions all have the same reward."""
     if experiment.problem.length < 2:
         raise ConfigError(f"problem.length={experiment.problem.length}: use at least 2 tokens")
     for prompt, reward_Y in enumerate(build_sequences(experiment.problem)[2]):

@@ -34,11 +34,11 @@ CHOICE_MEANINGS = {
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
     "recursion": "best G of our quadratic recursion",
 }
-# A numerical minimiser agrees with the formula up to this relative distance.
+# A numerical minimiser agrees with the formula if their relative distance is below this value.
 MINIMISER_TOLERANCE = 1e-4
 
-# Cell of the design: learning rate, rollouts per step n, and number of steps T. A cell contains
-# every tested G.
+# Cell of the experiment: a learning rate, a number of rollouts per step n, and a number of steps T.
+# Each cell contains the results of all tested G.
 GridPoint = tuple[Rate, int, int]
 # Gaps of all replicates, [R], by G.
 Gaps = dict[int, np.ndarray]
@@ -96,12 +96,12 @@ def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
 
 
 def may_be_best(gaps: Gaps) -> set[int]:
-    """Return the group sizes for which the test does not reject at 5 % that they are best."""
+    """Return the group sizes that the test, at level 5 %, does not reject as the best."""
     return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY_ERROR}
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
-    """Return the p-value of the hypothesis that each cell's given G is best in that cell.
+    """Return the p-value of the hypothesis that in each cell the G in `sizes` is best.
 
     Bonferroni's correction is applied over the cells, because the cells share random numbers.
     """
@@ -137,7 +137,7 @@ def model_gap(problem: Problem, estimator: Estimator, rate: Rate, step: int) -> 
 def smallest_bound(
     problem: Problem, law: ScalingLaw, error: Callable[[ScalingLaw, float], float], point: GridPoint
 ) -> float:
-    """Return the real-valued G that minimises the bound from Lemma 6's recursion.
+    """Return the real-valued G at which the bound from Lemma 6's recursion is smallest.
 
     Args:
         problem: test problem, which defines mu and L.
@@ -157,7 +157,7 @@ def smallest_bound(
 
 
 def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
-    """Make claims about the theorem itself: the real-valued G that minimises Lemma 6's bounds."""
+    """Make the theorem's claims about the real-valued G that minimises Lemma 6's bounds."""
     law = scaling_at(problem, problem.best_K)
     root = float(np.sqrt(law.c3 / law.c1))
     forms = {
@@ -231,7 +231,7 @@ def _everywhere_claim(
 
     Args:
         best: group sizes that may be best, by cell.
-        p_values: p-values from `p_value_of_all` by group size, for the sizes that occur in every
+        p_values: p-values from `p_value_of_all`, keyed by those group sizes that occur in every
             cell.
         verdict: verdict of the claim if the tests do not reject it.
         how: description of the tests.
@@ -338,7 +338,7 @@ def _answer(claims: list[Claim]) -> str:
 
 
 def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
-    """Return notes on G* during training, on its weighting and on the best sizes in each cell."""
+    """Return notes on G* during training, on the weights of the noise and on the best G by cell."""
     start, end = (scaling_at(problem, u).best_size() for u in (problem.start_K, problem.best_K))
     notes = [
         "The theorem gives the minimiser of the bounds. The bounds suggest that the gap itself is "
@@ -369,7 +369,7 @@ def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[in
 
 
 def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
-    """Return panels of the gap against G, one per learning rate and T or total n T."""
+    """Return panels of the gap against G, one for each learning rate and each T or total n T."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
     axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]

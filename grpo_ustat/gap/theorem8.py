@@ -27,10 +27,10 @@ STATEMENT = (
     "the law conditional on the limit that is reached."
 )
 QUANTILES = (np.arange(40) + 0.5) / 40
-# Number of points at which quantiles are computed if the limits differ; they are interpolated in
-# between.
+# Number of points at which quantiles are computed if the replicates' limits differ. Between these
+# points, quantiles are interpolated.
 LIMIT_POINTS = 2000
-# Name of the alternative that all replicates have the same law.
+# Name of the alternative hypothesis that all replicates have the same law.
 ONE_LAW = "the mean weights for all replicates"
 # Alternative weights, as multiples of the predicted weights.
 OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
@@ -51,9 +51,9 @@ def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]
     """Compare the law of (T + offset) times the gap, at the last T, with the limit law.
 
     If curvature or noise differ between the maximisers of J, each replicate is compared with the
-    limit law at the maximiser that it approaches. The maximiser is taken from the last step, with
-    an error of O(T^(-1/2)). If the theorem holds, each replicate's probability integral transform
-    is uniform.
+    limit law at the maximiser that it approaches. The maximiser is estimated from the last step,
+    with an error of O(T^(-1/2)). If the theorem holds, each replicate's probability integral
+    transform is uniform.
     """
     claims, rows, panels = [], [], []
     for run in runs:
@@ -121,7 +121,7 @@ def limit_weights_at(
 
 
 def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
-    """Return P(sum_j w_j chi2_1 <= x) with each replicate's weights or with common weights.
+    """Return P(sum_j w_j chi2_1 <= x), with separate weights w for each replicate or common ones.
 
     Args:
         weights_KR: weights from `limit_weights_at`.
@@ -141,7 +141,7 @@ def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
 
 
 def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
-    """Return the Kolmogorov-Smirnov distance from the uniform law and the level at which it occurs.
+    """Return the Kolmogorov-Smirnov distance from the uniform law, and the level of its maximum.
 
     >>> round(ks_distance(np.array([0.1, 0.2, 0.9]))[0], 6), ks_distance(np.array([0.5]))
     (0.466667, (0.5, 0.5))
@@ -179,7 +179,8 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
 def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """Make a claim about the law at the last step.
 
-    The claim is undecided if the law is rejected but approaches the limit law as T grows.
+    The claim is undecided if the predicted law is rejected but the observed law approaches it as T
+    grows.
     """
     last_R, one_limit = run.scaled_gap(-1), weights_KR.shape[1] == 1
     # Multiplying the weights by a factor is equivalent to dividing x by it.
@@ -215,7 +216,8 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """Make a claim about the mean at the last step.
 
-    The claim is undecided if the mean is rejected but approaches the limit's mean as T grows.
+    The claim is undecided if the predicted mean is rejected but the observed mean approaches it as
+    T grows.
     """
     last_R, sums_R = run.scaled_gap(-1), weights_KR.sum(axis=0)
     ratio_R = last_R / sums_R
@@ -257,7 +259,7 @@ def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) ->
 
 
 def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
-    """Return the weights' means over replicates, [K, 1], for the alternative of a common law."""
+    """Return the mean weights over replicates, [K, 1], for the alternative hypothesis `ONE_LAW`."""
     return weights_KR.mean(axis=1, keepdims=True)
 
 

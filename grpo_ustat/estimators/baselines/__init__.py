@@ -1,14 +1,14 @@
 r"""Baselines: functions that turn a group's rewards into advantages.
 
-All baselines have the same signature, so adding one does not change any caller:
+All baselines have the same signature, so a new baseline requires no change of the callers:
 
     baseline(rewards_PG, context, **options) -> advantage_PG
 
 The gradient estimate is always `1/(P G) sum_i s_i advantage_i`. It is linear in the scores s_i, so
-a baseline needs no access to the model. A baseline does all centring and scaling, and no later step
-normalises again. Baselines are pure functions and compute in float64. Their options are keyword
-arguments with defaults. The decorator of a built-in baseline declares everything else that the
-command line and the studies need, see `registry.baseline`.
+a baseline needs no access to the model. A baseline does all centring and scaling; advantages are
+not normalised again later. Baselines are pure functions and compute in float64. Their options are
+keyword arguments with defaults. Everything else that the command line and the studies need is
+declared in the decorator of a built-in baseline; see `registry.baseline`.
 """
 
 from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards

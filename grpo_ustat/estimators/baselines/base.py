@@ -19,7 +19,7 @@ OF_THE_BATCH = frozenset({"lengths_PG", "history", "rewards_PGF", "reward_weight
 
 
 class UnfitRewards(ValueError):
-    """Rewards outside the range for which a baseline is defined.
+    """Error for rewards outside the range for which a baseline is defined.
 
     The message is one line that names the baseline, the rewards and the fix.
     """
@@ -29,8 +29,8 @@ class UnfitRewards(ValueError):
 class Baseline:
     """Declaration of a baseline.
 
-    As groups grow, the mean estimate for a prompt converges to the baseline's `target`. In the
-    formulas epsilon is the baseline's option:
+    As groups grow, the expected value of the gradient estimate for a prompt converges to the
+    baseline's `target`. In the formulas epsilon is the baseline's option:
 
         expected_reward      g
         g_over_sigma         g / (sigma + epsilon); for 0/1 rewards and a small epsilon the gradient
@@ -59,10 +59,10 @@ class Baseline:
     min_group_size: int
     # Names of the `BaselineContext` fields that the baseline reads.
     needs: frozenset[str] = frozenset()
-    # Options of the baseline's memory, with their defaults. The function does not take these
-    # options, see `train.baseline_state`.
+    # Options of the baseline's memory, with their defaults. These options are not parameters of the
+    # function; see `train.baseline_state`.
     memory: Mapping[str, float] = field(default_factory=dict[str, float])
-    # Limit of the mean estimate for large groups, see above.
+    # Name of the limit, as groups grow, of the estimate's expected value; see above.
     target: str = "expected_reward"
     # True if a prompt's advantages depend on other prompts' rewards or lengths.
     couples_prompts: bool = False
@@ -77,8 +77,7 @@ class Baseline:
     def options(self) -> dict[str, float]:
         """Options and their defaults.
 
-        The function's parameters after the first two come first, followed by the options of the
-        memory.
+        They are the function's parameters from the third on, followed by the options of the memory.
         """
         _, _, *parameters = inspect.signature(self.advantage).parameters.values()
         return {each.name: each.default for each in parameters} | dict(self.memory)
@@ -113,7 +112,7 @@ def require(value: Value | None, name: str, baseline: str) -> Value:
 
 
 def quotient(numerator: Array, denominator: Array | float) -> Array:
-    """Divide elementwise; the result is 0 where the numerator is 0, whatever the denominator.
+    """Divide elementwise; the result is 0 if the numerator is 0, for any denominator.
 
     >>> quotient(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist()
     [0.0, 0.5]

@@ -12,7 +12,7 @@ from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext, Integers
 
-# Variance of the mapped group means below which no Beta distribution is fitted.
+# Smallest variance of the mapped group means with which a Beta distribution is fitted.
 NO_SPREAD = 1e-12
 
 
@@ -26,8 +26,8 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
     The advantage is `A_i = (r_i - rbar) / (std of the batch + epsilon)`, where rbar is the group
     mean. TRL offers this scale as an option.
 
-    The estimate is biased by a scale that depends on the batch's rewards and is common to all
-    prompts. The bias in direction is O(1/(P G)). The std has divisor P G - 1.
+    The estimate is biased because its scale, which is the same for all prompts, depends on the
+    batch's rewards. The bias in direction is O(1/(P G)). The std has divisor P G - 1.
 
     >>> batch_std(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.5).tolist()
     [[0.5, -0.5], [0.0, 0.0]]
@@ -100,11 +100,11 @@ def length_weighted(
     the authors' code (Delta-L-Normalization). Prompts with short completions therefore count more.
     With power 1 the weights minimise the variance if two conditions hold: the variance of a
     completion's gradient is proportional to its length L, and the mean of this gradient does not
-    depend on L. The weighted mean is then also unbiased. Neither condition holds in general. The
-    weights depend on the completion, which adds a bias to the bias of `group_std`. For large groups
-    the mean converges to `E[L^-power (z - V) s] / (sigma + epsilon)` divided by the batch mean of
-    L^-power. At equal lengths this is the limit of `group_std`; otherwise it is not a multiple of
-    g.
+    depend on L. Under these conditions the weighted mean is also unbiased. Neither condition holds
+    in general. Because the weights depend on the completion, they add a further bias to that of
+    `group_std`. For large groups the mean converges to `E[L^-power (z - V) s] / (sigma + epsilon)`
+    divided by the batch mean of L^-power. If all lengths are equal, this limit is that of
+    `group_std`; otherwise it is not a multiple of g.
 
     >>> context = BaselineContext(lengths_PG=np.array([[1, 1], [2, 4]]))  # 1/L: mean 11/16
     >>> z = np.array([[1.0, 0.0], [1.0, 1.0]])
@@ -130,11 +130,12 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
         s = mean over other prompts of (prompt mean - their mean)^2
 
     P is the number of prompts in the batch. The factor (P - 1)/P is from equation 15 of the paper;
-    the authors' released code omits it, see `jspo`. The paper has no epsilon; it prevents 0/0 here.
+    the authors' released code omits it, see `jspo`. The paper has no epsilon; here it prevents a
+    division of 0 by 0.
 
     The estimate is unbiased because lambda and the pooled mean do not depend on the rewards of
-    prompt x. At least three prompts are needed: a single other prompt has no spread s, so v / (v +
-    s) would be 1 for any rewards.
+    prompt x. At least three prompts are needed, because a single other prompt has s = 0, so that v
+    / (v + s) would be 1 for any rewards.
 
     >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[0].tolist()
@@ -193,8 +194,8 @@ def beta(
     Rewards are first mapped from [minimum, maximum] to [0, 1]. Beta(a, b) is fitted to the group
     means by moments. The parameters of f are 1 + a/3 and 1 + b/3, at least 1, and 1/f is at most
     `ceiling` (1e6 in the authors' code). The estimate is biased because rbar, the fit and the
-    weight depend on the completion's reward, and because prompts are reweighted. With one prompt,
-    or if the group means have no spread, f = 1.
+    weight depend on the completion's reward, and because prompts are reweighted. If there is only
+    one prompt, or if the group means do not vary, f = 1.
 
     Raises:
         UnfitRewards: a reward is outside [minimum, maximum].

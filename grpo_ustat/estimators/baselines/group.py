@@ -23,7 +23,8 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the mean of the other rewards: `A_i = r_i - sum_{j != i} r_j / (G-1)`.
 
     This is the paper's GRPO (Lemma 1), which is RLOO (Kool et al. 2019). The estimate is unbiased
-    because the baseline of completion i is independent of the score of i, which has mean zero.
+    because the baseline of completion i is independent of the score of i, and this score has mean
+    zero.
 
     >>> leave_one_out(np.array([[1.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[1.0, -0.5, -0.5]]
@@ -41,8 +42,9 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the group mean: `A_i = r_i - rbar`.
 
     This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). On every sample the estimate is
-    (G-1)/G times the estimate of `leave_one_out`. Its direction is therefore right, but it is too
-    short. The shorter length alone can make its raw MSE smaller than that of unbiased baselines.
+    (G-1)/G times the estimate of `leave_one_out`. Its expected direction is therefore right, but
+    its expected length is too small. The shrinkage by itself can make the raw MSE smaller than the
+    MSE of unbiased baselines.
 
     >>> group_mean(np.array([[1.0, 0.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[0.75, -0.25, -0.25, -0.25]]
@@ -85,10 +87,10 @@ def group_std_jackknife(
 
         A_i = G A_i^(all) - sum_{k != i} A_i^(-k)
 
-    As with `group_std`, the mean converges to g/sigma, but without the bias of order 1/G. The
-    remaining bias is of order 1/G^2. If rewards rarely differ within a group, zero-variance groups
-    add to the bias. The variance is `(1 + O(1/G))` times the variance of `group_std`. This baseline
-    is new here; the jackknife is from Quenouille (1956).
+    As with `group_std`, the mean converges to g/sigma, but the bias is of order 1/G^2 instead of
+    1/G. If rewards rarely differ within a group, zero-variance groups add to the bias. The variance
+    is `(1 + O(1/G))` times the variance of `group_std`. This baseline is new here; the jackknife is
+    from Quenouille (1956).
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> group_std_jackknife(z, BaselineContext(), epsilon=0.0).round(3).tolist()
@@ -113,12 +115,12 @@ def leave_one_out_std(
 ) -> Array:
     """Return `A_i = (r_i - mean of the others) / (std of the others + epsilon)`.
 
-    The std of the G-1 other rewards has divisor G-2. Only r_i depends on completion i, so the mean
-    for a prompt is a multiple of g, `g E[1 / (std of G-1 + epsilon)]`. The direction is exact for
-    each prompt, but prompts are reweighted. If all other rewards are equal and r_i differs, the
-    difference is divided by epsilon only. Near zero-variance groups the variance therefore grows
-    like `1/epsilon^2`, so epsilon must not be small. We know of no published baseline that also
-    leaves the completion out of the std.
+    The std of the G-1 other rewards has divisor G-2. Only r_i depends on completion i, so the
+    estimate's expectation for a prompt is a multiple of g, `g E[1 / (std of G-1 + epsilon)]`. The
+    direction is exact for each prompt, but prompts are reweighted. If all other rewards are equal
+    and r_i differs from them, the difference is divided by epsilon only. If such groups occur, the
+    variance therefore grows like `1/epsilon^2`, so epsilon must not be small. We know of no
+    published baseline that also leaves the completion out of the std.
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> leave_one_out_std(z, BaselineContext(), epsilon=0.5).round(3).tolist()
@@ -144,14 +146,14 @@ def quantile(
 
     This is QAE (Junkang Wu et al. 2025, arXiv 2509.22611). Q_K is the smallest reward such that at
     least a share K = `level` of the group is at or below it. For 0/1 rewards, Q_K is 0 if at most a
-    share 1 - K of the group is right; only right completions then have an advantage. Otherwise Q_K
-    is 1, and only wrong completions have an advantage. The estimate is biased because Q_K depends
-    on the completion's reward.
+    share 1 - K of the group is right; only right completions then have a nonzero advantage.
+    Otherwise Q_K is 1, and only wrong completions have a nonzero advantage. The estimate is biased
+    because Q_K depends on the completion's reward.
 
     For large groups the mean converges to g/(sigma + epsilon), as with `group_std`, for any K and
     any rewards. The reason is that the subtracted value is bounded and is multiplied by a mean
-    score that converges to 0. The rate is 1/sqrt(G) if V = 1 - K, because Q_K then stays random,
-    and 1/G otherwise.
+    score that converges to 0. The mean converges at the rate 1/sqrt(G) if V = 1 - K, because Q_K
+    then remains random, and at the rate 1/G otherwise.
 
     The paper specifies neither the divisor of the std nor the kind of quantile for rewards between
     0 and 1, and the authors' code was not available. We chose divisor G-1, as in `group_std`, and
@@ -178,17 +180,17 @@ def pods(
     """Apply `group_std` to a part of the group: PODS, max-variance (Xu et al. 2025).
 
     The source is arXiv 2504.13818. Of the G completions, the m = `share` G (rounded, at least 2)
-    whose rewards have the largest variance are kept. Their rewards are always some of the largest
-    and some of the smallest rewards. The other completions get no gradient. Advantages are
-    normalised within the kept part and multiplied by G/m, so that the estimate averages over the
+    whose rewards have the largest variance are kept. They are always those with the largest and
+    those with the smallest rewards. The other completions have advantage 0. Advantages are
+    normalised within the kept part and multiplied by G/m, so that the estimate is a mean over the
     kept part. Among equal rewards, the first ones are kept. Among parts with equal variance, the
     part with the fewest large rewards is kept. The estimate is biased because the choice of
     completions depends on their rewards.
 
-    For 0/1 rewards and large groups, let rho be the share of right completions in the kept part. It
-    is 1/2 if right and wrong completions can each fill half of the part, else V/share or 1 -
-    (1-V)/share. Because E[s | right] = g/V and E[s | wrong] = -g/(1-V), the mean for epsilon = 0
-    converges to
+    For 0/1 rewards and large groups, let rho be the share of right completions in the kept part. If
+    there are enough right and enough wrong completions to fill half of the part each, rho is 1/2;
+    otherwise it is V/share or 1 - (1-V)/share. Because E[s | right] = g/V and E[s | wrong] =
+    -g/(1-V), the mean for epsilon = 0 converges to
 
         g sqrt(rho (1-rho)) / (V (1-V))     g / (2 V (1-V)) at rho = 1/2, g / sigma at share = 1
 
@@ -316,8 +318,8 @@ def krpo(
     `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)`, the mean is therefore g times mean_i c_i, and this
     factor is the same for every prompt. For the authors' Q = 1e-5 and R = 1e-2 the factor is 14.9
     at G = 8 and increases with G, up to 54.9. The estimate is biased only by this factor. The first
-    completion hardly counts (c_1 = 0.1, c_8 = 24.5), and each completion is compared only with
-    earlier ones. The error is therefore larger than that of `leave_one_out`.
+    completion has almost no weight (c_1 = 0.1, but c_8 = 24.5), and each completion is compared
+    only with earlier ones. The error is therefore larger than with `leave_one_out`.
 
     >>> options = {"process_variance": 0.0, "measurement_variance": 1.0, "epsilon": 0.0}
     >>> krpo(np.array([[1.0, 0.0]]), BaselineContext(), **options).round(4).tolist()

@@ -1,7 +1,7 @@
-"""Unbiased baselines `A_i = r_i - b(x)` with b independent of the group; closed forms exist.
+"""Unbiased baselines `A_i = r_i - b(x)` with b independent of the group.
 
 Because E[S | x] = 0, any b that is independent of the group's completions drops out of E[S (r -
-b)].
+b)]. The errors of these baselines have closed forms.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract V(x), from completions outside the group: the paper's oracle, `A_i = r_i - V(x)`.
 
     The estimate is unbiased for any V that is independent of the group, whether V is exact or
-    estimated. Estimating V from K completions adds `M_0 sigma^2 / K` to A_V. This increases the
-    variance but adds no bias.
+    estimated. Estimating V from K completions adds `M_0 sigma^2 / K` to A_V. This addition
+    increases the variance but causes no bias.
 
     >>> oracle(np.array([[1.0, 0.0]]), BaselineContext(value_P=np.array([0.25]))).tolist()
     [[0.75, -0.25]]

@@ -1,4 +1,4 @@
-"""Registry of all baselines by name, with their declarations, and the function that calls them."""
+"""Registry of all baselines with their declarations, and the function that calls them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class _Baselines(dict[str, Baseline]):
 
     Raises:
         KeyError: no baseline has this name.
-        TypeError: the entry point is not a `Baseline` with this name, its function cannot be called
-            like one, or an option's default is not a number.
+        TypeError: the entry point is not a `Baseline` with this name, its function does not have
+            the signature of a baseline, or an option's default is not a number.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Baselines(dict[str, Baseline]):
 
 
 def _load(name: str) -> Baseline:
-    """Load the baseline that an installed package registers under this name, see `_Baselines`."""
+    """Load the baseline that an installed package registers under this name; see `_Baselines`."""
     baseline = entry_points(group=PLUGIN_GROUP)[name].load()
     if not isinstance(baseline, Baseline) or baseline.name != name:
         raise TypeError(
@@ -135,7 +135,7 @@ def advantages(
         name: key of `BASELINES`, or name of a baseline of an installed package.
         rewards_PG: rewards of all prompts of the batch, float64.
         context: other inputs of the baseline.
-        options: value of every option in `Baseline.options`, and of no other option.
+        options: values of exactly the options in `Baseline.options`.
 
     Raises:
         ValueError: there are too few completions or prompts, or the options are not those of the

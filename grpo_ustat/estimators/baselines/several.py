@@ -1,4 +1,4 @@
-"""Advantages of completions that several reward functions score.
+"""Advantages of completions that are scored by several reward functions.
 
 Either the sum of the rewards is normalised, or each function's rewards are normalised before they
 are summed. Axis F: reward functions.
@@ -17,8 +17,9 @@ from grpo_ustat.records import Array, BaselineContext
 def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
     """Compute the weighted sum of each completion's rewards, `sum_f w_f r_f`, [P, G].
 
-    The functions are added one after the other, so that the sum of a completion does not depend on
-    other completions. Equal rewards therefore have equal sums, on any number of ranks.
+    The functions are added in a fixed order, one after the other, so that the sum of a completion
+    does not depend on other completions. Completions with equal rewards therefore have exactly
+    equal sums, on any number of ranks.
 
     >>> weighted_sum(np.array([[[1.0, 0.5], [0.0, 1.0]]]), np.array([1.0, 0.2])).tolist()
     [[1.1, 0.2]]
@@ -30,7 +31,7 @@ def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
 
 
 def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) -> Array:
-    """Normalise each function's rewards, then sum: GDPO, as TRL's `normalize_then_sum`, [P, G].
+    """Normalise each function's rewards, then add them: GDPO, TRL's `normalize_then_sum`, [P, G].
 
     The source is Shih-Yang Liu et al. 2026, arXiv 2601.05242. `group_std` is applied to each
     function's rewards separately, and their weighted sum is divided by the std of the batch

@@ -21,8 +21,8 @@ from grpo_ustat.records import Array, BaselineContext
 def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
 
-    The estimate is unbiased given the past, because b is used before `running_update` reads the
-    batch.
+    The estimate is unbiased given the past, because b is used before `running_update` adds the
+    batch to it.
 
     >>> running_mean(np.array([[1.0, 0.0]]), BaselineContext(running=0.25)).tolist()
     [[0.75, -0.25]]
@@ -66,9 +66,10 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -
 
     The batch mean of this difference is subtracted, and the result is divided by (std + epsilon).
     Without this whitening the estimate would be unbiased given the past. The batch mean and std
-    depend on the completion's reward. They bias the scale and, by O(1/(P G)), the direction. The
-    std has divisor P G - 1, as in the authors' code (epsilon 1e-8). Groups of one completion are
-    enough. With rho_min 0.875 the initial value of the tracker counts as 8 draws.
+    depend on the completion's reward. They therefore bias the scale of the estimate and, by O(1/(P
+    G)), its direction. The std has divisor P G - 1, as in the authors' code (epsilon 1e-8). A
+    single completion per prompt is enough. With rho_min 0.875 the initial value of the tracker
+    counts as 8 draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
@@ -96,14 +97,15 @@ def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) 
         S = (sigma^2 / G) / (sigma^2 / G + tau^2)
         sigma^2 = variance of all rewards so far, tau^2 = variance of all groups' means so far
 
-    mu is the mean of all rewards so far. mu, sigma^2 and tau^2 include the current batch. All
-    groups have the same S, so **mu cancels** when the batch is centred. The result is
-    `r_i - (1 - S) rbar - S (mean of the batch)`, in which only S depends on the past. Groups of
-    equal rewards keep a gradient because the batch mean is subtracted. The estimate is biased
-    because rbar, S, the mean and the std depend on the completion's reward. For a given S, the
-    estimate before the division by the std has the right direction and is too short by
-    `(1 - S)/G + S/(P G)`. The paper specifies neither the divisors nor epsilon. Here sigma^2 and
-    tau^2 are divided by the number of values, and the std has divisor P G - 1.
+    mu is the mean of all rewards so far. All three statistics, mu, sigma^2 and tau^2, include the
+    current batch. All groups have the same S, so **mu cancels** when the batch is centred. The
+    result is `r_i - (1 - S) rbar - S (mean of the batch)`, in which only S depends on the past.
+    Groups with equal rewards have nonzero advantages, because the batch mean is subtracted. The
+    estimate is biased because rbar, S, the mean and the std depend on the completion's reward. For
+    a given S, the expectation of the estimate before the division by the std has the right
+    direction, and its length is too small by the fraction `(1 - S)/G + S/(P G)`. The paper
+    specifies neither the divisors nor epsilon. Here sigma^2 and tau^2 are divided by the number of
+    values, and the std has divisor P G - 1.
 
     >>> nothing = BaselineContext(history=np.zeros((2, 3)))  # sigma^2 = 3/16, tau^2 = 1/16
     >>> ebpo(np.array([[1.0, 0.0], [0.0, 0.0]]), nothing, epsilon=0.0).round(3).tolist()  # S = 3/5
@@ -140,9 +142,9 @@ def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
 
 
 def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
-    """Return the initial (alpha, beta) from K draws, weighted as 1/(1 - rho_min) observations.
+    """Return the initial (alpha, beta) from K draws, which count as 1/(1 - rho_min) observations.
 
-    The draws are made before the first visit of a prompt.
+    The draws are made before a prompt is used for the first time.
 
     >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
     [[2.5], [1.5]]
@@ -157,7 +159,8 @@ def tracker_discount(
 ) -> Array:
     """Return rho = 2^(-D / half_distance), clipped to [rho_min, rho_max].
 
-    D is the mean absolute change of a token's log-probability in the last answer to the prompt.
+    D is the mean absolute change in log-probability over the tokens of the last answer to the
+    prompt.
 
     >>> tracker_discount(np.array([0.0, 0.06, 9.0]), 0.06, 0.25, 0.96).tolist()
     [0.96, 0.5, 0.25]
