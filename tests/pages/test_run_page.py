@@ -122,7 +122,7 @@ def test_page_of_a_finished_training_run(tmp_path):
     cut, left_out = page.notes
     assert cut.startswith("WARNING: 10%") and left_out.startswith("WARNING: 7 questions")
     facts = dict(page.facts)
-    assert facts["Rollouts a step"] == "64 = 8 prompts x G = 8"
+    assert facts["Rollouts per step"] == "64 = 8 prompts x G = 8"
     assert facts["Started"] == "2 times; resumed from step 2"
     assert facts["Alarms"] == "no_signal in 2 steps"
     assert facts["Commit"].startswith("f" * 40 + ", with 2 lines")
