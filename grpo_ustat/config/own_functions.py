@@ -148,12 +148,10 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:
-        offered = ", ".join(installed) or "none is installed"
+        offered = f"are {', '.join(installed)}" if installed else "are not installed"
         hint = did_you_mean(name, [*ours, *installed])
         also = f"choose from {', '.join(ours)}, FILE.py:FUNCTION; " if ours else ""
-        raise ConfigError(
-            f"unknown {key} {name!r}: {hint}{also}entry points of {group} are: {offered}"
-        )
+        raise ConfigError(f"unknown {key} {name!r}: {hint}{also}entry points of {group} {offered}")
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:
         raise ConfigError(
