@@ -443,7 +443,8 @@ class MseConfig(Common):
         if not sizes:
             raise ConfigError(
                 f"baselines contains {name}, which has no closed form, so "
-                f"study.rollouts={rollouts} must be a multiple of one of group_sizes={self.group_sizes} with at least "
+                f"study.rollouts={rollouts} must be a multiple of one of "
+                f"group_sizes={self.group_sizes} with at least "
                 f"{baseline.min_prompts} groups"
             )
         if completions is None:
