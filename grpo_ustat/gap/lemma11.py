@@ -175,9 +175,9 @@ def _rate_claim(exact: ExactValues) -> Claim:
     agrees = abs(slope - predicted) <= SLOPE_TOLERANCE
     agrees = agrees or enumeration_converges(distances[1], distances[0], 0.0)
     how = (
-        f"exact values at G = {comma_list(sizes)} and epsilon = 0, fitted by least squares; "
-        f"agrees if within {SLOPE_TOLERANCE} of the prediction, otherwise undecided if the slopes approach "
-        "the prediction"
+        f"exact values at G = {comma_list(sizes)} and epsilon = 0, fitted by least squares; agrees "
+        f"if within {SLOPE_TOLERANCE} of the prediction, otherwise undecided if the slopes "
+        "approach the prediction"
     )
     what = "slope of log E||N - U||^2 on log G, mean over prompts"
     return enumerated_claim(what, predicted, slope, agrees, how)
