@@ -253,10 +253,16 @@ class ObjectiveConfig:
                 "use epsilon=null epsilon_high=5"
             )
         if (loss_type == "bnpo") != (self.micro_batch_size is not None):
-            fix = "objective.micro_batch_size=8" if loss_type == "bnpo" else "micro_batch_size=null"
+            reason, fix = (
+                "only bnpo divides by the tokens of a micro-batch",
+                "micro_batch_size=null",
+            )
+            if loss_type == "bnpo":
+                reason = "bnpo divides by the tokens of a micro-batch"
+                fix = "objective.micro_batch_size=8"
             raise ConfigError(
                 f"objective.loss_type={loss_type} with micro_batch_size={self.micro_batch_size}, "
-                f"but bnpo, and only bnpo, divides by the tokens of a micro-batch: use {fix}"
+                f"but {reason}: use {fix}"
             )
 
     def _check_tokens(self) -> None:
