@@ -122,7 +122,7 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
     both = [Study(RunRecord(tmp_path / name, name)) for name in ("a", "b")]
     for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
         assert group_size.joint_table(runs, ()).columns[1] == quantity
-        assert f"Intervals of {quantity} are for new" in " ".join(
+        assert f"intervals of {quantity} are for new" in " ".join(
             errors.joint_table(runs, ()).notes
         )
 
