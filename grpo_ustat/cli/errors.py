@@ -246,7 +246,7 @@ def unknown_key(key: str, schema: type, value: str = "") -> str:
     kinds = kinds_of(schema).get(node, {}).items()
     if owners := [kind for kind, of in kinds if name in {field.name for field in fields(of)}]:
         return (
-            f"unknown key {key}: it is a field of {node}.kind={' or '.join(owners)} only, use "
+            f"unknown key {key}: it is a field only of {node}.kind={' or '.join(owners)}; use "
             f"{node}=NAME to choose a {NODE_NOUNS[node]} of this kind"
         )
     if key.startswith("dataset.options"):

@@ -138,7 +138,7 @@ class OneStepConfig(GeneratedConfig):
         """Refuse a data set without kinds of questions."""
         super().check()
         if not self.tables:
-            raise ConfigError(f"dataset.tables=[] has no questions: use any of {TABLES}")
+            raise ConfigError(f"dataset.tables=[] has no questions: use any of {', '.join(TABLES)}")
 
 
 @dataclass

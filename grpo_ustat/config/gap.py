@@ -253,7 +253,9 @@ class Lemma11Config(TheoryConfig):
     def check(self) -> None:
         """Refuse fewer than three group sizes."""
         if len(set(self.group_sizes)) < 3:
-            raise ConfigError(f"theorem.group_sizes={self.group_sizes}: use at least three sizes")
+            raise ConfigError(
+                f"theorem.group_sizes={self.group_sizes}: use at least three group sizes"
+            )
 
 
 @dataclass
@@ -316,12 +318,13 @@ class Theorem12Config(TheoryConfig):
             )
         if len(set(self.learning_rates)) < 3:
             raise ConfigError(
-                f"theorem.learning_rates={self.learning_rates}: use at least three, all above 0"
+                f"theorem.learning_rates={self.learning_rates}: use at least three rates, all "
+                "above 0"
             )
         longest = MAX_COMPLETIONS.bit_length() - 1
         if len(set(self.lengths)) < 2 or max(self.lengths) > longest:
             raise ConfigError(
-                f"theorem.lengths={self.lengths}: use at least two, all from 1 to {longest}"
+                f"theorem.lengths={self.lengths}: use at least two lengths, all from 1 to {longest}"
             )
         _check_minibatches(self.num_prompts, self.minibatches)
         if self.group_size not in self.group_sizes:

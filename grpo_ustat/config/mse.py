@@ -407,7 +407,8 @@ class MseConfig(Common):
             check_shape(name, count, min(self.group_sizes), key)
         if self.study.metric == "adam" and count < 8:
             raise ConfigError(
-                f"study.metric=adam needs 8 questions, 4 per half, got {count}: raise {key}"
+                "study.metric=adam needs at least 8 questions (4 per half), but got "
+                f"{count}: raise {key}"
             )
         for name in self.baselines_by_groups if self.compares_by_groups else ():
             self._check_groups(name, count, completions, key)
@@ -435,21 +436,22 @@ class MseConfig(Common):
             )
         if count < MIN_QUESTIONS:
             raise ConfigError(
-                f"baselines contains {name}, which has no closed form: its error needs at least "
-                f"{MIN_QUESTIONS} questions, got {count}: raise {key}"
+                f"baselines contains {name}, which has no closed form, so its error needs "
+                f"at least {MIN_QUESTIONS} questions, but got {count}: raise {key}"
             )
         sizes = [size for size in self.dividing_sizes if rollouts // size >= baseline.min_prompts]
         if not sizes:
             raise ConfigError(
-                f"baselines contains {name}, which has no closed form: study.rollouts={rollouts} "
-                f"must be a multiple of one of group_sizes={self.group_sizes} with at least "
+                f"baselines contains {name}, which has no closed form, so "
+                f"study.rollouts={rollouts} must be a multiple of one of "
+                f"group_sizes={self.group_sizes} with at least "
                 f"{baseline.min_prompts} groups"
             )
         if completions is None:
             completions = max(sizes) if self.imports_pool else self.budget.pool_completions
         if min(sizes) > completions:
             raise ConfigError(
-                f"baselines contains {name}, which has no closed form: groups of {min(sizes)} "
+                f"baselines contains {name}, which has no closed form, so groups of {min(sizes)} "
                 f"need {min(sizes)} completions, but budget.pool_completions={completions}: "
                 "raise budget.pool_completions"
             )
@@ -462,10 +464,10 @@ class MseConfig(Common):
         needed = prompts_needed(rollouts // size)
         if needed > count:
             raise ConfigError(
-                f"baselines contains {name}, which couples the questions of an update: "
-                f"{rollouts // size} questions (study.rollouts={rollouts} in groups of {size}) "
-                f"need a study with {needed} questions, got {count}: lower study.rollouts or "
-                f"raise {key}"
+                f"baselines contains {name}, which couples the questions of an update, so an "
+                f"update of {rollouts // size} questions (study.rollouts={rollouts} in groups of "
+                f"{size}) needs a study with {needed} questions, but got {count}: lower "
+                f"study.rollouts or raise {key}"
             )
 
 

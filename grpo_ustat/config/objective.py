@@ -253,10 +253,16 @@ class ObjectiveConfig:
                 "use epsilon=null epsilon_high=5"
             )
         if (loss_type == "bnpo") != (self.micro_batch_size is not None):
-            fix = "objective.micro_batch_size=8" if loss_type == "bnpo" else "micro_batch_size=null"
+            reason, fix = (
+                "only bnpo divides by the tokens of a micro-batch",
+                "micro_batch_size=null",
+            )
+            if loss_type == "bnpo":
+                reason = "bnpo divides by the tokens of a micro-batch"
+                fix = "objective.micro_batch_size=8"
             raise ConfigError(
-                f"objective.loss_type={loss_type} with micro_batch_size={self.micro_batch_size}: "
-                f"only bnpo divides by the tokens of a micro-batch: use {fix}"
+                f"objective.loss_type={loss_type} with micro_batch_size={self.micro_batch_size}, "
+                f"but {reason}: use {fix}"
             )
 
     def _check_tokens(self) -> None:
@@ -275,8 +281,8 @@ class ObjectiveConfig:
             )
         if share < 1 and self.entropy_coef:
             raise ConfigError(
-                f"objective.top_entropy_quantile={share} with entropy_coef={self.entropy_coef}: "
-                "a bonus for only some tokens is not supported: use entropy_coef=0 or "
+                f"objective.top_entropy_quantile={share} with entropy_coef={self.entropy_coef}, "
+                "but a bonus for only some tokens is not supported: use entropy_coef=0 or "
                 "top_entropy_quantile=1"
             )
 
@@ -291,8 +297,8 @@ class ObjectiveConfig:
         if self.loss_type == "bnpo" and self.rows.couples:
             raise ConfigError(
                 f"objective.loss_type=bnpo with zero_variance_groups={self.zero_variance_groups} "
-                f"reward_variance_share={share} advantage_threshold={threshold}: micro-batches "
-                "of filtered completions are not supported: use loss_type=dapo, or "
+                f"reward_variance_share={share} advantage_threshold={threshold}, but "
+                "micro-batches of filtered completions are not supported: use loss_type=dapo, or "
                 "zero_variance_groups=keep reward_variance_share=1 advantage_threshold=0"
             )
 
@@ -306,8 +312,8 @@ class ObjectiveConfig:
         kind, share = self.zero_variance_groups, self.reward_variance_share
         if kind == REPLACE:
             raise ConfigError(
-                f"objective.zero_variance_groups={kind}: train samples each batch once and does "
-                f"not redraw groups: use objective.zero_variance_groups={DROP}"
+                f"objective.zero_variance_groups={kind}, but train samples each batch once and "
+                f"does not redraw groups: use objective.zero_variance_groups={DROP}"
             )
         if group_size == 1 and (kind == DROP or share < 1):
             raise ConfigError(
@@ -338,7 +344,7 @@ class ObjectiveConfig:
         if several and self.importance_sampling_level == "none":
             raise ConfigError(
                 f"objective.num_iterations={self.num_iterations} with updates of {update_size} "
-                f"of budget.rollouts={rollouts} completions: updates after the first use "
-                "completions sampled by an older policy and need a ratio: use "
+                f"of budget.rollouts={rollouts} completions: each update after the first uses "
+                "completions that an older policy sampled, and therefore needs a ratio; use "
                 "objective.importance_sampling_level=token, or one update"
             )

@@ -148,12 +148,12 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:
-        offered = ", ".join(installed) or "none is installed"
+        offered = f"no entry point of {group} is installed"
+        if installed:
+            offered = f"entry points of {group} are {', '.join(installed)}"
         hint = did_you_mean(name, [*ours, *installed])
         also = f"choose from {', '.join(ours)}, FILE.py:FUNCTION; " if ours else ""
-        raise ConfigError(
-            f"unknown {key} {name!r}: {hint}{also}entry points of {group} are: {offered}"
-        )
+        raise ConfigError(f"unknown {key} {name!r}: {hint}{also}{offered}")
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:
         raise ConfigError(

@@ -124,8 +124,8 @@ class RidgeCoinsConfig(CoinPlaneConfig):
                 )
         if abs(self.start[1]) > self.width:
             raise ConfigError(
-                f"problem.start={self.start} has |w| above problem.width={self.width}: use a "
-                "smaller |w|"
+                f"problem.start={self.start} has |w| above problem.width={self.width} (w is the "
+                "second number): use a smaller |w|"
             )
 
 

@@ -97,10 +97,11 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
     """Return notes on the memory of the largest run and on what is not counted."""
     largest = max(plans, key=lambda plan: plan.cost.memory or 0)
     cost = largest.cost
-    notes = [
-        "values: fresh completions for estimating baselines; tests: completions of test questions. "
-        "Prompt tokens are not counted, because that needs a tokenizer."
-    ]
+    notes = ["Prompt tokens are not counted, because that needs a tokenizer."]
+    if any(plan.cost.values != 0 for plan in plans):
+        notes.append("The column values counts fresh completions for estimating baselines.")
+    if any(plan.cost.evaluation != 0 for plan in plans):
+        notes.append("The column tests counts completions of test questions.")
     if cost.memory is None:
         notes.append(
             "Memory and disk unknown: set model.size.parameters, .layers, .hidden and the other "

@@ -143,7 +143,7 @@ def _claims(exact: ExactValues) -> list[Claim]:
             "<= 0.25",
             largest,
             largest <= 0.25 + TOLERANCE**2,
-            f"exact, extrapolated in 1/G; largest value over {len(share_P)} prompts",
+            f"exact values, extrapolated in 1/G; largest value over {len(share_P)} prompts",
         ),
         _limit_claim("limit of Var N / Var U", ratio, variance / plain, 1.0),
         _limit_claim(
@@ -159,8 +159,8 @@ def _claims(exact: ExactValues) -> list[Claim]:
                 floor,
                 limit,
                 abs(limit - floor) <= TOLERANCE * floor + 1e-12,
-                f"exact, extrapolated in 1/G, epsilon = {exact.epsilon:g}; agrees within "
-                f"{percentage(TOLERANCE)}",
+                f"exact values at epsilon = {exact.epsilon:g}, extrapolated in 1/G; agrees if "
+                f"within {percentage(TOLERANCE)} of the prediction",
             )
         )
     return claims
@@ -175,8 +175,9 @@ def _rate_claim(exact: ExactValues) -> Claim:
     agrees = abs(slope - predicted) <= SLOPE_TOLERANCE
     agrees = agrees or enumeration_converges(distances[1], distances[0], 0.0)
     how = (
-        f"exact at G = {comma_list(sizes)}, epsilon = 0, least-squares fit; agrees within "
-        f"{SLOPE_TOLERANCE}, otherwise undecided if the slopes approach the prediction"
+        f"exact values at G = {comma_list(sizes)} and epsilon = 0, fitted by least squares; agrees "
+        f"if within {SLOPE_TOLERANCE} of the prediction, otherwise undecided if the slopes "
+        "approach the prediction"
     )
     what = "slope of log E||N - U||^2 on log G, mean over prompts"
     return enumerated_claim(what, predicted, slope, agrees, how)
@@ -185,9 +186,9 @@ def _rate_claim(exact: ExactValues) -> Claim:
 def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
     """Compare the limit extrapolated from `LIMIT_SIZES` with the constant from the delta method."""
     how = (
-        f"exact at G = {comma_list(LIMIT_SIZES)}, epsilon = 0, mean over prompts, extrapolated in "
-        f"1/G; agrees within {percentage(TOLERANCE)} of the delta-method value, otherwise "
-        "undecided if the values approach it"
+        f"exact values at G = {comma_list(LIMIT_SIZES)} and epsilon = 0, averaged over prompts and "
+        f"extrapolated in 1/G; agrees if within {percentage(TOLERANCE)} of the delta-method value, "
+        "otherwise undecided if the values approach it"
     )
     tolerance = TOLERANCE * abs(predicted) + 1e-6 * scale
     return limit_claim(what, predicted, values, tolerance, how)

@@ -40,7 +40,12 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
     rollouts = run.result["cost"]["rollouts"]
     return [
         ("Test problem", problem),
-        ("Completions drawn", f"{rollouts:,}".replace(",", " ") if rollouts else "0: enumerated"),
+        (
+            "Completions drawn",
+            f"{rollouts:,}".replace(",", " ")
+            if rollouts
+            else "none (all outcomes were enumerated)",
+        ),
     ]
 
 

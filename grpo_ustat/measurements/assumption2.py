@@ -109,13 +109,14 @@ def sentences(record: Assumption2, study: Study) -> list[str]:
         follows = corr.estimate > 0
     elif not record.refuted:
         return []
+    second = f"{ordering[0].upper()}{ordering[1:]}."
     if not record.refuted:
-        return [f"Assumption 2 is not refuted; {ordering}."]
+        return [f"Assumption 2 is not refuted. {second}"]
     if not is_correlated(corr):
-        return [f"Assumption 2 fails, in different directions for different prompts; {ordering}."]
+        return [f"Assumption 2 fails, in different directions for different prompts. {second}"]
     loud = worse if corr.estimate < 0 else better
-    so = ", so " if follows else "; "
-    return [f"Assumption 2 fails: {loud} answers have larger gradients{so}{ordering}."]
+    first = f"Assumption 2 fails: {loud} answers have larger gradients"
+    return [f"{first}, so {ordering}." if follows else f"{first}. {second}"]
 
 
 ASSUMPTION2 = Measurement("assumption2", Assumption2, measure, sentences, always=True)
@@ -136,23 +137,23 @@ def _assumption_sentence(study: PoolStudy, scope: str) -> str:
     share, corr = study.at_hand["share"], study.at_hand["corr"]
     text = f"corr(q, Z) = {corr.estimate:.3f}"
     if math.isfinite(corr.low):
-        text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}] averaged over prompts"
+        text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}], averaged over prompts"
     if not math.isfinite(share.low):
         return (
             f"{text}. Assumption 2 was not tested: the test needs 6 completions per question and "
             "several questions whose rewards vary."
         )
     gain = (
-        f"the best prompt-only baseline E[q Z]/E[q] lowers A_V by {percentage(share.estimate, 1)} "
-        f"[{percentage(share.low, 1)}, {percentage(share.high, 1)}]"
+        f"The best prompt-only baseline, E[q Z]/E[q], lowers A_V by "
+        f"{percentage(share.estimate, 1)} [{percentage(share.low, 1)}, {percentage(share.high, 1)}]"
     )
-    name = "Assumption 2 (squared score norm and reward uncorrelated given the prompt)"
+    name = "Assumption 2 (squared score norm and reward are uncorrelated given the prompt)"
     if not refutes_assumption2(share, corr):
-        return f"{name} is not refuted: {gain}; {text} ({scope})."
+        return f"{name} is not refuted. {gain}. {text} ({scope})."
     direction = "the sign of the correlation differs between prompts or is unclear"
     if not corr.low <= 0 <= corr.high:
         direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers have larger score norms"
-    return f"{name} fails; {direction}: {gain}; {text} ({scope})."
+    return f"{name} fails; {direction}. {gain}. {text} ({scope})."
 
 
 def _ordering_sentence(study: PoolStudy) -> str:

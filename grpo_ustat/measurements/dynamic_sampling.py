@@ -22,12 +22,12 @@ from grpo_ustat.runs.contents import Size
 WORTHWHILE_SAVING = 0.05
 COLUMNS = ("G", "groups kept", "generated per kept group", "break-even discarded / kept")
 NOTE = (
-    "Groups are drawn until enough of them have differing rewards (DAPO). The direction of the "
-    "gradient stays unbiased; its length is multiplied by the number of groups generated per kept "
-    "group. Surplus groups with differing rewards are discarded. Dynamic sampling needs fewer "
-    "rollouts than dropping zero-variance groups without replacement only if the ratio of "
-    "discarded to kept groups is below the value in the last column. Brackets: intervals over "
-    "prompts, with a level of 95 % (in the last column at least 90 %)."
+    "Groups are drawn until enough of them have differing rewards (DAPO). The gradient estimate "
+    "keeps an unbiased direction, but its length is multiplied by the number of groups generated "
+    "per kept group. Surplus groups with differing rewards are discarded. Dynamic sampling needs "
+    "fewer rollouts than dropping zero-variance groups without replacement only if the ratio of "
+    "discarded to kept groups is below the value in the last column. Brackets contain intervals "
+    "over prompts. Their level is 95 %, but only at least 90 % in the last column."
 )
 
 

@@ -50,12 +50,14 @@ NEED_VALUES = ("oracle", "optimal")
 # Mark for an error that is significantly above the smallest error.
 WORSE = "*"
 WORSE_NOTE = (
-    f"{WORSE}: significantly above the smallest error in the row (the intervals do not overlap). "
-    "Only unbiased baselines that do not need each question's expected reward are compared."
+    f"{WORSE} marks an error significantly above the smallest error in its row: the intervals do "
+    "not overlap. Only unbiased baselines that do not need each question's expected reward are "
+    "compared."
 )
 BIASED_NOTE = (
-    "Biased: {}. Most of the error of a biased baseline comes from the length of the estimates, "
-    "which matters little in training. Compare relative efficiencies instead (objectives=[NAME])."
+    "Biased baselines: {}. Most of the error of a biased baseline comes from the length of the "
+    "estimates, which matters little in training. Compare relative efficiencies instead of errors "
+    "(objectives=[NAME])."
 )
 
 
@@ -267,10 +269,10 @@ def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
     axes = {"baseline", "group_size", "mse"}
     same = [key for key in rows[0] if key not in axes and len({row[key] for row in rows}) == 1]
     values = [
-        f"{key.replace('_', ' ')}: {rows[0][key]}" for key in same if rows[0][key] is not None
+        f"{key.replace('_', ' ')} = {rows[0][key]}" for key in same if rows[0][key] is not None
     ]
     differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"All rows: {'; '.join(values)}. Brackets: 95 % intervals."
+    note = f"All rows have {', '.join(values)}. Brackets contain 95 % intervals."
     details = rows_table("Mean squared error of the gradient", differing, note)
     *first, last = (_by_baseline(study, of_kind) for of_kind in _by_kind(curves))
     last = replace(last, notes=[*last.notes, *_biased_note(curves)])
@@ -286,7 +288,7 @@ def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table
         | {"ratio_low": None, "ratio_high": None}
         for row in ratios
     ]
-    note = "Brackets: paired 95 % intervals."
+    note = "Brackets contain paired 95 % intervals."
     return [rows_table("Ratio of the gradient error to the oracle's", rows, note)] if rows else []
 
 
@@ -327,9 +329,10 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
     setting = f"averaged over {count_text(result.questions, 'question')} ({first.method})"
     if first.setting == REPLACED:
         setting = f"{first.num_prompts * first.group_size} rollouts of new questions"
-    source = f"{result.pool_completions} completions per question"
+    source = f"Each question has {result.pool_completions} completions."
     if first.method == MONTE_CARLO:
-        source = f"replicates at the largest G: {min(row.replicates or 0 for row in rows)}"
+        fewest = min(row.replicates or 0 for row in rows)
+        source = f"The largest G has {count_text(fewest, 'replicate')}."
     unbiased = {row.baseline: row.unbiased for row in rows}
     cells, worse = _error_cells(rows)
     sizes = sorted({row.group_size for row in rows})
@@ -338,9 +341,9 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
         columns=["G", *(baseline_word(x) + " (biased)" * (not unbiased[x]) for x in unbiased)],
         rows=[[str(size), *(cells.get((size, x), "-") for x in unbiased)] for size in sizes],
         notes=[
-            f"Target: {first.target} of {policy.name}, {policy.quantity} {mean:.3f} "
-            f"[{low:.3f}, {high:.3f}] ({interval_scope(result.questions)}).",
-            f"95 % intervals {INTERVAL_WORDS[first.interval]}; {source}.",
+            f"The target is the {first.target} of {policy.name}, whose {policy.quantity} is "
+            f"{mean:.3f} [{low:.3f}, {high:.3f}] (interval {interval_scope(result.questions)}).",
+            f"The 95 % intervals of the errors are {INTERVAL_WORDS[first.interval]}. {source}",
             *worse,
             *missing_errors(rows),
         ],
@@ -472,8 +475,8 @@ def _interval_note(studies: Sequence[Study], curves: Sequence[CurveRow]) -> str:
     """Return a note on the scope of the intervals."""
     kinds = dict.fromkeys(INTERVAL_WORDS[row.interval] for row in curves)
     return (
-        f"95 % intervals {' or '.join(kinds)}, from one seed per study. Intervals of "
-        f"{policies_quantity(studies)} are {scopes_text(studies)}."
+        f"The 95 % intervals of errors are {' or '.join(kinds)}. The intervals of "
+        f"{policies_quantity(studies)} are {scopes_text(studies)}. Each study has one seed."
     )
 
 

@@ -87,8 +87,8 @@ NEIGHBOUR_OFFSETS = (-1, 1)
 # Largest G in the table of extra errors, unless twice the best G is larger.
 MAX_SHOWN = 64
 EXTRA_ERROR_NOTE = (
-    "Mean squared error of the leave-one-out gradient (no division by a std). Simultaneous 95 % "
-    "intervals for new questions."
+    "The error is the mean squared error of the leave-one-out gradient, without division by a std. "
+    "The 95 % intervals are for new questions and hold simultaneously for all G."
 )
 # Quantities in the tables on the scaling law, other definitions of the best G and Assumption 2.
 LAW_ROWS = {"c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
@@ -109,9 +109,9 @@ NOISE_COLUMNS = {
     "prompt_share": "share of noise from prompts",
 }
 NOISE_NOTE = (
-    "n_c: number of rollouts per step at which half of E||ghat||^2 is noise. In tokens, the prompt "
-    "counts once per group. Estimator: leave_one_out with independently drawn prompts. Brackets: "
-    "95 % intervals."
+    "n_c is the number of rollouts per step at which half of E||ghat||^2 is noise. Its number of "
+    "tokens counts each prompt once per group. The estimator is leave_one_out with independently "
+    "drawn prompts. Brackets contain 95 % intervals."
 )
 EXTRA_ERROR = "extra gradient error at\na fixed number of rollouts (%)"
 # Minimum ratio of two labelled group sizes, so that the labels do not overlap.
@@ -321,7 +321,10 @@ def best_size_sentence(study: Study) -> str:
     best, low, high = scaling.gstar
     if scaling.is_decided:
         return f"The best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
-    more = f"{_prompts_text(*prompts_to_decide(scaling))} (now {study.result.questions})"
+    more = (
+        f"{_prompts_text(*prompts_to_decide(scaling))}. This study has {study.result.questions} "
+        "questions"
+    )
     if low > MIN_GSTAR:
         return f"The best G is at least {low:.1f}; {more}."
     return f"Not enough data for a best G: {more}."
@@ -341,16 +344,16 @@ def _prompts_text(half: float, most: float) -> str:
     """Describe the numbers of questions that 50 % and 90 % of similar studies need for a best G.
 
     >>> _prompts_text(130, 300)
-    'half of such studies find it with 130 questions, nine in ten with 300'
+    'half of all similar studies find it with 130 questions, and nine in ten with 300'
     >>> _prompts_text(130, math.inf)
-    'half of such studies find it with 130 questions'
+    'half of all similar studies find it with 130 questions'
     >>> _prompts_text(math.inf, math.inf)
     'the number of questions needed is not known yet'
     """
     if math.isinf(half):
         return "the number of questions needed is not known yet"
-    text = f"half of such studies find it with {half:.0f} questions"
-    return f"{text}, nine in ten with {most:.0f}" if most <= USEFUL_RATIO * half else text
+    text = f"half of all similar studies find it with {half:.0f} questions"
+    return f"{text}, and nine in ten with {most:.0f}" if most <= USEFUL_RATIO * half else text
 
 
 def costs_sentence(costs: GroupSizeCosts) -> str:
@@ -411,12 +414,12 @@ def interval_note(study: Study) -> str:
     questions = study.result.questions
     if questions < MIN_QUESTIONS:
         return (
-            "95 % intervals conditional on these questions; intervals for new questions need at "
-            f"least {MIN_QUESTIONS} questions."
+            "The 95 % intervals are conditional on these questions. Intervals for new questions "
+            f"need at least {MIN_QUESTIONS} questions."
         )
     return (
-        f"95 % intervals for new questions like these {questions}; the intervals of G* and of the "
-        "extra errors are simultaneous."
+        f"The 95 % intervals are for new questions like these {questions}. The intervals for G* "
+        "and for the extra errors hold simultaneously."
     )
 
 
@@ -452,7 +455,7 @@ def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
         *_quantity_rows(assumption, ASSUMPTION_ROWS),
     ]
     reasons = (scaling.reason, assumption.reason, study.need(GRADIENT).reason)
-    notes = [f"95 % intervals {interval_scope(study.result.questions)}."]
+    notes = [f"The 95 % intervals are {interval_scope(study.result.questions)}."]
     notes += dict.fromkeys(reason for reason in reasons if reason)
     columns = ["quantity", "estimate", "low", "high"]
     others = _quantity_rows(scaling, OTHER_SIZES)
@@ -509,15 +512,14 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         names = [f"{x}{end}" for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")]
         columns = study_columns(study.run, study_keys) | {name: content[name] for name in names}
         data += [columns | point for point in content["curve"]]
-    interval_note = f"95 % intervals {scopes_text(studies)}, from one seed per study."
+    interval_note = f"The 95 % intervals are {scopes_text(studies)}. Each study has one seed."
     law = (
-        "G* = 1 + sqrt(C3/C1) is the best group size of leave_one_out for every n, with "
-        "independently drawn questions."
+        "G* = 1 + sqrt(C3/C1) is the best group size of leave_one_out for every n, if questions "
+        "are drawn independently."
     )
     crossover = (
-        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V: size of the "
-        "gradient noise with the oracle baseline. A_0: size of the gradient noise without a "
-        "baseline."
+        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V is the size of "
+        "the gradient noise with the oracle baseline. A_0 is its size without a baseline."
     )
     quantity = policies_quantity(studies)
     return Table(
@@ -534,7 +536,8 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         notes=[law, crossover, interval_note],
         data=data,
         figure_notes=[
-            f"Markers: group sizes that divide n; the best size has extra error 0. {interval_note}"
+            "Markers are group sizes that divide n. The best size has an extra error of 0. "
+            f"{interval_note}"
         ],
         headings=True,
     )

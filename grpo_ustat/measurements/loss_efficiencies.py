@@ -30,11 +30,11 @@ from grpo_ustat.runs.contents import Size, Sometimes
 
 ADVANTAGE_WORDS = {
     "none": "no baseline",
-    "leave_one_out": "minus the mean of the rest of the group",
-    "group_mean": "minus the group mean",
-    "group_std": "divided by the group std",
-    "batch_std": "divided by the batch std",
-    "reinforce_pp_baseline": "divided by the std over the batch's tokens",
+    "leave_one_out": "reward minus the mean of the rest of the group",
+    "group_mean": "reward minus the group mean",
+    "group_std": "advantage divided by the group std",
+    "batch_std": "advantage divided by the batch std",
+    "reinforce_pp_baseline": "advantage divided by the std over the batch's tokens",
 }
 LOSS_TYPE_WORDS = {
     "sum": "sum over tokens",
@@ -57,16 +57,18 @@ FILTER_WORDS = {
     "advantage_threshold": "|advantage| of {:g} or more",
 }
 EFFICIENCY_NOTE = (
-    "Relative efficiency: number of rollouts of the unbiased leave-one-out gradient that are worth "
-    "one rollout of the loss, at the first update on a batch. 95 % intervals for new questions, "
-    "paired across losses and G."
+    "The relative efficiency is the number of rollouts of the unbiased leave-one-out gradient that "
+    "are worth one rollout of the loss, at the first update on a batch. The 95 % intervals are for "
+    "new questions. All losses and G are measured on the same questions."
 )
-NOISE_NOTE = "Share of noise: fraction of an update's squared norm that is noise."
+NOISE_NOTE = "The share of noise is the fraction of an update's squared norm that is noise."
 # Mark for a relative efficiency that is significantly lower than at the best G of the loss.
 WORSE = "*"
-WORSE_SIZE_NOTE = f"{WORSE}: significantly lower than at the best G of the same loss."
+WORSE_SIZE_NOTE = (
+    f"{WORSE} marks an efficiency significantly lower than at the best G of the same loss."
+)
 UNDECIDED = "not decided"
-BARS_NOTE = "Bars: 95 % intervals for new questions; at each G, losses are shifted horizontally."
+BARS_NOTE = "Bars are 95 % intervals for new questions. At each G, losses are shifted horizontally."
 # Horizontal distances in octaves of G: the largest distance between adjacent losses at one G, and
 # the largest distance that all losses at one G may span.
 APART, ASIDE = 0.12, 0.6

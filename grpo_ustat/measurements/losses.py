@@ -226,10 +226,12 @@ def answer(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> str:
     ends = sorted(decided, key=lambda entry: entry[0].estimate)
     ends = [ends[0], ends[-1]] if len(ends) > 1 else ends
     values = " to ".join(f"{efficiency_text(value)} ({where})" for value, where in ends)
-    text = f"{at} the relative efficiency is {values}, against {UNBIASED_SAME_G}"
+    text = f"{at} the relative efficiency against {UNBIASED_SAME_G} is {values}."
     if undecided:
-        text += f"; not decided: {len(undecided)} of {len(undecided) + len(decided)}"
-    return f"{text}."
+        text += (
+            f" {len(undecided)} of {len(undecided) + len(decided)} efficiencies are not decided."
+        )
+    return text
 
 
 LOSSES = Measurement(

@@ -39,12 +39,16 @@ MANY_TIMES = 3
 ROUNDING = 1e-6
 NOTHING = Interval(math.nan, 0.0, math.inf)
 SIZE_NOTE = (
-    "Efficiency of the group size only: error of leave_one_out at its best G divided by its error "
-    "at the recipe's G, from the scaling law; the rest of the recipe is ignored."
+    "The efficiency of the group size only is the error of leave_one_out at its best G divided by "
+    "its error at the recipe's G. Both errors come from the scaling law. The rest of the recipe is "
+    "ignored."
 )
 TOGETHER_NOTE = (
-    "All intervals are simultaneous 95 % intervals for new questions. The intervals of losses are "
-    "Bonferroni-corrected; the intervals of group sizes follow from a single interval of C3/C1."
+    "The 95 % intervals are for new questions and hold simultaneously. The intervals of losses are "
+    "Bonferroni-corrected. The intervals of group sizes follow from a single interval of C3/C1."
+)
+OVERRIDES_NOTE = (
+    "To measure the loss of a recipe at every G, add its overrides to the command grpo-ustat mse."
 )
 NOT_MEASURED, BY_SIZE = "not measured", "efficiency of the group size only"
 
@@ -164,9 +168,18 @@ def group_size_efficiency(scaling: Scaling, group_size: int, level: float) -> In
 
 
 def tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
-    """Return a table per study with a row per recipe; no table if no efficiency is known."""
+    """Return a table per study with a row per recipe, and a table of the recipes' overrides.
+
+    The list is empty if no efficiency is known.
+    """
     judged = [judged_recipes(rows, study) for study, rows in rows_by_study.items()]
-    return [_table(recipes) for recipes in judged if recipes]
+    efficiencies = [_table(recipes) for recipes in judged if recipes]
+    names = dict.fromkeys(recipe.row.loss for recipes in judged for recipe in recipes)
+    overrides = [[name, " ".join(RECIPES[name].overrides)] for name in names if name in RECIPES]
+    if not overrides:
+        return efficiencies
+    title = "Overrides for the losses of the recipes"
+    return [*efficiencies, Table(title, ["recipe", "overrides"], overrides, [OVERRIDES_NOTE])]
 
 
 def _table(recipes: Sequence[Judged]) -> Table:
@@ -183,22 +196,20 @@ def _table(recipes: Sequence[Judged]) -> Table:
         for recipe in recipes
     ]
     counts = sorted({row.rollouts for row in rows if row.is_measured})
-    update = f" ({' or '.join(map(str, counts))} rollouts in whole groups)" if counts else ""
+    update = f" of {' or '.join(map(str, counts))} rollouts" if counts else ""
     kept = [
-        f"{row.loss}: an update uses {efficiency_text(row.kept)} of the sampled groups; the cost "
-        "of the others is not counted."
+        f"An update of {row.loss} uses {efficiency_text(row.kept)} of the sampled groups. The cost "
+        "of the other groups is not counted."
         for row in rows
         if row.kept is not None
     ]
-    names = [row.loss for row in rows if row.loss in RECIPES]
-    typed = [f"{name.split(' (')[0]}: {' '.join(RECIPES[name].overrides)}" for name in names]
     notes = [
-        "Efficiency: number of rollouts of the unbiased leave-one-out gradient at its best G that "
-        f"are worth one rollout of the recipe, at the first update on a batch{update}. {SIZE_NOTE} "
-        f"{TOGETHER_NOTE}",
+        "The efficiency is the number of rollouts of the unbiased leave-one-out gradient at its "
+        f"best G that are worth one rollout of the recipe, at the first update on a batch{update}.",
+        SIZE_NOTE,
+        TOGETHER_NOTE,
         *kept,
         *not_measured(rows),
-        f"To measure a loss at every G, add its overrides to grpo-ustat mse: {'; '.join(typed)}.",
     ]
     columns = ["recipe", "loss", "G", "efficiency", BY_SIZE, "verdict"]
     return Table("Published recipes on this policy", columns, cells, notes)

@@ -12,11 +12,11 @@ from grpo_ustat.pages.tables import Table, percent
 # Smallest relative reduction of the error that counts as helpful.
 HELPFUL_SAVING = 0.05
 NOTE = (
-    "Change of the error relative to equal groups with the same number of rollouts. Each plan is "
-    "made from one half of the pool and evaluated on the other half, and then the halves are "
-    "swapped. Every prompt gets at least 2 completions. Brackets: 95 % intervals for new prompts, "
-    "simultaneous over the plans in a column. The in-sample row uses the same estimates for "
-    "planning and evaluation, so a real plan saves less."
+    "Numbers are changes of the error relative to equal groups with the same number of rollouts. "
+    "Each plan is made from one half of the pool and evaluated on the other half, and then the "
+    "halves are swapped. Every prompt gets at least 2 completions. Brackets contain 95 % intervals "
+    'for new prompts, which hold simultaneously for the plans in a column. The row "best sizes, in '
+    'sample" uses the same estimates for planning and evaluation, so a real plan saves less.'
 )
 
 
@@ -33,9 +33,14 @@ def sentences(rows: list[AllocationSaving], study: Study) -> list[str]:
     best = min(of_size, key=lambda row: row.change.estimate)
     change, low, high = map(percent, best.change)
     if best.change.high < 0:
-        return [f"Unequal group sizes help (plan: {best.plan}, {change} error [{low}, {high}])."]
-    verb = "do not" if best.change.low > -HELPFUL_SAVING else "are not shown to"
-    return [f"Unequal group sizes {verb} help ({change} error [{low}, {high}])."]
+        return [
+            f"Unequal group sizes help: with the plan {best.plan}, the error changes by {change} "
+            f"[{low}, {high}]."
+        ]
+    finding = "Unequal group sizes do not help"
+    if best.change.low <= -HELPFUL_SAVING:
+        finding = "The data do not show that unequal group sizes help"
+    return [f"{finding}: with the best plan, the error changes by {change} [{low}, {high}]."]
 
 
 def tables(rows_by_study: Mapping[Study, list[AllocationSaving]]) -> list[Table]:

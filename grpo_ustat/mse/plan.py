@@ -22,7 +22,7 @@ def plan(planned: PlannedRun) -> Plan:
         config.model, completions, config.max_completion_length, expected.weights or 0
     )
     notes.append(
-        f"Each of the launch.workers={config.launch.workers} needs this memory."
+        f"Each of the launch.workers={config.launch.workers} processes needs this memory."
         if config.rollout.name == "local"
         else "One process needs this memory; vLLM also uses the share "
         f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization}."

@@ -195,9 +195,9 @@ def noise_text(scale: Interval, rollouts: int) -> str:
             result is "".
         rollouts: Number of rollouts per training step, n.
 
-    >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace(". ", ".\n"))
-    The leave-one-out gradient of 256 rollouts is 95 % noise [92 %, 98 %] (half at n = 5200).
-    Doubling the rollouts gives up to 1.9 times the progress per step.
+    >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace("; ", ";\n"))
+    The leave-one-out gradient of 256 rollouts is 95 % noise [92 %, 98 %];
+    at n = 5200 it is half noise. Doubling the rollouts gives up to 1.9 times the progress per step.
     >>> noise_text(Interval(9, 5, 20), 256).partition(". ")[2]
     'Halving the rollouts keeps 97 % of the progress per step.'
     >>> noise_text(Interval(math.nan, 400, math.inf), 256)
@@ -212,8 +212,8 @@ def noise_text(scale: Interval, rollouts: int) -> str:
     if not math.isfinite(scale.estimate):
         return f"{gradient} is at least {100 * low:.0f} % noise."
     first = (
-        f"{gradient} is {100 * share:.0f} % noise [{100 * low:.0f} %, {100 * high:.0f} %] "
-        f"(half at n = {float(f'{scale.estimate:.2g}'):.0f})."
+        f"{gradient} is {100 * share:.0f} % noise [{100 * low:.0f} %, {100 * high:.0f} %]; "
+        f"at n = {float(f'{scale.estimate:.2g}'):.0f} it is half noise."
     )
     if rollouts > scale.high:
         kept = (rollouts + scale.estimate) / (rollouts + 2 * scale.estimate)

@@ -135,16 +135,16 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
             f" Gaps in {LABELS.get(quantity, quantity)}: at {count} point{'s' * (count > 1)} {why}."
         )
     if any(row["seeds"] > 1 for row in rows):
-        thin = " Thin lines: individual seeds."
+        thin = " Thin lines are individual seeds."
         if len({row["series"] for row in rows}) > MAX_LINES_WITH_SEEDS:
-            thin = " Bands: 95 % t intervals over seeds, conditional on these questions."
+            thin = " Bands are 95 % t intervals over seeds, conditional on these questions."
         return [
-            f"Bold lines: means over seeds, at the steps that all runs of a series share.{thin}"
+            f"Bold lines are means over seeds, at the steps that all runs of a series share.{thin}"
             f"{gstar}{points}"
         ]
     name = next((row["quantity"] for row in rows if row["quantity"] in EVALUATIONS.values()), "")
-    band = f"; band: 95 % interval of {name} for new questions" * bool(name)
-    return [f"One seed{band}.{gstar}{points}"]
+    band = f" The band is the 95 % interval of {name} for new questions." * bool(name)
+    return [f"Each line is a single seed.{band}{gstar}{points}"]
 
 
 def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:

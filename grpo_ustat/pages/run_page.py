@@ -33,7 +33,7 @@ from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.status import duration_text
 from grpo_ustat.terminal.console import warn
 
-PREDICTED_CAPTION = "Lines: predictions; markers: measurements with 95 % intervals"
+PREDICTED_CAPTION = "Predictions (lines) and measurements (markers with 95 % intervals)"
 
 
 def nothing_follows(run: RunRecord) -> str:

@@ -29,7 +29,7 @@ BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
-FEW_SEEDS = "(4 of 5): this cell has 4 seeds, and the largest number of seeds in a cell is 5."
+FEW_SEEDS = "(4 of 5): the cell has 4 seeds; the cell with the most seeds has 5."
 # Mark on a mean that is significantly less than the largest mean.
 LESS = "*"
 
@@ -294,9 +294,9 @@ def accuracy_table(
         title=f"Held-out {name}",
         columns=["", *names],
         rows=_grid(places, names),
-        notes=notes(cells, LESS, f"the {axis.symbol} of a row"),
+        notes=notes(cells, LESS, "in the same row"),
         data=data,
-        figure_notes=notes(cells, "hollow", f"the {axis.symbol} of a line"),
+        figure_notes=notes(cells, "hollow", "on the same line"),
         headings=True,
     )
 
@@ -316,7 +316,7 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {name} by rollouts per step (n) and group size (G)",
         columns=["", *names],
         rows=_grid(places, names),
-        notes=notes(cells, LESS, "the (n, G) of a series"),
+        notes=notes(cells, LESS, "in the same series"),
         data=cells,
         headings=True,
     )
@@ -355,7 +355,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
         title=f"Held-out {quantity} by setting, and difference from the largest mean",
         columns=["", *(names if single else ("setting",)), quantity, "difference", "verdict"],
         rows=rows,
-        notes=notes(cells, LESS, "the settings of one n and G"),
+        notes=notes(cells, LESS, "at the same n and G"),
         data=cells,
         headings=True,
     )
@@ -402,29 +402,33 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
     Args:
         cells: Cells that the table shows.
         mark: Mark on means that are significantly less than the largest mean.
-        among: Words for the cells that are compared with each other.
+        among: Words for the place of the cells that are compared with each other.
     """
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    lines = [f"{questions} test questions; 95 % intervals {_interval_source(cells)}."]
+    quantity = joint_quantity(cell["quantity"] for cell in cells).capitalize()
+    lines = [f"{quantity} is measured on {questions} test questions. {_interval_source(cells)}"]
     if len({cell["quantity"] for cell in cells}) > 1:
         lines.append("Mean reward equals accuracy if all rewards are 0 or 1.")
     compared = [cell for cell in cells if cell["distinct"] is not None]
     if compared:
         kinds = {cell["shared_seeds"] > 1 for cell in compared}
-        pairing = {(True,): "paired on shared seeds", (False,): "not paired"}.get(
-            tuple(kinds), "paired on shared seeds; not paired with one seed"
-        )
+        pairing = "paired by shared seed" if True in kinds else "not paired"
         if any(cell["difference_dof"] for cell in compared):
-            pairing += ", pooled variance"
-        simultaneous = f"Differences have simultaneous 95 % intervals (Bonferroni; {pairing})"
+            pairing += " and use a pooled variance"
+        if len(kinds) > 1:
+            pairing += ", except between two cells with one seed"
+        intervals = (
+            "The 95 % intervals of the differences hold simultaneously (Bonferroni). Differences "
+            f"are {pairing}."
+        )
         if any(cell["decided"] for cell in compared):
             lines.append(
-                f"{mark}: significantly less than the largest mean among {among}. {simultaneous}; "
-                "the largest mean is chosen on the same data."
+                f"{mark}: significantly less than the largest mean {among}. {intervals} The "
+                "largest mean was selected on the same data."
             )
         else:
-            lines.append(f"No significant difference between {among}. {simultaneous}.")
+            lines.append(f"The means {among} do not differ significantly. {intervals}")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
         lines.append("Runs that share fewer than two seeds are not compared (shown as '?').")
     if len({cell["seeds"] for cell in cells}) > 1:
@@ -437,36 +441,42 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
     Args:
         cells: Cells of `BY_LINE`; see `pooled_cells`.
-        among: Words for the cells that are compared with each other.
+        among: Words for the place of the cells that are compared with each other.
     """
     dofs = sorted({cell["dof"] for cell in cells if cell["dof"] is not None})
-    bars = "bars: 95 % intervals for new questions, one seed"
+    bars = "Bars are 95 % intervals for new questions, from one seed."
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
-        bars = f"dots: seeds; bars: 95 % intervals over seeds, pooled variance (t, {dof} dof)"
+        bars = (
+            "Dots are seeds. Bars are 95 % intervals over seeds, with a pooled variance "
+            f"(t, {dof} dof)."
+        )
     difference = ""
     if any(cell["decided"] for cell in cells):
-        difference = "; hollow: significantly less than the largest mean"
+        difference = " Hollow markers are significantly less than the largest mean."
     elif any(not cell["best"] for cell in cells):
-        difference = f"; no significant difference between {among}"
-    return [f"{bars}{difference}."]
+        difference = f" The means {among} do not differ significantly."
+    return [f"{bars}{difference}"]
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
     """Describe the population that the intervals cover: seeds, questions, or a mixture."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
-    over_questions = "for new questions, without variation between training runs (one seed"
+    over_questions = "are for new questions and do not include variation between training runs"
     if not counts:
-        return f"{over_questions})"
+        return f"All cells have one seed. Their 95 % intervals {over_questions}."
     several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    seeds = f"over seeds ({several}), conditional on these questions"
+    seeds = f"The 95 % t intervals are over {several} seeds and conditional on these questions."
     dofs = sorted({cell["dof"] for cell in cells if cell.get("dof") is not None})
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
-        seeds += f", with a variance pooled over the cells of a line and step (t, {dof} degrees of "
-        seeds += "freedom)"
+        seeds += (
+            f" They use a variance with {dof} degrees of freedom, pooled over the cells of each "
+            "line and step."
+        )
     single = [cell for cell in cells if cell["seeds"] == 1]
     if not single:
         return seeds
     sizes = sorted({cell["group_size"] for cell in single})
-    return f"{seeds}; {over_questions}: G = {', '.join(map(str, sizes))})"
+    where = f"one seed (at G = {', '.join(map(str, sizes))})"
+    return f"{seeds} The intervals of cells with {where} {over_questions}."

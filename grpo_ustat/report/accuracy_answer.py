@@ -53,23 +53,23 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
         least = min(of_series, key=lambda cell: cell["mean_reward"])
         step, text = best["step"], _mean_text(best)
         if len(of_series) == 1:
-            sentence = f"held-out {name} at step {step} is {text} at G = {best['group_size']}"
+            sentence = f"held-out {name} at step {step} and G = {best['group_size']} is {text}"
         elif best["decided"]:
             less = [cell for cell in of_series if cell["distinct"]]
             not_different = [cell for cell in of_series if cell["distinct"] is False]
             sentence = (
-                f"held-out {name} at step {step} is largest at {_cell_names([best], several)}, "
-                f"{text}; it is significantly less at {_cell_names(less, several)}"
+                f"held-out {name} at step {step} is largest at {_cell_names([best], several)}: "
+                f"{text}. It is significantly less at {_cell_names(less, several)}"
             )
             if not_different:
                 sentence += (
-                    f" and not significantly different at {_cell_names(not_different, several)}"
+                    f", but not significantly different at {_cell_names(not_different, several)}"
                 )
         else:
             lowest, highest = (_cell_names([cell], several) for cell in (least, best))
             sentence = (
-                f"no significant difference in held-out {name} at step {step} between the "
-                f"{len(of_series)} cells, from {least['mean_reward']:.3f} ({lowest}) to "
+                f"held-out {name} at step {step} does not differ significantly between the "
+                f"{len(of_series)} cells. It ranges from {least['mean_reward']:.3f} ({lowest}) to "
                 f"{best['mean_reward']:.3f} ({highest})"
             )
         sentences.append(f"{budget_name(best)}: {sentence}.")
@@ -107,13 +107,13 @@ def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
         below = [cell["setting"] for cell in family if cell["distinct"]]
         if below:
             sentences.append(
-                f"{where}: held-out {name} is largest with {best['setting']}, "
-                f"{_mean_text(best)}, and significantly less with {', '.join(below)}."
+                f"{where}: held-out {name} is largest with {best['setting']}: "
+                f"{_mean_text(best)}. It is significantly less with {', '.join(below)}."
             )
         else:
             sentences.append(
-                f"{where}: no significant difference in held-out {name} between the "
-                f"{len(family)} settings, from "
+                f"{where}: held-out {name} does not differ significantly between the "
+                f"{len(family)} settings. It ranges from "
                 f"{least['mean_reward']:.3f} ({least['setting']}) to {best['mean_reward']:.3f} "
                 f"({best['setting']})."
             )
@@ -124,7 +124,7 @@ def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
 
 
 def _mean_text(cell: AccuracyCell) -> str:
-    return "{mean_reward:.3f} [{low:.3f}, {high:.3f}] over {over}".format(**cell)
+    return "{mean_reward:.3f} [{low:.3f}, {high:.3f}] (interval over {over})".format(**cell)
 
 
 def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:

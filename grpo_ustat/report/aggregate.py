@@ -275,7 +275,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
     table = accuracy.accuracy_table(cells_at_steps, cells, axis)
     report.tables.append(table)
     gstar, lines = _measured_gstar(report, axis)
-    captions = accuracy.captions(cells_at_steps, f"the {axis.symbol} of a line")
+    captions = accuracy.captions(cells_at_steps, "on the same line")
     accuracy_figure(
         report.folder, table.name, cells_at_steps, rows, axis,
         [*captions, *lines, *report.missing_captions], gstar,
@@ -299,7 +299,7 @@ def _add_best_group_size(report: Report) -> None:
         comparison = best_group_size(report.training, report.studies)
     except (ConfigError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         report.notes.append(
-            f"the report does not test whether G* trains best: {single_line(error, 200)}"
+            f"the report does not test whether G* trains best, because {single_line(error, 200)}"
         )
         return
     report.tables += comparison.tables()
@@ -391,7 +391,10 @@ def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> T
         title=f"Learning, {series}",
         columns=["first -> last step", *(MONITORED.get(name) or name for name in quantities)],
         rows=texts,
-        notes=notes(rows),
+        notes=[
+            "Each cell gives the means over seeds at the first and at the last step that all runs "
+            "of a series share."
+        ],
         data=rows,
         figure_notes=notes(rows),
         headings=True,

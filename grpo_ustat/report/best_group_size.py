@@ -31,7 +31,7 @@ from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import SCALING
 from grpo_ustat.pages.claims import CLAIM_COLUMNS, claim_cells
-from grpo_ustat.pages.tables import Table
+from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell, accuracy_cells
 from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign_flip_p_value
@@ -211,7 +211,13 @@ class Comparison:
                 mean = "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
                 error = f"{row['predicted_error_ratio']:.3g}"
                 rows.append([f"n={row['n']}", row["group_size"], error, mean, difference, verdict])
-        columns = ["", "G", "predicted error\nover the least", f"held-out {quantity}", "difference"]
+        columns = [
+            "",
+            "G",
+            "predicted error\nrelative to\nthe least",
+            f"held-out {quantity}",
+            "difference",
+        ]
         claims = [asdict(claim) for claim in self.claims]
         return [
             Table(
@@ -219,9 +225,9 @@ class Comparison:
                 title=f"Does G* = {self.start.gstar_text} train best? Held-out {quantity}, {MEAN}",
                 columns=[*columns, "verdict"],
                 rows=rows,
-                notes=["Intervals are over seeds, conditional on the test questions. Differences "
-                       "from the largest mean are paired on seeds and have simultaneous 95 % "
-                       "intervals over G (Bonferroni)."],
+                notes=["The 95 % intervals are over seeds and conditional on the test questions. "
+                       "Differences from the largest mean are paired by seed. Their intervals hold "
+                       "simultaneously for all G (Bonferroni)."],
                 data=self.rows,
                 headings=True,
             ),
@@ -230,7 +236,7 @@ class Comparison:
                 title="The scaling law in training, predicted and measured",
                 columns=CLAIM_COLUMNS,
                 rows=[[cell or "-" for cell in claim_cells(claim)] for claim in claims],
-                notes=["best_group_size_claims.csv explains how each claim is decided."],
+                notes=["The file best_group_size_claims.csv explains how each claim is decided."],
                 data=[{k: x for k, x in row.items() if k != "alternatives"} for row in claims],
                 headings=True,
                 sentences=("severity",),
@@ -383,7 +389,7 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
     correlation = rank_correlation(budget.mean_SG, error_G)
     correlation_S = [rank_correlation(seed_G[None], error_G).estimate for seed_G in budget.mean_SG]
     return Claim(
-        what=f"rank correlation over G between minus the error and {budget.quantity}, "
+        what=f"rank correlation over G between {budget.quantity} and the negative predicted error, "
         f"n = {budget.rollouts}",
         predicted="> 0",
         measured=correlation.estimate,
@@ -402,7 +408,7 @@ def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
     """Name the best G, the G that are not significantly different from it, and the other G."""
     not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
-        f"the best G is {budget.best(outcome)}; not significantly different from it: "
+        f"best G: {budget.best(outcome)}; not significantly different from it: "
         f"{comma_list(not_different) or 'no other G'}; significantly different: "
         f"{comma_list(budget.distinct(outcome)) or 'no G'}"
     )
@@ -411,16 +417,16 @@ def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
 def _answer(budgets: Sequence[BudgetResult], start: Start) -> str:
     predicted = start.nearest(budgets[0].sizes)
     words = {
-        AGREES: "is not significantly different from the best",
-        DISAGREES: "is significantly different from the best",
+        AGREES: "is not significantly different from the best G",
+        DISAGREES: "is significantly different from the best G",
         OPEN: "cannot be tested, because no G is significantly different from the best",
     }
     sentences = [
-        f"at n = {budget.rollouts} it {words[budget.verdict(predicted)]} "
-        f"({_compared_sizes(budget)})"
+        f"At n = {budget.rollouts} this G {words[budget.verdict(predicted)]} "
+        f"({_compared_sizes(budget)})."
         for budget in budgets
     ]
-    return f"G* = {start.gstar_text} predicts G = {predicted}: {'; '.join(sentences)}."
+    return f"G* = {start.gstar_text} predicts G = {predicted}. {' '.join(sentences)}"
 
 
 def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: Start) -> list[str]:
@@ -428,42 +434,42 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     before = float(np.mean([run.evals[0]["mean_reward"] for run in runs]))
     quantity = joint_quantity(row["quantity"] for run in runs for row in run.evals)
     optimizer = config["optimizer"]["name"]
-    ends = sorted({nearest(end, sizes) for end in start.gstar})
-    prompts = ", ".join(
-        f"{budget.rollouts // budget.sizes[0]} to {budget.rollouts // budget.sizes[-1]} "
-        f"at n = {budget.rollouts}"
+    ends = [str(size) for size in sorted({nearest(end, sizes) for end in start.gstar})]
+    prompts = "; ".join(
+        f"at n = {budget.rollouts} this falls from {budget.rollouts // budget.sizes[0]} "
+        f"(G = {budget.sizes[0]}) to {budget.rollouts // budget.sizes[-1]} (G = {budget.sizes[-1]})"
         for budget in budgets
     )
     lower = {
         budget.rollouts: [c["group_size"] for c in budget.cells[MEAN] if c["mean_reward"] < before]
         for budget in budgets
     }
-    below = "; ".join(
-        f"at n = {n} for {f'G = {comma_list(g)}' if g else 'no G'}" for n, g in lower.items()
+    below = " ".join(
+        f"At n = {n} the mean after step 0 is lower for {f'G = {comma_list(g)}' if g else 'no G'}."
+        for n, g in lower.items()
     )
     notes = [
         f"{quantity.capitalize()} is measured with {config['eval']['decoding'][0]} completions on "
-        f"{runs[0].evals[-1]['n']} test questions; intervals are over seeds, conditional on "
-        "these questions. C1, C2, C3 are measured on the study questions; their intervals are for "
-        "new questions. Training draws from the train questions.",
-        f"For the estimate and interval ends of G*, the predicted G (of {comma_list(sizes)}) is "
-        f"{comma_list(ends)}.",
-        "C1, C2, C3 are measured before training and change during training. The theorem on the "
-        "gap assumes a policy near a maximiser and learning rates c/t; these runs are at the "
-        "beginning of training with a constant learning rate, the same for all G and n.",
-        f"A step has n / G prompts: {prompts}. Prompts are drawn without replacement, which shifts "
+        f"{runs[0].evals[-1]['n']} test questions. Its intervals are over seeds and conditional on "
+        "these questions. C1, C2 and C3 are measured on the study questions. Their intervals are "
+        "for new questions. Training uses the train questions.",
+        f"The estimate of G* and the ends of its interval predict G = {enumeration(ends, 'or')} "
+        f"among the trained G ({comma_list(sizes)}).",
+        "C1, C2 and C3 are measured before training and change during training. The theorem on the "
+        "gap assumes a policy near a maximiser and learning rates c/t. These runs are at the "
+        "beginning of training, and all G and n have the same constant learning rate.",
+        f"A step has n / G prompts; {prompts}. Prompts are drawn without replacement, which shifts "
         "the error of all G equally.",
         *(
-            f"With only the {LAST} at n = {budget.rollouts}: {_compared_sizes(budget, LAST)}; the "
-            f"verdict on the prediction: {budget.verdict(start.nearest(sizes), LAST)}."
+            f"With only the {LAST} at n = {budget.rollouts}, the verdict on the prediction is "
+            f'"{budget.verdict(start.nearest(sizes), LAST)}" ({_compared_sizes(budget, LAST)}).'
             for budget in budgets
         ),
-        f"Held-out {quantity} was {before:.3f} before training; the mean after step 0 is "
-        f"lower {below}.",
+        f"Held-out {quantity} was {before:.3f} before training. {below}",
     ]
     if optimizer != "sgd":
         notes.append(
-            f"The theory assumes the update theta + eta g; {optimizer} scales each coordinate by "
-            "its noise."
+            f"The theory assumes the update theta + eta g, but {optimizer} scales each "
+            "coordinate by its noise."
         )
     return notes

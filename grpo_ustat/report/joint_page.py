@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,8 @@ def page(report: Report) -> Page:
             caption = " ".join(table.figure_notes)
             table_figures[table.name] = Figure(table.title, svg, caption, f"{table.name}.csv")
     tables = {table.name: table for table in report.tables}
+    # The page shows the report's notes above the tables.
+    tables["runs"] = replace(tables["runs"], notes=tables["runs"].notes[:1])
     overview, lead = tables.pop("theorems", None), None
     if overview is None and table_figures:
         # The first table that has a figure contains the main result, so both are at the top.

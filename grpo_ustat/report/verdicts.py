@@ -67,7 +67,7 @@ def theorems_table(tested: Sequence[RunRecord]) -> Table:
         title="Theoretical results and their tests",
         columns=["result", "about", "test problem", *COUNT_WORDS.values(), "verdict", "answer"],
         rows=rows,
-        notes=[RULE, f"{', '.join(COUNT_WORDS.values())}: numbers of claims."],
+        notes=[RULE, f"The columns {enumeration([*COUNT_WORDS.values()])} count claims."],
         data=data,
         headings=True,
         sentences=("about", "answer"),
@@ -90,11 +90,11 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
         title="All claims, predicted and measured",
         columns=["theorem", *CLAIM_COLUMNS],
         rows=rows,
-        notes=["A claim without an interval was enumerated or compared as a single number. p: "
-               "uncorrected p-value, in brackets with Holm's correction over the run's claims. A "
-               "claim disagrees if the corrected p-value is at most 0.05. Severity: other outcomes "
-               "that would also count as agreement. claims.csv and the page of each run "
-               "explain how a claim is decided."],
+        notes=["A claim without an interval was enumerated or compared as a single number. p is "
+               "the uncorrected p-value; the number in brackets has Holm's correction over the "
+               "run's claims. A claim disagrees if the corrected p-value is at most 0.05. "
+               "Severity names other outcomes that would also count as agreement. The file "
+               "claims.csv and the page of each run explain how a claim is decided."],
         data=data,
         headings=True,
         sentences=("claim", "severity"),

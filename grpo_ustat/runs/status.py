@@ -43,9 +43,9 @@ COLOURS = {
 }  # fmt: skip
 # Captions of the status table, by command.
 CAPTIONS = {
-    "train": "held-out {} with 95 % intervals for new questions",
-    "mse": "the policy's {} and its best G, with 95 % intervals for new questions{}",
-    "gap": "numbers of predictions that agree with measurement, disagree, or are not decided",
+    "train": "The {} is held-out; its 95 % intervals are for new questions.",
+    "mse": "The 95 % intervals of the policy's {} and of G* are for new questions{}.",
+    "gap": "Numbers count predictions that agree with measurement, disagree or are not decided.",
 }
 
 
@@ -175,7 +175,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
         scope = f", or for the given questions if fewer than {MIN_QUESTIONS}"
     table = Table(
         title=str(sweep.file),
-        caption=f"{runs}: {summary}; {CAPTIONS[sweep.command].format(name, scope)}",
+        caption=f"{runs}: {summary}. {CAPTIONS[sweep.command].format(name, scope)}",
         box=SIMPLE_HEAD,
         pad_edge=False,
         caption_justify="left",

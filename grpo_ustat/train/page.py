@@ -50,7 +50,7 @@ def title(run: RunRecord) -> str:
 
 
 def answer(run: RunRecord) -> str:
-    """Return the change of held-out accuracy or mean reward, in one sentence."""
+    """Return the change of held-out accuracy or mean reward."""
 
     def mean(row: dict[str, Any]) -> str:
         return "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
@@ -61,7 +61,7 @@ def answer(run: RunRecord) -> str:
     first, last = run.evals[0], run.evals[-1]
     name = last["quantity"]
     setting = (
-        f"{last['step']} steps of {run.value('budget.rollouts')} rollouts, "
+        f"{last['step']} steps of {run.value('budget.rollouts')} rollouts with "
         f"G = {run.value('group_size')}"
     )
     if run.result is None:
@@ -69,9 +69,9 @@ def answer(run: RunRecord) -> str:
         return f"{progress}: held-out {name} {change} {mean(last)} after {setting}."
     gain, low, high = (run.result[f"gain{end}"] for end in ("", "_low", "_high"))
     return (
-        f"Held-out {name} went from {mean(first)} to {mean(last)} in {setting} (paired "
-        f"difference {gain:+.3f} [{low:+.3f}, {high:+.3f}]; the same {last['n']} questions, "
-        f"{last['decoding']})."
+        f"Held-out {name} went from {mean(first)} to {mean(last)} in {setting}. The paired "
+        f"difference is {gain:+.3f} [{low:+.3f}, {high:+.3f}] on the same {last['n']} questions "
+        f"({last['decoding']})."
     )
 
 
@@ -98,7 +98,7 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
     return [
         ("Objective", as_cell(value("objective.name"))),
         ("Baseline", as_cell(value("baseline.name"))),
-        ("Rollouts a step", rollouts_per_step),
+        ("Rollouts per step", rollouts_per_step),
         ("Steps", f"{steps_done(run)} of {value('max_steps')}"),
         ("Optimizer", f"{value('optimizer.name')}, learning rate {value('learning_rate')}"),
         ("Sampling", f"temperature {value('temperature')}, at most "
@@ -140,13 +140,19 @@ def tables(run: RunRecord) -> list[Table]:
             }
             for row in (monitored[place] for place in places)
         ]
-        note = "Computed from a step's groups before its update; 95 % intervals over prompts."
+        note = (
+            "Numbers are computed from a step's groups before its update. The 95 % intervals are "
+            "over prompts."
+        )
         tables.append(rows_table("Best group size and error of the gradient", rows, note))
     if run.metrics:
         places = spaced(len(run.metrics), MAX_STEPS)
         steps = [run.metrics[place] for place in places]
         rows = [{METRICS[k]: row.get(k) for k in METRICS if k in row} for row in steps]
-        note = f"{len(steps)} of {len(run.metrics)} steps; metrics.jsonl contains all steps."
+        note = (
+            f"The table shows {len(steps)} of {len(run.metrics)} steps. The file metrics.jsonl "
+            "contains all steps."
+        )
         tables.append(rows_table("Steps", rows, note))
     return tables
 
@@ -174,8 +180,9 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], all_pass_at: bool = True
         for row in rows
     ]
     note = (
-        "95 % intervals for new questions. cut: share of completions that reached "
-        "max_completion_length; no answer: share of completions without a readable answer."
+        "The 95 % intervals are for new questions. The column cut is the share of completions that "
+        "reached max_completion_length. The column no answer is the share without a readable "
+        "answer."
     )
     return rows_table(f"Held-out {name}", cells, note)
 

@@ -311,9 +311,9 @@ def train_result(
     greedy = last["decoding"] == "greedy"
     decoding = "greedy" if greedy else f"sampled at temperature {config.temperature}"
     summary = (
-        f"Held-out {last['quantity']} {first['mean_reward']:.3f} -> {last['mean_reward']:.3f}, "
-        f"paired difference {gain.estimate:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] on the same "
-        f"{last['n']} questions, {decoding}."
+        f"Held-out {last['quantity']} went from {first['mean_reward']:.3f} to "
+        f"{last['mean_reward']:.3f}. The paired difference is {gain.estimate:+.3f} "
+        f"[{gain.low:+.3f}, {gain.high:+.3f}] on the same {last['n']} questions ({decoding})."
     )
     if progress.alarms:
         alarms = ", ".join(

@@ -83,7 +83,7 @@ def test_an_option_has_its_default_unless_it_is_set(site, tmp_path):
         first, second = results.values()
         assert first.parents[1].name == second.parents[1].name
         told = readme.run([*commands()[1], "+baseline.options.size=1"], tmp_path, site)[1]
-        assert "options of baseline median: unknown size; it takes shift" in told
+        assert "options of baseline median: unknown size; the options are shift" in told
         given = (
             "+baseline_options.median.shift=2",
             "+baseline_options.median={shift:2.0}",

@@ -494,7 +494,7 @@ def test_options_are_exactly_the_rules():
     z = np.array([[1.0, 0.0]])
     with pytest.raises(ValueError, match="group_std: .*epsilon"):
         advantages("group_std", z, BaselineContext())
-    with pytest.raises(ValueError, match="none: unknown epsilon; it takes none"):
+    with pytest.raises(ValueError, match="none: unknown epsilon; it has no options"):
         advantages("none", z, BaselineContext(), {"epsilon": 1.0})
     with pytest.raises(ValueError, match="at least 2 completions, got group_size"):
         advantages("opo", z[:, :1], BaselineContext())

@@ -91,18 +91,18 @@ def test_one_rollout_has_no_group():
         (64,
          "At 64 rollouts per step, use G = 4: its error is within 5 % of the minimum. The "
          "error is 44 % [26 %, 54 %] larger at G = 2 and 25 % [18 %, 40 %] larger at G = 8. "
-         "The leave-one-out gradient of 64 rollouts is 92 % noise [89 %, 94 %] (half at n = "
-         "770). Doubling the rollouts gives up to 1.9 times the progress per step."),
+         "The leave-one-out gradient of 64 rollouts is 92 % noise [89 %, 94 %]; at n = 770 "
+         "it is half noise. Doubling the rollouts gives up to 1.9 times the progress per step."),
         (10,
          "At 10 rollouts per step, use G = 5: its error is within 5 % of the minimum. The "
          "error is 41 % [18 %, 54 %] larger at G = 2 and 41 % [33 %, 54 %] larger at G = 10. "
-         "The leave-one-out gradient of 10 rollouts is 99 % noise [98 %, 99 %] (half at n = "
-         "770). Doubling the rollouts gives up to 2.0 times the progress per step."),
+         "The leave-one-out gradient of 10 rollouts is 99 % noise [98 %, 99 %]; at n = 770 "
+         "it is half noise. Doubling the rollouts gives up to 2.0 times the progress per step."),
         (97,
          "Only G = 97 divides 97. At 104 rollouts per step, use G = 4: its error is within 5 "
          "% of the minimum. The error is 44 % [26 %, 54 %] larger at G = 2 and 25 % [18 %, "
          "40 %] larger at G = 8. The leave-one-out gradient of 97 rollouts is 89 % noise [84 "
-         "%, 91 %] (half at n = 770). Doubling the rollouts gives up to 1.8 times the "
+         "%, 91 %]; at n = 770 it is half noise. Doubling the rollouts gives up to 1.8 times the "
          "progress per step."),
     ],
 )  # fmt: skip
@@ -131,13 +131,14 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     "scaling, sentence",
     [
         ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist()},
-         "The best G is at least 3.5; half of such studies find it with 450 questions (now 100)."),
+         "The best G is at least 3.5; half of all similar studies find it with 450 questions. "
+         "This study has 100 questions."),
         ({"gstar_high": None, "gstar_low": 1.0, "covariance": None},
-         "Not enough data for a best G: the number of questions needed is not known yet "
-         "(now 100)."),
+         "Not enough data for a best G: the number of questions needed is not known yet. "
+         "This study has 100 questions."),
         ({"gstar_high": None, "gstar_low": None, "covariance": np.diag([9.0, 1, 1]).tolist()},
-         "Not enough data for a best G: half of such studies find it with 19000 questions "
-         "(now 100)."),
+         "Not enough data for a best G: half of all similar studies find it with 19000 "
+         "questions. This study has 100 questions."),
     ],
 )  # fmt: skip
 def test_where_the_data_do_not_say_it_is_said_how_much_is_missing(scaling, sentence):
@@ -321,12 +322,12 @@ NOISE = {
 @pytest.mark.parametrize(
     "size, sentence",
     [
-        (None, "75 % noise [67 %, 80 %] (half at n = 770). Doubling the rollouts gives up to "
-         "1.6 times the progress per step."),
-        (8, "80 % noise [28 %, 100 %] (half at n = 1000). Doubling the rollouts gives up to "
-         "1.7 times the progress per step."),
-        (50, "3 % noise [2 %, 7 %] (half at n = 9). Halving the rollouts keeps 97 % of the "
-         "progress per step."),
+        (None, "75 % noise [67 %, 80 %]; at n = 770 it is half noise. Doubling the rollouts "
+         "gives up to 1.6 times the progress per step."),
+        (8, "80 % noise [28 %, 100 %]; at n = 1000 it is half noise. Doubling the rollouts "
+         "gives up to 1.7 times the progress per step."),
+        (50, "3 % noise [2 %, 7 %]; at n = 9 it is half noise. Halving the rollouts keeps 97 % "
+         "of the progress per step."),
     ],
 )  # fmt: skip
 def test_the_noise_of_a_step_is_said_with_what_more_rollouts_gain(size, sentence):
@@ -391,7 +392,8 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
     ]
     text = training_noise_sentence(rows, 4, 90)
     start = (
-        "The leave-one-out gradient of 90 rollouts is 50 % noise [50 %, 50 %] (half at n = 90). "
+        "The leave-one-out gradient of 90 rollouts is 50 % noise [50 %, 50 %]; at n = 90 it is "
+        "half noise. "
     )
     assert text.startswith(start)
     assert text.endswith("(Mean over steps 3 to 6.)")
@@ -406,18 +408,18 @@ def said(result):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({}, "Assumption 2 fails: wrong answers have larger gradients; GRPO beats vanilla here "
+        ({}, "Assumption 2 fails: wrong answers have larger gradients. GRPO beats vanilla here "
          "for G > 3.0 [2.5, 5.5]."),
         ({"av_minus_a0_low": 1.0, "av_minus_a0_high": 3.0},
          "Assumption 2 fails: wrong answers have larger gradients, so vanilla beats GRPO "
          "here."),
         ({"corr_high": 0.1, "av_minus_a0_high": 1.0},
-         "Assumption 2 fails, in different directions for different prompts; the data do not "
+         "Assumption 2 fails, in different directions for different prompts. The data do not "
          "show whether vanilla or GRPO is better."),
         ({"refuted": False},
-         "Assumption 2 is not refuted; GRPO beats vanilla here for G > 3.0 [2.5, 5.5]."),
+         "Assumption 2 is not refuted. GRPO beats vanilla here for G > 3.0 [2.5, 5.5]."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6, "av_minus_a0_high": 1.0},
-         "Assumption 2 fails: right answers have larger gradients; the data do not show "
+         "Assumption 2 fails: right answers have larger gradients. The data do not show "
          "whether vanilla or GRPO is better."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
          "Assumption 2 fails: right answers have larger gradients, so GRPO beats vanilla here "

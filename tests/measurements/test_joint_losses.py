@@ -84,14 +84,14 @@ SENTENCES = {
     "several": (
         {"x": ("tiny", "grpo", OF_A), "y": ("tiny", "dapo", [*OF_B, loss_row("c", 8, **UNDECIDED)]),
          "z": ("tiny_direct", "grpo", OF_A[:1])},
-        "At G = 4 or 8 the relative efficiency is 0.90 [0.80, 1.00] (a on tiny, bare) to 1.30 "
-        "[1.20, 1.40] (b on tiny, bare), against the unbiased gradient at the same G; not "
-        "decided: 1 of 4.",
+        "At G = 4 or 8 the relative efficiency against the unbiased gradient at the same G is 0.90 "
+        "[0.80, 1.00] (a on tiny, bare) to 1.30 [1.20, 1.40] (b on tiny, bare). 1 of 4 "
+        "efficiencies are not decided.",
     ),
     "one": (
         {"x": ("tiny", "grpo", OF_A)},
-        "At G = 8 the relative efficiency is 0.90 [0.80, 1.00] (a), against the unbiased gradient "
-        "at the same G.",
+        "At G = 8 the relative efficiency against the unbiased gradient at the same G is 0.90 "
+        "[0.80, 1.00] (a).",
     ),
     "none": (
         {"x": ("tiny", "grpo", [loss_row("c", 8, **UNDECIDED), loss_row("d", 8, **UNDECIDED)])},
@@ -113,7 +113,7 @@ def test_a_report_of_a_sweep_over_losses(tmp_path, capsys):
     home = tmp_path / "report"
     report_runs([str(tmp_path / "runs")], home, None)
     said = capsys.readouterr().out
-    assert said.count("At G = 8 the relative efficiency is") == 1
+    assert said.count("At G = 8 the relative efficiency against") == 1
     with (home / "losses.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["run"], row["loss"], row["group_size"]) for row in rows] == [

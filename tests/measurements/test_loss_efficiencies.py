@@ -53,7 +53,7 @@ ANSWERS = {
     "unbiased": (
         [loss_row("sum", 4, unbiased_direction=True, best=True, loss_type="sum",
                   baseline="leave_one_out")],
-        ["G = 4", "minus the mean of the rest of the group, sum over tokens", "is unbiased"],
+        ["G = 4", "reward minus the mean of the rest of the group, sum over tokens", "is unbiased"],
     ),
     "replaced groups": (
         [loss_row("dapo", 8, zero_variance_groups="replace", kept=0.5, kept_low=0.4,
@@ -87,9 +87,12 @@ def test_losses_of_which_the_same_is_said_share_a_sentence():
     losses[1] = losses[1] | {"loss_type": "grpo"}
     one, other = efficiency_sentences(efficiencies(*losses))
     assert (
-        "the relative efficiency of a or c (divided by the group std, mean over the update's" in one
+        "the relative efficiency of a or c (advantage divided by the group std, mean over the"
+        in one
     )
-    assert "the relative efficiency of b (divided by the group std, mean over each" in other
+    assert (
+        "the relative efficiency of b (advantage divided by the group std, mean over each" in other
+    )
 
 
 def test_a_study_without_losses_shows_nothing(tmp_path):
@@ -114,7 +117,7 @@ def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
     ]
     reason = "because these questions do not determine the direction."
     assert table.notes[1:] == [
-        "*: significantly lower than at the best G of the same loss.",
+        "* marks an efficiency significantly lower than at the best G of the same loss.",
         f"Not decided at any G: undecided, {reason}",
         f"Not decided at G = 4: partly, {reason}",
         "Not measured at G = 16: too few.",
@@ -148,7 +151,7 @@ def test_details_have_both_worths_direction_and_noise_of_each_loss_at_each_size(
               loss_row("sum", 8, unbiased_direction=True),
               refused_loss("absent", 8, "no")]  # fmt: skip
     *_, table = efficiency_tables(efficiencies(*losses))
-    words = "divided by the group std, mean over the update's tokens"
+    words = "advantage divided by the group std, mean over the update's tokens"
     assert table.rows[0] == [
         "decided", words, "8", "0.90 [0.80, 1.00]", "0.45 [0.40, 0.50]", "0.900 [0.800, 0.950]",
         "0.80 [0.70, 0.90]",

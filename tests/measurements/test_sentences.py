@@ -29,9 +29,19 @@ def test_dynamic_sampling_does_not_pay_where_it_saves_next_to_nothing(high, said
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ((-0.1, -0.2, -0.05), "help (plan: p(1-p), -10 % error [-20 %, -5 %])."),
-        ((0.02, -0.01, 0.05), "do not help (+2 % error [-1 %, +5 %])."),
-        ((0.02, -0.2, 0.3), "are not shown to help (+2 % error [-20 %, +30 %])."),
+        (
+            (-0.1, -0.2, -0.05),
+            "Unequal group sizes help: with the plan p(1-p), the error changes by -10 %",
+        ),
+        (
+            (0.02, -0.01, 0.05),
+            "Unequal group sizes do not help: with the best plan, the error changes by +2 %",
+        ),
+        (
+            (0.02, -0.2, 0.3),
+            "The data do not show that unequal group sizes help: with the best plan, the error "
+            "changes by +2 %",
+        ),
     ],
 )
 def test_unequal_groups_are_said_with_a_verdict(change, sentence):
@@ -41,5 +51,6 @@ def test_unequal_groups_are_said_with_a_verdict(change, sentence):
         AllocationSaving("p(1-p)", 8, Interval(*change), None),
         AllocationSaving("unknown", 8, UNDETERMINED, None),
     ]
-    assert unequal_groups.sentences(rows, None) == [f"Unequal group sizes {sentence}"]
+    interval = "[{:+.0f} %, {:+.0f} %]".format(*(100 * x for x in change[1:]))
+    assert unequal_groups.sentences(rows, None) == [f"{sentence} {interval}."]
     assert unequal_groups.sentences([], None) == unequal_groups.sentences(rows[:1], None) == []

@@ -122,7 +122,7 @@ def test_rewards_other_than_0_and_1_have_a_mean_reward_and_no_accuracy(tmp_path,
     both = [Study(RunRecord(tmp_path / name, name)) for name in ("a", "b")]
     for runs, quantity in ((both[:1], "accuracy"), (both, "mean reward")):
         assert group_size.joint_table(runs, ()).columns[1] == quantity
-        assert f"Intervals of {quantity} are for new" in " ".join(
+        assert f"intervals of {quantity} are for new" in " ".join(
             errors.joint_table(runs, ()).notes
         )
 
@@ -139,15 +139,15 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     run, other = RunRecord(folder, "a"), Study(RunRecord(study(tmp_path / "b")[0], "b"))
     one = Study(run)
     table = errors.curve_tables({one: one.need(errors.CURVES)})[0]
-    assert f"averaged over {batch} (" in table.title and f"({scope})" in table.notes[0]
+    assert f"averaged over {batch} (" in table.title and f"(interval {scope})" in table.notes[0]
     assert facts(run)[0][1] == f"0.500 [0.400, 0.600], {scope}"
     law = next(table for table in tables(run) if "Scaling law" in table.title)
-    assert law.notes[0] == f"95 % intervals {scope}."
-    assert f"Intervals of accuracy are {scope}." in errors.joint_table([one], ()).notes[0]
+    assert law.notes[0] == f"The 95 % intervals are {scope}."
+    assert f"intervals of accuracy are {scope}." in errors.joint_table([one], ()).notes[0]
     if questions < 4:
         both = "for new questions or for these questions (fewer than 4)"
         assert (
-            f"95 % intervals {both}, from one seed per study."
+            f"The 95 % intervals are {both}. Each study has one seed."
             in group_size.joint_table([one, other], ()).notes
         )
         assert "these questions" in group_size.interval_note(one)

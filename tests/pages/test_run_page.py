@@ -122,7 +122,7 @@ def test_page_of_a_finished_training_run(tmp_path):
     cut, left_out = page.notes
     assert cut.startswith("WARNING: 10%") and left_out.startswith("WARNING: 7 questions")
     facts = dict(page.facts)
-    assert facts["Rollouts a step"] == "64 = 8 prompts x G = 8"
+    assert facts["Rollouts per step"] == "64 = 8 prompts x G = 8"
     assert facts["Started"] == "2 times; resumed from step 2"
     assert facts["Alarms"] == "no_signal in 2 steps"
     assert facts["Commit"].startswith("f" * 40 + ", with 2 lines")
@@ -208,7 +208,7 @@ def test_page_of_a_study(tmp_path):
     law = by_title["Scaling law and Assumption 2"]
     vanilla = "vanilla (no baseline)"
     assert curves.rows == [[vanilla, 2, "4.00 [3.50, 4.50]"], [vanilla, 4, "2.00 (no interval)"]]
-    assert "method: closed_form" in curves.notes[0]
+    assert "method = closed_form" in curves.notes[0]
     assert law.notes[1:] == ["not above 0"]
     assert law.rows[0] == ["C1", 1.0, 0.5, 2.0]
     assert dict(page.facts)["Answers that could not be judged"] == 3

@@ -67,7 +67,7 @@ def test_predictions_stand_beside_measurements(folder):
 def test_a_study_that_enumerates_says_so(tmp_path):
     result = RESULT | {"problem": {}, "cost": {"rollouts": 0, "seconds": 0.5}}
     page = page_of(folder_of(tmp_path, CONFIG, result))
-    assert dict(page.facts)["Completions drawn"] == "0: enumerated"
+    assert dict(page.facts)["Completions drawn"] == "none (all outcomes were enumerated)"
 
 
 def test_an_unfinished_study_says_so(tmp_path):

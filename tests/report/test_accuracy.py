@@ -139,17 +139,17 @@ def test_equal_sizes_are_seldom_told_apart(seeds, rng):
 
 def test_captions_name_the_number_of_seeds():
     def said(rows):
-        return " ".join(notes(accuracy_cells(rows), LESS, "the G of a row"))
+        return " ".join(notes(accuracy_cells(rows), LESS, "in the same row"))
 
     five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
     one = [row(16, 0, 0.2), row(32, 0, 0.1)]
-    assert "seeds (5)" in said(five) and "one seed" not in said(five)
+    assert "over 5 seeds" in said(five) and "one seed" not in said(five)
     cells = pooled_cells(accuracy_cells(one))
-    assert "one seed; hollow" in captions(cells, "the G of a line")[0]
+    assert "one seed. Hollow" in captions(cells, "on the same line")[0]
     alike = [cell | {"decided": False} for cell in cells]
-    assert "ring" not in captions(alike, "the G of a line")[0]
-    assert "seeds (" not in said(one) and "not paired)" in said(one)
-    assert "seeds (5)" in said(five + one) and "(one seed: G = 16, 32)" in said(five + one)
+    assert "Hollow" not in captions(alike, "on the same line")[0]
+    assert "seeds and" not in said(one) and "not paired." in said(one)
+    assert "over 5 seeds" in said(five + one) and "one seed (at G = 16, 32)" in said(five + one)
 
 
 def test_seeds_that_are_all_alike_keep_the_width_of_their_rounding():

@@ -107,8 +107,8 @@ def test_where_nothing_differs_nothing_is_best(tmp_path, undrawn, capsys):
             trained(tmp_path / f"runs/{name}/{seed}", 4, seed, final, changes=changes)
     report_runs([str(tmp_path / "runs")], tmp_path / "joint", None)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "no significant difference" in printed
-    assert "largest at" not in printed and "*" not in printed.split("No significant")[0]
+    assert "does not differ significantly" in printed
+    assert "largest at" not in printed and "*" not in printed.split("The means at")[0]
 
 
 def test_of_several_sizes_and_settings_each_has_figures_of_learning(tmp_path, undrawn):

@@ -162,10 +162,8 @@ def check_options(name: str, options: Mapping[str, float]) -> None:
     }
     if any(faults.values()):
         wrong = [f"{word} {', '.join(names)}" for word, names in faults.items() if names]
-        raise ValueError(
-            f"options of baseline {name}: {'; '.join(wrong)}; "
-            f"it takes {', '.join(names) if names else 'none'}"
-        )
+        allowed = f"the options are {', '.join(names)}" if names else "it has no options"
+        raise ValueError(f"options of baseline {name}: {'; '.join(wrong)}; {allowed}")
 
 
 def check_shape(name: str, num_prompts: int, group_size: int) -> None:
