@@ -53,10 +53,10 @@ def test_the_weighted_rule_is_exact_near_the_maximiser_and_the_plain_rule_fails_
     for kind in ("n", "G"):
         plain, styled = (by_name[name, kind] for name in names)
         assert len(plain) == len(styled) == 6
-        for one, other in zip(plain, styled, strict=True):
-            assert other.exact == pytest.approx(one.exact, rel=1e-6)
-            assert other.weighted == pytest.approx(one.weighted, rel=1e-9)
-            assert one.rule == pytest.approx(one.weighted, rel=1e-9)
+        for base, noisy in zip(plain, styled, strict=True):
+            assert noisy.exact == pytest.approx(base.exact, rel=1e-6)
+            assert noisy.weighted == pytest.approx(base.weighted, rel=1e-9)
+            assert base.rule == pytest.approx(base.weighted, rel=1e-9)
     near = [c for changes in by_name.values() for c in changes if c.distance == "near"]
     assert max(c.errors[1] for c in near) < 0.01
     # The best rate falls to about half if G rises from 2 to 8; the rule lets it grow.
