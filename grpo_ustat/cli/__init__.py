@@ -1,1 +1,1 @@
-"""Command lines: from what is typed to checked runs; sweeps, help, completion, messages."""
+"""Command lines: parsing, checks, sweeps, help, shell completion and error messages."""

@@ -15,7 +15,7 @@ from grpo_ustat.launch.command import Command, without_garbage_collection
 from grpo_ustat.runs.faults import NotSaved, fault_line
 from grpo_ustat.terminal.streams import tell
 
-# Imports that the help and refused command lines do not need are placed where they are used.
+# Imports that are not needed for the help or for refused command lines are local.
 if TYPE_CHECKING:
     from grpo_ustat.cli.compose import Invocation
     from grpo_ustat.runs.status import PlannedRun
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def main(command: Command) -> None:
     """Compose `conf/<name>.yaml`, check it, and start the run or the runs of a sweep.
 
-    All checks of all runs happen before the first job starts. A refusal is one line with exit code
-    2. A run that fails later does not end its sweep.
+    All runs are checked before the first job starts. A refused command line gives a one-line error
+    and exit code 2. A run that fails later does not end its sweep.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -55,12 +55,12 @@ def main(command: Command) -> None:
         _exit(error)
     except KeyboardInterrupt:
         if is_main():
-            tell("interrupted; the same command continues from there", file=sys.stderr)
+            tell("interrupted; the same command resumes the run", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def _make(command: Command, invocation: Invocation) -> None:
-    """Make the run or the report that a command line requests."""
+    """Execute the run or write the report that a command line requests."""
     from grpo_ustat.distributed.signals import Stopped
     from grpo_ustat.launch.run import ONE_LINE_ERRORS, run
     from grpo_ustat.launch.submitit import leave
@@ -83,10 +83,10 @@ def _make(command: Command, invocation: Invocation) -> None:
 
 
 def print_help(entry: str) -> bool:
-    """Print help, a configuration or Hydra's information on itself, if requested.
+    """Print the help, the configuration or information about Hydra, if requested.
 
     Returns:
-        True if something was requested.
+        True if the command line requests such output.
     """
     if sys.argv[1:] in (["--help"], ["-h"]):
         if is_main():
@@ -118,7 +118,7 @@ def print_help(entry: str) -> bool:
 
 
 def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
-    """Print prompts or costs if the command line requests them; return False if it does not."""
+    """Print prompts or costs if requested; return False if neither is requested."""
     with_prompts = [planned.config for planned in planned_runs if planned.config.show_prompts]
     costs = any(planned.config.dry_run for planned in planned_runs)
     if with_prompts and is_main():
@@ -134,10 +134,10 @@ def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
 
 
 def _exit(error: Exception) -> NoReturn:
-    """Print an error in one line and exit; print it only once if all ranks have it.
+    """Print an error in one line and exit; an error of all ranks is printed only once.
 
     Raises:
-        Exception: The error itself, if it is neither a refusal nor an error of the system.
+        Exception: The error itself, if it is neither invalid input nor a system error.
     """
     code = 2
     if not isinstance(error, ConfigError):
@@ -156,6 +156,7 @@ def _exit(error: Exception) -> NoReturn:
 
         tell(f"error: {redact_code(str(error))}", file=sys.stderr)
     if on_all_ranks:
-        # If another rank exited first, the launcher would end rank 0 before it prints the error.
+        # If another rank exited first, the launcher would end rank 0 before rank 0 prints the
+        # error.
         barrier()
     raise SystemExit(code)

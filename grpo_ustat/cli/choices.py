@@ -45,7 +45,7 @@ def is_choice(group: str, name: str, schema: type) -> bool:
 
 
 def choices_of(group: str, schema: type, *, fitting: bool = True) -> list[str]:
-    """Return the sorted choices of a built-in group, all or only those that the command accepts."""
+    """Return a built-in group's sorted choices: all, or only those that the command accepts."""
     files = [file for file in (CONF / group).glob("*.yaml") if not fitting or fits(file, schema)]
     ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, ())
     return sorted({*ours, *(file.stem for file in files)})
@@ -59,7 +59,7 @@ def is_overlay(file: Path) -> bool:
 def fits(file: Path, schema: type) -> bool:
     """Return True if a command has all fields that a file of its groups sets or sweeps over.
 
-    The file is not composed, so that composition may still fail.
+    The file is not composed; its composition can still fail.
     """
     text = file.read_text()
     keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}

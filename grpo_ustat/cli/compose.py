@@ -1,4 +1,4 @@
-"""Composed and checked runs of a command line with their folders."""
+"""Composition and checks of the runs that a command line requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
 from grpo_ustat.launch.sharding import check_ranks
 
-# Imports that the help and refused command lines do not need are placed where they are used.
+# Imports that are not needed for the help or for refused command lines are local.
 if TYPE_CHECKING:
     from grpo_ustat.runs.status import PlannedRun
 
@@ -54,14 +54,14 @@ MAX_MESSAGES = 5
 
 @dataclass(frozen=True)
 class Invocation:
-    """Content of a command line."""
+    """Runs or configuration that a command line requests."""
 
     sweep: bool
     # Planned runs; empty for a command without runs.
     planned_runs: list[PlannedRun]
     # Checked configuration of a command without runs.
     config: Any
-    # Composed configuration with Hydra's node; for a sweep, the state before the split into runs.
+    # Composed configuration with Hydra's node; for a sweep, before the split into runs.
     node: DictConfig
 
 
@@ -89,7 +89,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         _check_launcher(node.hydra, sweep)
         runs = [overrides]
         if sweep:
-            # The command line comes last, so that its values override those of an overlay.
+            # The command line comes last, so that its values override an overlay's values.
             params = node.hydra.sweeper.get("params") or {}
             of_overlay = [quote_plain(f"{key}={x}") for key, x in params.items()]
             runs = split_sweep([*of_overlay, *overrides])
@@ -105,7 +105,8 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                     composed = node
                     if sweep:
                         composed = compose_node(name, places, schema)
-                        # The names of all folders of a sweep contain the same time.
+                        # Resolvers reuse cached values, so that all folder names of a sweep contain
+                        # the same time.
                         OmegaConf.copy_cache(node, composed)
                     planned = _plan_run(_checked(composed, schema), composed.hydra, label, sweep)
                 check_trust(planned.config, overrides)
@@ -151,7 +152,7 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
     Args:
         entry: command, a key of `SCHEMAS`.
         words: parsed command line.
-        sweep: True if keys may have several values, as before a sweep is split into runs.
+        sweep: True to allow several values per key, for a sweep that is not yet split into runs.
     """
     name = words.config_name or entry
     refuse_early(entry, words)
@@ -160,12 +161,12 @@ def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfi
 
 
 def refuse_early(entry: str, words: Namespace) -> None:
-    """Refuse errors that can be detected without files, since composition is slow.
+    """Refuse errors that can be detected before composition, which is slow.
 
     Args:
         entry: command, a key of `SCHEMAS`.
-        words: parsed command line. Names are not checked if it uses configuration files of the
-            user, which may add groups.
+        words: parsed command line. Names are not checked if it uses the user's own configuration
+            files, because these can add groups.
     """
     own_files = words.config_name or any(x.startswith("hydra.searchpath") for x in words.overrides)
     with in_one_line(SCHEMAS[entry]):
@@ -187,7 +188,7 @@ def register(entry: str) -> None:
     """Register the schema, baselines, objectives and resolvers to which `conf/` refers.
 
     `${folder_name:}` is the name of the run folder, which depends on the whole configuration.
-    `${learning_rate:}` is the learning rate of the model.
+    `${learning_rate:}` is the default learning rate of the model or of its adapters.
     """
     schema = SCHEMAS[entry]
 
@@ -202,8 +203,8 @@ def register(entry: str) -> None:
     if entry in ("mse", "train"):
         _store_choices()
     if entry == "mse":
-        # The options form a single node, since one file per baseline in a defaults list takes 0.2
-        # s.
+        # The options form a single node, because a defaults list with one file per baseline would
+        # take 0.2 s.
         options = {name: dict(baseline.options) for name, baseline in BASELINES.items()}
         # Baselines of installed packages are not loaded at this point.
         options |= {name: {} for name in plugin_baselines()}
@@ -235,7 +236,7 @@ def _baseline_node(name: str) -> dict[str, Any]:
 
 
 def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
-    """Return a choice of `objective=`, with its baseline unless another is typed.
+    """Return a choice of `objective=`, with the preset's baseline unless the user types one.
 
     Args:
         has_options: True if the preset sets options of its baseline, which is then a choice of
@@ -261,7 +262,7 @@ def check_trust(config: Any, overrides: list[str]) -> None:
 def _check_log(config: Any, overrides: list[str]) -> None:
     """Refuse imported rollouts without the required columns or without a typed model.
 
-    Otherwise the default embedded model would score rollouts that another model wrote.
+    Without a typed model, the default embedded model would score another model's rollouts.
     """
     if not getattr(config, "imports_pool", False):
         return
@@ -282,13 +283,13 @@ def _check_log(config: Any, overrides: list[str]) -> None:
 def compose_node(
     name: str, overrides: list[str], schema: type, *, multirun: bool = False
 ) -> DictConfig:
-    """Return the unchecked configuration with Hydra's node; for a sweep, before it is split.
+    """Return the unchecked configuration with Hydra's node; a sweep is not yet split into runs.
 
     A command line is a sweep if `-m` is typed or if a file that it uses sets `hydra.mode=MULTIRUN`.
 
     Args:
         name: name of the main configuration file.
-        overrides: overrides as Hydra reads them.
+        overrides: overrides in Hydra's syntax.
         schema: schema of the command.
         multirun: True if `-m` is typed.
     """
@@ -320,7 +321,7 @@ def _job_part(node: DictConfig) -> dict[str, Any]:
 
 
 def _refuse_unused(node: DictConfig) -> None:
-    """Refuse settings for jobs that Hydra runs, since Hydra only composes here."""
+    """Refuse settings of Hydra's job runner, because Hydra only composes here."""
     unused = {
         "hydra.callbacks": node.callbacks,
         "hydra.job.chdir": node.job.chdir,
@@ -340,14 +341,14 @@ def _check_launcher(node: DictConfig, sweep: bool) -> None:
     sweeper, batch = node.runtime.choices["hydra/sweeper"], node.sweeper.get("max_batch_size")
     if sweep and (sweeper != "basic" or batch is not None):
         raise ConfigError(
-            f"hydra/sweeper={sweeper} hydra.sweeper.max_batch_size={batch}: a sweep is always the "
-            "product of its values, submitted at once: remove both"
+            f"hydra/sweeper={sweeper} hydra.sweeper.max_batch_size={batch}: a sweep always runs "
+            "the product of its values, submitted at once: remove both"
         )
     if sweep and world() > 1:
         raise RefusedByRank(
-            f"a sweep on {world()} processes: run one point at a time with hydra.mode=RUN and its "
-            "values, such as group_size=8 seed=0, or set launch.num_processes so that the sweep "
-            "starts the processes of each run"
+            f"a sweep cannot run on {world()} processes: start one run at a time with "
+            "hydra.mode=RUN and its values, such as group_size=8 seed=0, or set "
+            "launch.num_processes so that the sweep starts the processes of each run"
         )
 
 
@@ -357,7 +358,7 @@ def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> Planned
     Args:
         config: checked configuration.
         node: Hydra's node.
-        label: overrides in which the run differs from others of its sweep.
+        label: overrides in which the run differs from the other runs of its sweep.
         sweep: True if the run belongs to a sweep.
     """
     from grpo_ustat.runs.folder import RunFolder
@@ -368,7 +369,7 @@ def _plan_run(config: Any, node: DictConfig, label: str, sweep: bool) -> Planned
     except OmegaConfBaseException as error:
         key = error.full_key
         raise ConfigError(
-            f"{key} is known only in a running job, so that the same command could not continue "
+            f"{key} has a value only in a running job, so that the same command could not resume "
             f"the run: remove {key}"
         ) from None
     folder = RunFolder(path, config)
@@ -400,7 +401,7 @@ def _check_packages(config: Any) -> None:
 def check_cuda(config: Any, is_submitted: bool) -> None:
     """Refuse `cuda` if PyTorch is built without CUDA or this machine has no driver.
 
-    PyTorch is not imported. The driver is not checked for submitted jobs, since they run on another
+    PyTorch is not imported. The driver is not checked for submitted jobs, which run on another
     machine.
     """
     device, spec = getattr(config.launch, "device", "cpu"), importlib.util.find_spec("torch")
@@ -415,7 +416,7 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
         import ctypes
 
         try:
-            # PyTorch loads this library, too.
+            # PyTorch also loads this library.
             ctypes.CDLL("libcuda.so.1")
         except OSError:
             reason = "this machine has no NVIDIA driver"
@@ -430,7 +431,7 @@ def _check_slurm(warning: int, grace: int) -> None:
 
     Args:
         warning: seconds between SLURM's signal and the time limit.
-        grace: seconds that a run may need to save.
+        grace: seconds that a run can need to save.
     """
     if warning < grace:
         raise ConfigError(

@@ -37,11 +37,11 @@ def main() -> None:
         "--group-size",
         type=int,
         metavar="G",
-        help="completions per prompt, if the rows have no group",
+        help="completions per prompt, if the rows do not name their group",
     )
     parser.add_argument(
         "--reward", metavar="NAME[=WEIGHT][,...]",
-        help="column or key of the rewards, or several with weights, such as right=1,form=0.5",
+        help="column or key with the rewards, or several with weights, such as right=1,form=0.5",
     )  # fmt: skip
     parser.add_argument(
         "--version",

@@ -1,7 +1,7 @@
-"""Refusals of a command line, each in one line with the typed words and a correction.
+"""One-line error messages for command lines, with the typed words and a correction.
 
-There are five kinds: an unknown key, an unknown choice of a group, a value of the wrong type,
-several values without `-m`, and a missing or unreadable value.
+There are five kinds of errors: an unknown key, an unknown choice of a group, a value of the wrong
+type, several values without `-m`, and a missing or unreadable value.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from grpo_ustat.config.values import (
 )
 from grpo_ustat.terminal.streams import single_line
 
-# Keys of Hydra that are set by a name, such as `hydra/launcher=slurm`.
+# Hydra keys that are groups and are set as in `hydra/launcher=slurm`.
 HYDRA_GROUPS = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging")
 
-# Values of these keys do not define separate runs, so that no sweep over them is suggested.
+# Different values of these keys do not define separate runs. No sweep over them is suggested.
 UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights", *OPERATIONAL_KEYS)
 
 
@@ -60,10 +60,10 @@ def in_one_line(schema: type) -> Iterator[None]:
 
 
 def check_names(overrides: Sequence[Override], schema: type) -> None:
-    """Refuse unknown keys, unknown choices and words for numbers before Hydra composes.
+    """Refuse unknown keys, unknown choices and words in place of numbers before Hydra composes.
 
-    The command line must not use configuration files of the user. Hydra itself checks additions,
-    deletions, dictionary entries and its own keys.
+    Call this only if the command line uses none of the user's configuration files. Hydra itself
+    checks additions, deletions, dictionary entries and its own keys.
     """
     fields = {field.path: field for field in all_fields(schema)}
     leaves = {path for path, x in fields.items() if x.schema is None} - kinds_of(schema).keys()
@@ -91,7 +91,7 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
     for override in overrides:
         line, key, value = override.input_line, override.key_or_group, override.value()
         if not key:
-            raise ConfigError(f"{line} is not KEY=VALUE: write one, {_example(schema)}")
+            raise ConfigError(f"{line} is not KEY=VALUE: write KEY=VALUE, {_example(schema)}")
         if key in HYDRA_GROUPS:
             raise ConfigError(f"{line}: write {key.replace('.', '/')}={value}")
         is_name = isinstance(value, str | list) or override.is_sweep_override()
@@ -111,7 +111,7 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
 
 
 def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
-    """Return the refusal of a choice for a node that is not a group, or None if no group has it."""
+    """Return the error for a choice of a node that is not a group; None if no group has it."""
     fields_there = [field_at(key, all_fields(x)) for x in RUN_SCHEMAS.values()]
     is_node = any(field and field.schema for field in fields_there)
     if not is_node or any(key in groups_of(x) for x in RUN_SCHEMAS.values()):
@@ -126,14 +126,14 @@ def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
 
 
 def several_values(override: Override, schema: type) -> str:
-    """Return the refusal of several values for a key in a command line without `-m`."""
+    """Return the error message for several values of a key without `-m`."""
     key, (_, _, value) = override.key_or_group, (override.input_line or "").partition("=")
     field, node = field_at(key, all_fields(schema)), key.partition(".")[0].partition("/")[0]
     if field is None and node not in {"hydra", *top_names(schema)}:
         return unknown_key(key, schema, value)
     kind, fixes = field.kind if field and key not in groups_of(schema) else "", []
     is_list = kind.startswith(("list", "any"))
-    # A call such as range(0,3).
+    # The value is a call, such as range(0,3).
     is_call = re.match(r"\w+\(", value)
     if is_list and not is_call:
         fixes.append(f"write {key}=[{value}]")
@@ -142,13 +142,13 @@ def several_values(override: Override, schema: type) -> str:
     if schema in RUN_SCHEMAS.values() and node not in UNSWEPT_NODES:
         each = re.sub(r"([^,]+)", r"[\1]", value) if is_list and not is_call else value
         runs = command_line(command_of(schema), "-m", f"{key}={each}")
-        fixes.append(f"add -m for a run of each, as in {runs}")
-    fixes = fixes or [f"it takes a single one, such as {key}={value.partition(',')[0]}"]
+        fixes.append(f"add -m for one run per value, as in {runs}")
+    fixes = fixes or [f"use a single value, such as {key}={value.partition(',')[0]}"]
     return f"{key}={value} has several values: {', or '.join(fixes)}"
 
 
 def one_line(error: Exception, schema: type) -> str:
-    """Return the message of an error in one line, with the valid names for an unknown name.
+    """Return the message of an error in one line, with valid names if a name is unknown.
 
     Args:
         error: error of Hydra or OmegaConf during composition.
@@ -186,7 +186,7 @@ def one_line(error: Exception, schema: type) -> str:
 
 
 def _no_value(word: str, schema: type) -> str:
-    """Return the refusal of a word without a value or with an unreadable value."""
+    """Return the error message for a word without a value or with an unreadable value."""
     typed, equals, value = word.partition("=")
     key, value = typed.strip(), value.strip()
     field = field_at(key.lstrip("+~"), all_fields(schema))
@@ -199,19 +199,19 @@ def _no_value(word: str, schema: type) -> str:
         groups = [group for group in groups_of(schema) if is_choice(group, word, schema)]
         choices = [f"{group}={word}" for group in groups]
         choices += [f"{x}={names[word]}" for x, names in CHOICES.items() if word in names]
-        fix = " or ".join(choices) or f"one, {_example(schema)}"
+        fix = " or ".join(choices) or f"KEY=VALUE, {_example(schema)}"
         return f"the argument {word} is not KEY=VALUE: write {fix}"
     if typed != key:
         return f"{word}: remove the blanks, write {to_type(key, value, 'str' * is_text)}"
     if not is_text and field:
         return wrong_value(field, value, CONF)
     if re.match(r"[\[{'\"]|(glob|range|choice)\(", value):
-        return f"{word}: this cannot be read: check its brackets and quotes"
-    return f"{word}: this cannot be read, quote it: {quote_for_shell(key, value)}"
+        return f"{word}: the value cannot be read: check its brackets and quotes"
+    return f"{word}: the value cannot be read, quote it: {quote_for_shell(key, value)}"
 
 
 def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type) -> str:
-    """Return the refusal of an unknown choice, with the choices of the group."""
+    """Return the error message for an unknown choice, with the choices of the group."""
     files = {option: CONF / group / f"{option}.yaml" for option in options}
     fit = [x for x, file in files.items() if not file.is_file() or fits(file, schema)]
     if not name:
@@ -241,16 +241,16 @@ def _unknown_choice(group: str, name: str, options: Sequence[str], schema: type)
 
 
 def unknown_key(key: str, schema: type, value: str = "") -> str:
-    """Return the refusal of an unknown key, with the nearest key or the command that has it."""
+    """Return the error for an unknown key, with the nearest key or the command that has it."""
     node, _, name = key.partition(".")
     kinds = kinds_of(schema).get(node, {}).items()
     if owners := [kind for kind, of in kinds if name in {field.name for field in fields(of)}]:
         return (
-            f"unknown key {key}: it is a field of {node}.kind={' or '.join(owners)} only, choose "
-            f"such a {NODE_NOUNS[node]} by {node}=NAME"
+            f"unknown key {key}: it is a field of {node}.kind={' or '.join(owners)} only, use "
+            f"{node}=NAME to choose a {NODE_NOUNS[node]} of this kind"
         )
     if key.startswith("dataset.options"):
-        return f"unknown key {key}: options of a task of your own are added, +{key}=..."
+        return f"unknown key {key}: add options of your own task with +{key}=..."
     names = [*(field.path for field in all_fields(schema)), *groups_of(schema)]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
     others = [other for other in RUN_SCHEMAS.values() if other is not schema]
@@ -276,7 +276,7 @@ def _near(name: str, value: str, schema: type) -> str:
 
 
 def unknown_flag(name: str, flags: Sequence[str]) -> str:
-    """Return the refusal of a word with dashes that is not a flag of Hydra."""
+    """Return the error message for an unknown flag."""
     field = name.lstrip("-").replace("-", "_")
     is_field = any(field_at(field, all_fields(schema)) for schema in SCHEMAS.values())
     near = "" if is_field else did_you_mean(name, flags).strip()

@@ -1,7 +1,7 @@
 """`--help all`: purpose, example commands, groups with choices, and all fields with descriptions.
 
-The page shows the values that the rest of the command line sets. Other words without `=` search the
-page, as in `grpo-ustat train --help clip`.
+The page shows the values that the rest of the command line sets. Words without `=` are search
+words, as in `grpo-ustat train --help clip`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME, VALUE, DIM, TITLE = "cyan", "green", "dim", "bold"
 
 
 def show_full_help(page: CommandOptions, search: list[str]) -> None:
-    """Print all options of a command, or those that contain all (lower-case) search words."""
+    """Print all options of a command, or those that contain all search words (in lower case)."""
     if search:
         page = _search(page, search)
 
@@ -46,7 +46,8 @@ def show_full_help(page: CommandOptions, search: list[str]) -> None:
             console.print(part)
     try:
         print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
-    # A reader such as head has closed the pipe, and the interpreter's exit must not fail either.
+    # The reader of the pipe, such as head, has closed it. The interpreter must not fail at exit
+    # either.
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -81,8 +82,8 @@ def _opening(page: CommandOptions) -> Iterator[RenderableType]:
     me = command_line(page.entry)
     more = {f"{me} --help WORD": "search this help for a word"}
     if page.groups:
-        more[f"{me} --help model=NAME"] = "values of the fields that it sets"
-        more[f"{me} -m field=a,b"] = "a run for each value"
+        more[f"{me} --help model=NAME"] = "fields that this choice sets"
+        more[f"{me} -m field=a,b"] = "one run per value"
     more[f"{me} -c job"] = "all fields as YAML"
     table = Table.grid(padding=(0, 2))
     for command, words in more.items():
@@ -92,7 +93,9 @@ def _opening(page: CommandOptions) -> Iterator[RenderableType]:
 
 def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableType]:
     if page.groups:
-        yield _title("Groups", "group=choice sets several fields together; * marks the choice")
+        yield _title(
+            "Groups", "group=choice sets several fields together; * marks the current choice"
+        )
     for group in page.groups:
         name = f"{group.name}=" if group.settable else group.name
         yield Text.assemble((f"\n{name}", TITLE), f"  {group.meaning}")

@@ -17,8 +17,8 @@ from grpo_ustat.cli.options import CommandOptions, command_options, default_opti
 from grpo_ustat.config.schema import FieldInfo
 from grpo_ustat.terminal.streams import beside
 
-# Groups and fields of each command that README, pages and experiments use most, by topic. The help
-# of a command without an entry shows all fields.
+# Most-used groups and fields of each command, by topic. The help of a command that is not listed
+# here shows all fields.
 SECTIONS: dict[str, dict[str, str]] = {
     "mse": {
         "The policy and its questions": "model dataset dataset.path dataset.reward prompt "
@@ -54,77 +54,77 @@ SECTIONS: dict[str, dict[str, str]] = {
 }
 # Short descriptions that fit beside a field. Other fields show the first part of their description.
 BRIEF = {
-    "model": "the policy, also org/name or FOLDER",
-    "dataset.path": "rows of your own: a file or a folder",
-    "dataset.reward": "a function of your own, FILE.py:FUNCTION",
+    "model": "the policy: NAME, org/name or FOLDER",
+    "dataset.path": "file or folder with your own questions",
+    "dataset.reward": "your own reward function, FILE.py:FUNCTION",
     "prompt.shots": "solved examples before the question",
-    "reward_funcs": "what judges a completion",
+    "reward_funcs": "functions that score a completion",
     "reward_weights": "weights of reward_funcs",
-    "temperature": "divides the logits",
-    "lora": "adapters in place of all parameters",
-    "group_sizes": "the values of G, completions in a group",
+    "temperature": "divisor of the logits",
+    "lora": "train adapters instead of all parameters",
+    "group_sizes": "values of G, completions per group",
     "baselines": "baselines to compare",
     "objective": "the loss: trl_dapo, grpo, dr_grpo ...",
-    "baseline": "its advantages: group_std ...",
+    "baseline": "baseline of the loss: group_std ...",
     "objectives": "further losses to measure",
     "objective.beta": "coefficient of the KL penalty",
-    "objective.num_minibatches": "updates of a batch",
+    "objective.num_minibatches": "updates per pass over a batch",
     "objective.num_iterations": "passes over a batch",
-    "study.rollouts": "n, completions of a training step",
-    "theorem.rollouts": "n, completions of a step",
-    "study.questions": "the first ones of the study; null: all",
-    "study.metric": "euclidean or adam: AdamW's step",
-    "study.parameters": "regular expression of names to measure",
-    "study.cut_at": "tokens from which a completion counts as cut",
-    "study.scored_by": "a later checkpoint that learns from them",
-    "study.corrections": "corrections of the gap to their sampler",
-    "theorem.replicates": "runs behind each number",
+    "study.rollouts": "n, completions per training step",
+    "theorem.rollouts": "n, completions per step",
+    "study.questions": "number of questions; null: all",
+    "study.metric": "euclidean, or adam for AdamW's step",
+    "study.parameters": "regular expression for parameter names",
+    "study.cut_at": "tokens at which completions were truncated",
+    "study.scored_by": "later checkpoint that learns from rollouts",
+    "study.corrections": "corrections for a mismatched sampler",
+    "theorem.replicates": "runs per estimated number",
     "theorem.baselines": "baselines of the runs",
-    "budget": "how precise: study or study_smoke",
-    "budget.pool_completions": "scored completions of each question",
-    "budget.rollouts": "n, completions of a step",
+    "budget": "precision: study or study_smoke",
+    "budget.pool_completions": "scored completions per question",
+    "budget.rollouts": "n, completions per step",
     "pool": "scored completions: DIR or FILE.parquet",
-    "group_size": "G, completions in a group",
-    "max_grad_norm": "longer gradients are scaled to it",
+    "group_size": "G, completions per group",
+    "max_grad_norm": "maximum gradient norm; null: no limit",
     "bf16": "compute in bfloat16",
     "gradient_checkpointing": "less memory, more time",
-    "eval.num_generations": "completions of each test question",
-    "monitor.gradient_mse_every": "steps between estimates of best G",
-    "experiment": "all that a figure or table needs",
-    "dry_run": "print what it would cost, and end",
+    "eval.num_generations": "completions per test question",
+    "monitor.gradient_mse_every": "steps between estimates of the best G",
+    "experiment": "all settings for a figure or table",
+    "dry_run": "print the estimated cost and end",
     "launch.device": "cpu, cuda, mps ...",
     "launch.num_processes": "ranks on this machine",
     "launch.workers": "processes that share the work",
     "launch.accelerate": "how ranks share a policy: ddp, fsdp2",
-    "launch.grace_seconds": "seconds that ranks have to save",
+    "launch.grace_seconds": "seconds that ranks have for saving",
     "logger": "wandb, tensorboard or trackio",
     "logger.finish_seconds": "seconds to wait for the tracker",
     "rollout": "local or vllm",
-    "output_root": "folder below which outputs are",
+    "output_root": "folder for all outputs",
     "on_existing": "resume, error or overwrite",
     "seed": "seed of all random choices",
-    "problem": "the test problem, its policy",
-    "problem.parameters": "D, numbers of theta",
-    "problem.start": "u of the first policy",
+    "problem": "the test problem: a small policy",
+    "problem.parameters": "D, dimension of theta",
+    "problem.start": "u of the initial policy",
     "problem.values": "probability of a right answer",
-    "problem.slopes": "slopes of that in u, for each prompt",
-    "problem.styles": "slopes of choices that earn nothing",
-    "problem.reach": "largest J* - J of the tested set",
+    "problem.slopes": "slopes of that probability in u",
+    "problem.styles": "slopes of choices without reward",
+    "problem.reach": "largest J* - J in the tested set",
 }
-# A field that is shown even if the data set of the page does not have it.
+# Field that is shown even if the selected data set does not have it.
 OF_ROWS = "dataset.path"
-# Number of examples on the page.
+# Number of example commands on the page.
 EXAMPLES = 3
-# Columns of the page, and of the left part of its lines.
+# Minimum and maximum width of the page and width of its left column, in characters.
 NARROWEST, WIDEST, LEFT = 60, 100, 36
-# The title of what overrides beside --help set.
+# Title of the section with the fields that the overrides next to --help set.
 BY_THIS_LINE = "Set by this line"
-# Escape codes.
+# Parameters of ANSI escape codes.
 NAME, DIM, TITLE = 36, 2, 1
 
 
 def show_help(entry: str, words: Namespace) -> None:
-    """Print a command's short page, all of its help, or the parts that hold all search words."""
+    """Print a command's short page, its full help, or the parts with all search words."""
     overrides, search = [], []
     for word in words.overrides:
         is_override = "=" in word or word.startswith(("~", "+"))
@@ -145,18 +145,19 @@ def _page(entry: str, words: Namespace, overrides: list[str]) -> CommandOptions:
 
 
 def show_default_help(entry: str) -> None:
-    """Print the short page of a command to which nothing else is typed; Hydra is not loaded."""
+    """Print the short page of a command without overrides; Hydra is not loaded."""
     _show(default_options(entry), {})
 
 
 def _show(page: CommandOptions, further: dict[str, list[str]]) -> None:
-    """Print the short page, with further fields under titles of their own."""
+    """Print the short page, followed by further sections."""
     sections = {title: names.split() for title, names in SECTIONS.get(page.entry, {}).items()}
     shown = sections or {"Fields": [field.key.path for field in page.fields]}
     text = "\n".join(_lines(page, shown | further))
     try:
         print(text, flush=True)
-    # The reader, such as head, has closed the pipe; the interpreter's end must not fail either.
+    # The reader of the pipe, such as head, has closed it. The interpreter must not fail at exit
+    # either.
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -175,7 +176,9 @@ def _lines(page: CommandOptions, sections: dict[str, list[str]]) -> Iterator[str
     groups = [group.name for group in page.groups]
     if groups:
         first = next(name for names in sections.values() for name in names if name in groups)
-        yield _in(DIM, f"--help {first}: choices of a group; --help {first}=NAME: what it sets")
+        yield _in(
+            DIM, f"--help {first}: choices of the group; --help {first}=NAME: fields that NAME sets"
+        )
     yield _in(DIM, "--help all: every field; --help WORD: search")
 
 
@@ -209,7 +212,7 @@ def _in(colour: int, text: str) -> str:
 
 
 def _colours() -> bool:
-    """Return True if the output shows colours and nobody has asked for none, as `rich` decides."""
+    """Return True if the output can show colours and NO_COLOR is not set, as in `rich`."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

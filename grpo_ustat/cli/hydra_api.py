@@ -36,24 +36,24 @@ INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """Parse a command line as Hydra does: `overrides`, and flags such as `multirun` and `help`.
+    """Parse a command line into Hydra's `overrides` and flags such as `multirun` and `help`.
 
-    Overrides may hold paths with a `=`, see `quote_plain`, name a model by its place, see
-    `model_place`, and end with the search path of `--config-dir`.
+    Overrides can contain paths with `=` (see `quote_plain`) and name a model by its location (see
+    `model_place`). If `--config-dir` is typed, the last override is its search path.
 
     Raises:
         SystemExit: after the version is printed for `--version`.
     """
     for word in arguments:
         if SURROGATE.search(word):
-            raise ConfigError(f"{word!r} is no UTF-8: type it in letters of that encoding")
+            raise ConfigError(f"{word!r} is not valid UTF-8: type it in UTF-8")
     if "--version" in arguments:
         tell(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
         raise SystemExit(0)
     parser = get_args_parser()
     parser.error = _refuse_arguments
     words, unknown = parser.parse_known_intermixed_args(list(arguments))
-    # Words with a dash that argparse has taken for values.
+    # Words that begin with a dash and that argparse took for values.
     unknown += [word for word in words.overrides if word.startswith("-")]
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -62,7 +62,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     alone = {"--run": words.run, "--multirun": words.multirun, "--cfg": words.cfg}
     used = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
     if len(used) > 1:
-        raise ConfigError(f"{' and '.join(used)} exclude each other: leave one out")
+        raise ConfigError(f"{' and '.join(used)} cannot be combined: use only one of them")
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
     if words.config_dir:
         if not Path(words.config_dir).is_dir():
@@ -72,38 +72,39 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 
 
 def _refuse_ignored(words: Namespace) -> None:
-    """Refuse flags of Hydra that would have no effect here, or would run what was not checked."""
+    """Refuse Hydra flags that would have no effect or would run an unchecked configuration."""
     if words.config_path is not None:
         raise ConfigError(
-            f"--config-path={words.config_path} would hide all that is configured here: write "
-            f"{shlex.quote(f'--config-dir={words.config_path}')}, where files are looked for first"
+            f"--config-path={words.config_path} would hide the built-in configuration: write "
+            f"{shlex.quote(f'--config-dir={words.config_path}')}, where files override "
+            "the built-in files"
         )
     if words.experimental_rerun is not None:
         raise ConfigError(
-            f"--experimental-rerun={words.experimental_rerun} is not taken: type the run's own "
-            "command again, it goes on from there; with on_existing=overwrite it begins anew"
+            f"--experimental-rerun={words.experimental_rerun} is not supported: repeat the run's "
+            "command to resume it, or add on_existing=overwrite to start again"
         )
     package = f"--package={words.package}" if words.package else ""
     if (alone := package or ("--resolve" if words.resolve else "")) and not words.cfg:
-        raise ConfigError(f"{alone} changes what --cfg shows: write --cfg job {alone}")
+        raise ConfigError(f"{alone} only changes the output of --cfg: write --cfg job {alone}")
 
 
 def _refuse_arguments(message: str) -> NoReturn:
-    """Raise a refusal of argparse, such as a value of a flag that takes none, as a ConfigError."""
+    """Raise an error of argparse as a ConfigError."""
     raise ConfigError(f"{message}: see --help")
 
 
 def hydra_overrides(typed: Iterable[str], config_dir: str | None = None) -> list[str]:
-    """Return overrides as Hydra reads them, see `quote_plain` and `model_place`."""
+    """Return overrides in Hydra's syntax; see `quote_plain` and `model_place`."""
     quoted = map(quote_plain, typed)
     return [override for word in quoted for override in model_place(word, config_dir)]
 
 
 def quote_plain(override: str) -> str:
-    """Return the override with quotes around each value that contains `=` or `~`, as paths may.
+    """Return the override with quotes around each value that contains `=` or `~`, as paths can.
 
-    Hydra accepts these only in quotes. Quotes, calls, dictionaries and interpolations stay as they
-    are.
+    Hydra accepts these characters only in quotes. Existing quotes, calls, dictionaries and
+    interpolations are not changed.
 
     >>> quote_plain("pool=runs/lr=1/x"), quote_plain("runs=[~/a,b]"), quote_plain("seed=0")
     ("pool='runs/lr=1/x'", "runs=['~/a',b]", 'seed=0')
@@ -119,9 +120,9 @@ def quote_plain(override: str) -> str:
 
 
 def model_place(override: str, config_dir: str | None = None) -> list[str]:
-    """Rewrite `model=org/name` or `model=FOLDER` as `model=hub` with that name or folder.
+    """Rewrite `model=org/name` or `model=FOLDER` as `model=hub` with the name or folder.
 
-    Other overrides are unchanged, such as names of files in `conf/model/` and the several values of
+    Other overrides are unchanged, including names of files in `conf/model/` and lists of values for
     a sweep.
 
     >>> model_place("model=org/name"), model_place("model=tiny")
@@ -149,7 +150,7 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
 def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
     """Open a Hydra session that reads the folder of `--config-dir` and then `conf/`.
 
-    The folder of `--config-dir` may also contain the main file.
+    The folder of `--config-dir` can also contain the main file.
     """
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         if config_dir:
@@ -162,7 +163,7 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 class _Choices(dict[str, Any]):
-    """Files of a group in Hydra's store; nodes are built when loaded, since few are loaded."""
+    """Files of a group in Hydra's store; each is built only when Hydra loads it."""
 
     def __getitem__(self, file: str) -> Any:
         """Return the node of a file or the files of a nested group."""
@@ -177,7 +178,7 @@ def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
 
     Args:
         group: name of the group; the name of a nested group begins with its parent.
-        choices: functions that return the content, by name of the choice.
+        choices: functions that return the content of each choice, keyed by name.
     """
     *above, name = group.split("/")
     place = ConfigStore.instance().repo
@@ -195,14 +196,14 @@ def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictC
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return parsed overrides, which within a session also contain the choices of their groups."""
+    """Return parsed overrides; within a session each can look up the choices of its group."""
     session = GlobalHydra.instance().hydra
     loader = session.config_loader if session else None
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
 
 def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each run of a sweep, the product of all values.
+    """Return the overrides of each run of a sweep over the product of all values.
 
     The last key varies fastest. A later override of a key replaces an earlier one.
 
@@ -218,8 +219,8 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
         value = override.value()
         if override.value_type is ValueType.INTERVAL_SWEEP:
             raise ConfigError(
-                f"{override.input_line}: an interval has no list of values: write the values, as "
-                "in seed=0,1, or a range(...)"
+                f"{override.input_line}: an interval is not a list of values: write the values, "
+                "as in seed=0,1, or a range(...)"
             )
         if isinstance(value, ChoiceSweep) and any(isinstance(x, Glob) for x in value.list):
             raise ConfigError(
@@ -229,7 +230,7 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
         if not words[key]:
             loader = override.config_loader
             choices = ", ".join(loader.get_group_options(key)) if loader else ""
-            reason = f"names none of {choices}" if choices else "has no value to go through"
+            reason = f"matches none of {choices}" if choices else "contains no values"
             raise ConfigError(f"{override.input_line} {reason}")
     return [list(run) for run in itertools.product(*words.values())]
 

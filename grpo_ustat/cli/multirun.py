@@ -58,7 +58,7 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
         elif state.name == PAST_MAX_STEPS:
             tell(f"skipped: {point.label}: {state.detail}")
         elif state.detail:
-            tell(f"{state.name} before, again now: {point.label}: {state.detail}")
+            tell(f"{state.name} before, restarted now: {point.label}: {state.detail}")
         if state.name not in ((RUNNING,) if overwrite else (DONE, PAST_MAX_STEPS, RUNNING)):
             todo.append(planned)
     if todo:
@@ -71,7 +71,7 @@ def run_sweep(entry: str, invocation: Invocation) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """Callable that makes one run of a sweep, possibly in another process or on another machine."""
+    """Callable that executes one run of a sweep, possibly in another process or machine."""
 
     # `train`, `mse` or `gap`.
     entry: str
@@ -81,7 +81,7 @@ class Job:
     path: Path
 
     def __call__(self) -> None:
-        """Make the run; print an error and record it in the run folder.
+        """Execute the run; if it fails, print the error and record it in the run folder.
 
         Raises:
                     Exception: If the run failed; the sweep continues with the next run.
@@ -124,7 +124,7 @@ def _report_failure(folder: RunFolder, error: BaseException, before: list[dict])
 
 
 def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
-    """Start the runs, either locally one after the other or as jobs of submitit.
+    """Start the runs, either locally one after the other or as submitit jobs.
 
     Args:
         entry: `train`, `mse` or `gap`.
@@ -147,7 +147,7 @@ def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
 
 
 def _start_on_slurm(entry: str, todo: Sequence[PlannedRun], launcher: Mapping[str, Any]) -> None:
-    """Submit the runs, except those that SLURM will restart, and wait for all of them."""
+    """Submit the runs that SLURM will not restart by itself, and wait for all runs."""
     before = slurm.submissions(launcher["submitit_folder"])
     with slurm.without_job_env():
         rest = _not_queued(todo)
@@ -164,7 +164,7 @@ def _jobs(entry: str, todo: Sequence[PlannedRun]) -> list[Job]:
 
 
 def _not_queued(todo: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs without those that SLURM will restart."""
+    """Return the runs that SLURM will not restart by itself."""
     queue, rest = slurm.queue(), []
     for planned in todo:
         assert planned.folder is not None
@@ -192,7 +192,7 @@ def _submit_and_wait(jobs: Sequence[Job], cluster: str, launcher: Mapping[str, A
 
 
 def _print_outcome(sweep: Sweep) -> int:
-    """Show all runs, list unfinished runs, and return the exit code, 1 if there are any."""
+    """Show all runs, list unfinished runs, and return exit code 1 if a run is unfinished."""
     states = [point.state() for point in sweep.entries]
     Console().print(status_table(sweep, states))
     for point, state in zip(sweep.entries, states, strict=True):

@@ -1,4 +1,4 @@
-"""Names that newcomers may type for fields and groups, with the corresponding names here.
+"""Names from other programs that newcomers type for our fields and groups.
 
 The names come from TRL, verl, transformers, papers and everyday language.
 """
@@ -13,7 +13,8 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.load import CONF, all_fields
 from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_type
 
-# Words with names here that accept the same values. The first name that a command has is used.
+# Words that users type, with our names for fields or groups that accept the same values. The first
+# of our names that the command has is used.
 MEANT = {
     "policy actor checkpoint llm model_name model_name_or_path base_model "
     "pretrained": "model problem",
@@ -78,17 +79,17 @@ MEANT = {
     "paths source sources inputs": "runs",
 }
 NAMES = {word: names.split() for words, names in MEANT.items() for word in words.split()}
-# Words whose values differ here, with the field or the text to type, and a comment after a comma.
+# Words whose values cannot be copied, with our field or override and a comment after a comma.
 OTHER_VALUES = {
     "chat_template_kwargs": "prompt.template_options",
     "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
-    "per_device_train_batch_size": "budget.rollouts, completions a step on all devices",
+    "per_device_train_batch_size": "budget.rollouts, completions per step on all devices",
     "micro_batch_size": "micro_batch_tokens, the padded tokens of a backward pass",
     **dict.fromkeys(
         ("num_train_epochs", "epochs", "num_epochs", "total_epochs", "n_epochs"),
-        "max_steps, each of budget.rollouts completions",
+        "max_steps, steps with budget.rollouts completions each",
     ),
-    "loss_type": "objective=dapo and the like, or objective.loss_type",
+    "loss_type": "objective=dapo or another loss, or objective.loss_type",
     **dict.fromkeys(("use_vllm", "vllm"), "rollout=vllm"),
     **dict.fromkeys(("use_peft", "lora_r", "lora_rank", "use_lora"), "lora=r16, or lora.r"),
     **dict.fromkeys(("gpu", "gpus", "cuda"), "launch.device=cuda"),
@@ -100,13 +101,15 @@ OTHER_VALUES = {
     "verbose": "hydra.verbose=true",
     **dict.fromkeys(
         ("name", "run_name", "exp_name", "experiment_name"),
-        "not offered, because a run is named by its settings; output_root is the folder of all",
+        "not offered, because settings determine the name of a run; output_root is the folder of "
+        "all runs",
     ),
     "multi_objective_aggregation": "a baseline, group_std for sum_then_normalize, gdpo for "
     "normalize_then_sum",
     "scale_rewards": "a baseline, group_std for group, batch_std for batch, group_mean for none",
     **dict.fromkeys(
-        ("top_p", "top_k", "min_p"), "not offered, because what is sampled is what is scored"
+        ("top_p", "top_k", "min_p"),
+        "not offered, because completions are scored under the distribution that sampled them",
     ),
 }
 # Other names for the choices of a group.
@@ -122,12 +125,12 @@ CHOICES = {
     "rollout": {"hf": "local", "transformers": "local"},
 }
 ROW_FILE = re.compile(r".*\.(jsonl|json|csv|parquet)(\.\w+)?", re.IGNORECASE)
-# Smallest number of letters of a word for which misspellings are recognised.
+# Minimum length of a word whose misspellings are recognised, in letters.
 MIN_LETTERS = 4
 
 
 def meant(key: str, value: str, schema: type, *, fuzzy: bool = False) -> str | None:
-    """Return the correction for an unknown key, or None if the key is not one of the words.
+    """Return the correction for an unknown key, or None if no word above matches the key.
 
     Args:
         key, value: typed key and value.
@@ -170,7 +173,7 @@ def has(schema: type, name: str) -> bool:
 
 
 def _word(key: str, fuzzy: bool) -> str | None:
-    """Return the longest suffix of a key that is one of the words, ignoring case if necessary."""
+    """Return the longest suffix of a key that is a word above, ignoring case if necessary."""
     parts = key.replace("-", "_").split(".")
     ends = [".".join(parts[first:]) for first in range(len(parts))]
     for end in [*ends, *(end.lower() for end in ends)]:
@@ -195,7 +198,7 @@ def _write(name: str, value: str, schema: type) -> str:
 
 
 def override_of(name: str, value: str, schema: type) -> str:
-    """Return the override of a field or group with the value, or with a valid value instead."""
+    """Return an override with the given value, or with a valid value if it is invalid."""
     if name in groups_of(schema):
         if name == "dataset" and ROW_FILE.fullmatch(value):
             return f"dataset=jsonl dataset.path={value}"

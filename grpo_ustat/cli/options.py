@@ -25,13 +25,13 @@ from grpo_ustat.estimators.baselines import BASELINES
 LAUNCHER = "hydra/launcher"
 # Descriptions of groups that set fields of several nodes or have no node with their name.
 GROUP_MEANINGS = {
-    "theorem": "a result of the paper, on the test problem that suits it",
-    "experiment": "everything that one figure, table or check needs",
+    "theorem": "a result of the paper with a test problem",
+    "experiment": "all settings for a figure, table or check",
     "debug": "a run that ends in seconds",
     LAUNCHER: "where a sweep (-m) starts its runs",
 }
 SENTENCE_BREAK = re.compile(r"(?<=\.) (?=[A-Z])")
-# Length of a choice's description above which only the first sentence is shown.
+# If a description has more characters, only its first sentence is shown.
 MAX_COMMENT_CHARACTERS = 100
 
 
@@ -40,7 +40,7 @@ class Choice:
     """Choice of a group: a file, or a built-in baseline or objective."""
 
     name: str
-    # Description: the first comment of a file, or that of the baseline or objective.
+    # First comment of the file, or description of the baseline or objective.
     words: str
 
 
@@ -53,7 +53,7 @@ class Group:
     # Name of the current choice; None if nothing is chosen.
     chosen: str | None
     choices: tuple[Choice, ...]
-    # True if `name=choice` sets the group.
+    # True if a command line can set the group as `name=choice`.
     settable: bool = True
 
 
@@ -86,7 +86,7 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
 
     Args:
         entry: key of `SCHEMAS`.
-        words: command line as Hydra parses it, with no override that lacks a `=`.
+        words: command line as parsed by Hydra, without search words.
     """
     # This import loads Hydra and is therefore local.
     from grpo_ustat.cli.compose import whole_node
@@ -114,7 +114,7 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
             meaning = _group_meaning(group, nodes)
             groups.append(Group(group, meaning, chosen.get(group), choices, group in chosen))
         launchers = [Choice(file.stem, first_comment(file)) for file in _files(LAUNCHER, folders)]
-        launchers.insert(0, Choice("basic", "Here, one after the other."))
+        launchers.insert(0, Choice("basic", "On this machine, one after the other."))
         meaning = GROUP_MEANINGS[LAUNCHER]
         groups.append(Group(LAUNCHER, meaning, chosen[LAUNCHER], tuple(launchers)))
     return CommandOptions(
@@ -128,7 +128,7 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
 
 
 def default_options(entry: str) -> CommandOptions:
-    """Return the options of a command without overrides; groups are without their choices.
+    """Return a command's default options; its groups do not list their choices.
 
     Args:
         entry: a key of `SCHEMAS`.
@@ -153,7 +153,7 @@ def default_options(entry: str) -> CommandOptions:
 
 
 def _number(key: FieldInfo, value: Any) -> Any:
-    """Return a value in the field's type: YAML may read 1 as an integer and 1e-3 as a text."""
+    """Return a value in the field's type, since YAML reads 1 as an integer and 1e-3 as text."""
     if value in (None, UNSET):
         return value
     if key.kind.startswith("list of float"):
@@ -209,12 +209,12 @@ def _files(group: str, folders: list[Path]) -> list[Path]:
 
 
 def first_comment(file: Path) -> str:
-    """Return the comment that a configuration file begins with, see `short`."""
+    """Return the comment at the start of a configuration file; see `short`."""
     lines = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):
             continue
-        # The comment ends here, or a command of it begins.
+        # The comment ends here, or a command to copy begins.
         if not line.startswith("# ") or line.startswith("#  "):
             break
         lines.append(line.removeprefix("# "))
@@ -222,5 +222,5 @@ def first_comment(file: Path) -> str:
 
 
 def short(text: str) -> str:
-    """Return a choice's meaning; only the first sentence if it is long."""
+    """Return a description, or only its first sentence if it is long."""
     return text if len(text) <= MAX_COMMENT_CHARACTERS else SENTENCE_BREAK.split(text)[0]

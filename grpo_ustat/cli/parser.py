@@ -1,4 +1,4 @@
-"""Command line of a verb that Hydra does not read; an error in it is one line."""
+"""Argument parser of the verbs that do not use Hydra, with one-line errors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import did_you_mean
 from grpo_ustat.terminal.streams import beside, visible
 
-# Columns of a help, and of its NAME=VALUE arguments, as argparse has those of options.
+# Minimum and maximum width of a help text and width of its left column, in characters.
 NARROWEST, WIDEST, LEFT = 60, 100, 24
 TYPE_NOUNS = {"int": "a whole number", "float": "a number"}
 
 
 class VerbParser(argparse.ArgumentParser):
-    """Python's parser with one-line errors, which give the words to type in place of the usage.
+    """Argument parser whose errors are one line with the words to type, without the usage.
 
     Args:
         verb: a key of `VERBS`.
-        purpose: first part of the help, in paragraphs.
+        purpose: first part of the help; blank lines separate paragraphs.
         examples: arguments to copy, each with a comment.
         values: NAME=VALUE arguments, each with its meaning.
     """
@@ -42,7 +42,7 @@ class VerbParser(argparse.ArgumentParser):
         self._purpose, self._examples, self._values = purpose, examples, values or {}
 
     def format_help(self) -> str:
-        """Return purpose, examples, and then the arguments."""
+        """Return the help: purpose, examples and arguments."""
         width = max(NARROWEST, shutil.get_terminal_size().columns)
         lines = list[str]()
         for paragraph in self._purpose.strip().split("\n\n"):
@@ -58,17 +58,17 @@ class VerbParser(argparse.ArgumentParser):
         return "\n".join([*lines, "", *arguments, ""])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; a misspelt option is refused before what it lacks."""
+        """Parse the arguments, and store their words for error messages."""
         self.words = list[str](sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong in one line and end with exit code 2."""
+        """Print a one-line error message and exit with code 2."""
         print(visible(f"error: {self.verb}: {self._line(message)}"), file=sys.stderr)
         raise SystemExit(2)
 
     def _line(self, message: str) -> str:
-        """Return a refusal by Python's parser, with the words to type instead."""
+        """Return an error message of argparse in one line, with the words to type instead."""
         options = [x for action in self._actions for x in action.option_strings if x[:2] == "--"]
         typed = [word.partition("=")[0] for word in self.words if word.startswith("--")]
         unknown = [word for word in typed if not any(name.startswith(word) for name in options)]
@@ -79,7 +79,7 @@ class VerbParser(argparse.ArgumentParser):
             names = required[1].split(", ")
             return f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing, {example}"
         if surplus := re.fullmatch("unrecognized arguments: (.*)", message):
-            return f"{surplus[1]} is not taken here, {example}"
+            return f"{surplus[1]} is not an argument of this command, {example}"
         argument, colon, reason = message.removeprefix("argument ").partition(": ")
         place = f"{argument} " if argument.startswith("-") else ""
         if choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", reason):

@@ -1,4 +1,4 @@
-"""Preview of the rendered prompts of a run and of the extraction of answers."""
+"""Preview of a run's prompts and of the extraction of answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"
 
 
 def show_prompts(config: Common, split: str) -> None:
-    """Print the first `show_prompts` prompts of a split and the extraction of their answers.
+    """Print the first `show_prompts` prompts of a split and the answers read from references.
 
-    The length of the longest prompt of the split is also printed. Only the tokenizer is loaded, not
-    the model.
+    The function also prints the length of the split's longest prompt. Only the tokenizer is loaded,
+    not the model.
     """
     tokenizer = configured_tokenizer(config.model)
     task = configured_task(config.task_options, config.model, tokenizer)
@@ -43,7 +43,7 @@ def show_prompts(config: Common, split: str) -> None:
         tell(f"expected answer: {visible(questions[i].answer)}")
         tell(f"reference: {visible(reference).strip()}")
         answer = "nothing" if answer is None else visible(answer)
-        tell(f"read from the reference: {answer}, reward {reward:g}\n")
+        tell(f"answer read from the reference: {answer}, reward {reward:g}\n")
     if config.prompt.stop is not None:
         stops = stop_tokens(tokenizer, config.prompt.stop)
         tell(f"{len(stops)} tokens contain prompt.stop={config.prompt.stop!r} and end a completion")
@@ -54,7 +54,7 @@ def show_prompts(config: Common, split: str) -> None:
     tell(
         f"longest of {len(prompts)} {split} prompts: {count} tokens "
         f"({visible(prompts[longest].id)}); with max_completion_length="
-        f"{config.max_completion_length} {total}, of the model's {limit or 'unknown number'}"
+        f"{config.max_completion_length}: {total} tokens (limit of the model: {limit or 'unknown'})"
     )
     if limit is not None and total > limit:
         warn(

@@ -18,13 +18,16 @@ EXAMPLES = {
 
 
 def main() -> None:
-    """Run the command; the exit code is 0 for any states of the runs."""
+    """Run the command; the exit code does not depend on the states of the runs."""
     parser = VerbParser("sweep", __doc__ or "", EXAMPLES)
     parser.add_argument(
-        "status", choices=["status"], help="a table of all runs of the sweeps in a folder"
+        "status", choices=["status"], help="show a table of all runs in a folder's sweeps"
     )
     parser.add_argument(
-        "place", type=Path, metavar="DIR", help="outputs/train, or one sweep-*.json"
+        "place",
+        type=Path,
+        metavar="DIR",
+        help="a folder of runs, such as outputs/train, or a sweep-*.json file",
     )
     place = parser.parse_args().place
     try:

@@ -32,7 +32,9 @@ VERBS = {
         "measure the gradient's error at every group size, and the best size",
         ("model=tiny_base", "study.questions=100"),
     ),
-    "gap": Verb("test the paper's theorems where the truth can be enumerated", ("theorem=lemma6",)),
+    "gap": Verb(
+        "test the paper's theorems on problems with known exact values", ("theorem=lemma6",)
+    ),
     "advise": Verb(
         "say whether to keep, raise or lower the group size of a run or log",
         ("outputs/train/NAME/seed-0", "num_generations=8"),
@@ -51,7 +53,7 @@ VERBS = {
         "grpo_ustat.cli.sweep",
     ),
     "doctor": Verb(
-        "check that this machine is ready for runs, with fixes for problems",
+        "check that this machine is ready for runs, and suggest fixes",
         ("--output", "outputs"),
     ),
 }
@@ -61,7 +63,7 @@ def help_text() -> str:
     """Return the text of `grpo-ustat --help`: all verbs with purpose and example."""
     width = max(map(len, VERBS))
     lines = [
-        "How good a GRPO policy gradient is, which group size to use, training with it.",
+        "Measure the error of GRPO policy gradients, choose the group size, and train.",
         "",
         f"usage: {program()} VERB [arguments]",
         "",
@@ -69,12 +71,12 @@ def help_text() -> str:
     for name, verb in VERBS.items():
         lines.append(f"  {name:{width}}  {verb.purpose}")
         lines.append(f"  {'':{width}}    {command_line(name, *verb.example)}")
-    lines += ["", f"{program()} VERB --help  what the verb takes"]
+    lines += ["", f"{program()} VERB --help  arguments of the verb"]
     return "\n".join(lines)
 
 
 def unknown_verb(word: str) -> str:
-    """Return the refusal of a word that is not a verb."""
+    """Return the error message for a word that is not a verb."""
     if word.startswith("-") or "=" in word:
         return f"{word} comes after a verb, as in {command_line('train', word)}"
     near = difflib.get_close_matches(word.lower(), VERBS, n=1, cutoff=0.5)

@@ -1,1 +1,1 @@
-"""Typed configurations: schemas, checks of what can be asked for, identities of runs."""
+"""Typed configurations: schemas, checks and identities of runs."""

@@ -16,7 +16,7 @@ from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
 @dataclass(frozen=True)
 class Option:
-    """Meaning and range of an option, which are the same for every baseline with this option."""
+    """Meaning and range of an option, the same for every baseline that has the option."""
 
     meaning: str
     low: float = -math.inf
@@ -24,32 +24,38 @@ class Option:
 
 
 OPTIONS = {
-    "value": Option("number that is subtracted"),
+    "value": Option("number that is subtracted from rewards"),
     "process_variance": Option(
-        "Q of the Kalman filter, added to its variance at each completion", 0.0
+        "process variance Q of the Kalman filter, added to the state variance at each completion",
+        0.0,
     ),
     "measurement_variance": Option(
-        "R of the Kalman filter, the variance of a reward around its latent mean", 1e-12
+        "measurement variance R of the Kalman filter: variance of a reward around its latent mean",
+        1e-12,
     ),
-    "epsilon": Option("added to the divisor, so that it is never 0", 0.0),
+    "epsilon": Option("number added to the divisor, so that the divisor is never 0", 0.0),
     "level": Option(
-        "level of the quantile that is the baseline, a share of the group's rewards", 0.0, 1.0
+        "level of the quantile of the group's rewards that serves as baseline, from 0 to 1",
+        0.0,
+        1.0,
     ),
     "share": Option("share of the group that is kept", 1e-12, 1.0),
     "power": Option("power of the length by which a completion's weight is divided", 0.0, 10.0),
     "decay": Option(
-        "share of the past that a step keeps, in a running mean or in a critic's fit", 0.0, 1.0
+        "weight that a step gives to the past, in a running mean or in a critic's fit", 0.0, 1.0
     ),
     "ridge": Option("penalty on the weights of the critic's head", 1e-12),
     "minimum": Option("smallest possible reward"),
     "maximum": Option("largest possible reward"),
-    "ceiling": Option("upper limit of 1/density", 1e-12),
+    "ceiling": Option("upper limit of the factor 1/density", 1e-12),
     "rho_min": Option(
-        "smallest discount of the past; the start counts as 1/(1 - rho_min) draws", 0.0, 0.999
+        "smallest discount factor of the past; the initial value counts as 1/(1 - rho_min) draws",
+        0.0,
+        0.999,
     ),
-    "rho_max": Option("largest discount of the past", 0.0, 1.0),
+    "rho_max": Option("largest discount factor of the past", 0.0, 1.0),
     "half_distance": Option(
-        "mean |change of a token's log-probability| at which the past counts half", 1e-12
+        "mean |change of a token's log-probability| at which the past is weighted by 1/2", 1e-12
     ),
 }
 
@@ -63,7 +69,7 @@ def load_baseline(key: str, name: str) -> Baseline:
     """
     try:
         return BASELINES[name]
-    # A package may raise any exception.
+    # A package's code can raise any exception.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
@@ -75,7 +81,7 @@ def check_group_size(baseline: str, group_size: int, key: str = "group_size") ->
     if group_size < smallest:
         raise ConfigError(
             f"{key}={group_size} with baseline {baseline}, which needs at least {smallest} "
-            f"completions a group: use {smallest} or more"
+            f"completions per group: use {smallest} or more"
             + (", or baseline none" if BASELINES["none"].min_group_size < smallest else "")
         )
 
@@ -112,29 +118,29 @@ def check_options(baseline: BaselineConfig, key: str) -> None:
 
 @dataclass
 class BaselineConfig:
-    """Baseline that turns rewards into advantages, with a value for each of its options."""
+    """Baseline that turns rewards into advantages, and the values of its options."""
 
     name: str = field(
-        "name of the baseline; choose by baseline=NAME",
+        "name of the baseline; set by baseline=NAME",
         choices=tuple(BASELINES),
         plugins=plugin_baselines,
     )
     options: dict[str, float] = field(
-        "options of the baseline, exactly those that it takes",
+        "options of the baseline; each of its options needs a value",
         entries={name: option.meaning for name, option in OPTIONS.items()},
     )
 
 
 def baseline_choice(name: str) -> BaselineConfig:
-    """Return the baseline for `baseline=NAME` with the default values of its options."""
+    """Return the baseline that `baseline=NAME` selects, with default options."""
     return BaselineConfig(name, dict(BASELINES[name].options))
 
 
 def complete_plugin_options(baseline: BaselineConfig, key: str) -> None:
-    """Fill in the unset options of an installed package's baseline with their defaults, in place.
+    """Fill in defaults for unset options of a baseline from an installed package, in place.
 
     Args:
-        baseline: name and options; a built-in baseline is not changed.
+        baseline: baseline to complete; a built-in baseline is not changed.
         key: configuration key with the name, for errors.
     """
     if plugin_baselines([baseline.name]):

@@ -1,4 +1,4 @@
-"""Command lines to copy into a shell: commands of this program and installations of extras."""
+"""Command lines to copy into a shell: calls of this program and installation of its extras."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_ustat.config.secrets import redact_text
 
 # True in a source checkout, False if the package is installed from a wheel.
 IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()
-# Environment variable in which scripts/run passes the command with which it was called.
+# Environment variable in which scripts/run passes the command that the user typed to call it.
 PROGRAM = "GRPO_USTAT_COMMAND"
 # Environment variable that passes the typed command line to child processes.
 TYPED_VARIABLE = "GRPO_USTAT_TYPED"
@@ -42,7 +42,7 @@ def note_typed(verb: str, arguments: Sequence[str]) -> None:
 
 
 def typed_command() -> str | None:
-    """Return the typed command line, or None in a program that calls this package."""
+    """Return the typed command line, or None if another program calls this package."""
     return os.environ.get(TYPED_VARIABLE)
 
 
@@ -60,17 +60,18 @@ def install_line(extra: str) -> str:
 def is_installed(module: str) -> bool:
     """Return True if a module can be imported, without importing it.
 
-    A plain folder with this name does not count, since trackers create folders with their names.
+    A plain folder with this name does not count, because trackers create folders named after
+    themselves.
 
     >>> is_installed("json"), is_installed("no_such.module")
     (True, False)
     """
     try:
         spec = find_spec(module)
-    # The package of the module is missing.
+    # The parent package of the module is missing.
     except ModuleNotFoundError:
         return False
-    # The module is imported and has no spec.
+    # The module has been imported and has no spec.
     except ValueError:
         return True
     return spec is not None and spec.origin is not None

@@ -12,18 +12,18 @@ from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, check_choice, field, node
 
-# Device types of torch. A number may follow, as in cuda:1.
+# Device types of torch. A device number can follow, as in cuda:1.
 DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 
 
 @dataclass
 class LaunchConfig(ProcessConfig):
-    """Processes and devices; none of it changes results."""
+    """Processes and devices, which do not affect results."""
 
-    num_threads: int = field("of OpenMP in each process", "threads", positive=True)
+    num_threads: int = field("that OpenMP uses in each process", "threads", positive=True)
     device: str = field("cpu, cuda, mps, xpu, npu or hpu; cuda:1 is the second GPU")
     judge_workers: int = field(
-        "for judging answers, beside each process of the run; data sets such as MATH use them",
+        "that judge answers, started by each process of the run; used by data sets such as MATH",
         "processes",
         positive=True,
     )
@@ -31,33 +31,36 @@ class LaunchConfig(ProcessConfig):
 
 @dataclass
 class Common(Shared):
-    """Fields of the commands that have a model and questions."""
+    """Fields that `train` and `mse` share."""
 
     model: ModelConfig = node(ModelConfig, "the policy")
-    dataset: Any = field("the questions; for fields of another kind: --help dataset=NAME")
-    prompt: PromptConfig = node(PromptConfig, "how a question is put to the model")
+    dataset: Any = field("the questions; --help dataset=NAME lists the fields of another data set")
+    prompt: PromptConfig = node(PromptConfig, "how a question is formatted for the model")
     launch: LaunchConfig = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
-        LaunchConfig, "processes and devices; none of it changes results"
+        LaunchConfig, "processes and devices, which do not affect results"
     )
     reward_funcs: list[str] = field(
-        "functions that judge a completion: first task, the data set's own; then any of format "
-        "(an answer can be read), termination (not cut), brevity (1 - "
+        "functions that score a completion: first task, the data set's reward; then any of "
+        "format (an answer can be read), termination (not truncated), brevity (1 - "
         "length/max_completion_length), FILE.py:FUNCTION or the name of an entry point, such as "
         "[task,brevity,my.py:score]"
     )
     reward_weights: list[float] | None = field(
-        "weights of reward_funcs, in their order; the reward is the weighted sum; null: 1 each; "
-        "a function of weight 0 is in the metrics only"
+        "weights of reward_funcs, in the same order; the reward is the weighted sum; null: all "
+        "1; a function with weight 0 appears only in the metrics"
     )
-    temperature: float = field("divides the logits, in sampling and in scoring", positive=True)
+    temperature: float = field("divisor of the logits in sampling and scoring", positive=True)
     max_completion_length: int = field(
-        "of a completion at most; a longer one is cut and counted as cut", "tokens", positive=True
+        "after which a completion is truncated; metrics count truncated completions",
+        "tokens",
+        positive=True,
     )
     rollout_batch_size: int = field(
-        "sampled at a time; changes memory and speed only", "completions", positive=True
+        "sampled at a time; affects only memory and speed", "completions", positive=True
     )
     show_prompts: int = field(
-        "to print instead of a run, with the way their answers are read; 0: run", "prompts"
+        "to print, with answers read from their reference solutions, instead of a run; 0: run",
+        "prompts",
     )
 
     @property
@@ -89,9 +92,9 @@ class Common(Shared):
 
     @property
     def shared_settings(self) -> dict[str, str | float | None]:
-        """Settings that a dry run of `train` or `mse` shows, by their names on the command line.
+        """Settings that a dry run of `train` or `mse` shows, keyed by field name.
 
-        The key "length" is max_completion_length.
+        The key "length" stands for max_completion_length.
         """
         return {
             "model": self.model.name,
@@ -115,7 +118,7 @@ class Common(Shared):
 
     @property
     def most_questions(self) -> int | None:
-        """Number of questions to use from the start of a split; None means all."""
+        """Number of questions to use from the start of a split; None means all questions."""
         return None
 
     def check(self) -> None:
@@ -127,7 +130,7 @@ class Common(Shared):
         self.prompt.check()
         data, prompt = self.dataset, self.prompt
         boxed = "boxed" in f"{prompt.system} {prompt.template}"
-        # Replies that follow a prompt without a box would all get reward 0.
+        # Unless the prompt asks for \boxed{}, every reply would get reward 0.
         if data.kind == "math" and data.reward is None and not prompt.shots and not boxed:
             raise ConfigError(
                 f"dataset={data.name} reads answers in \\boxed{{}}, but prompt={prompt.name} does "

@@ -1,4 +1,4 @@
-"""Schemas of data sets, one per kind, with the checks that do not read questions.
+"""Schemas of data sets, one per kind, with checks of their fields.
 
 The `kind` of a data set's node determines its schema; see `DATASETS`. Values are in `conf/`.
 """
@@ -20,16 +20,16 @@ TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
 STUDY_QUESTIONS = {
     "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
 }  # fmt: skip
-# Default limit on the number of test questions and of study questions from a user's file.
+# Default limit for a user's file on the number of test questions and on that of study questions.
 MAX_HELD_OUT_QUESTIONS = 500
-# Numbers of test questions by hub id and subset, from data set cards and papers (Cobbe et al. 2021,
-# Hendrycks et al. 2021, Lightman et al. 2023).
+# Published numbers of test questions by hub id and subset. Sources: data set cards, Cobbe et al.
+# 2021, Hendrycks et al. 2021, Lightman et al. 2023.
 PUBLISHED_TESTS: dict[tuple[str, str | None], int] = {
     ("openai/gsm8k", "main"): 1319,
     ("DigitalLearningGmbH/MATH-lighteval", "default"): 5000,
     ("HuggingFaceH4/MATH-500", None): 500,
 }
-# Common names of the columns with questions and answers.
+# Common names of columns with questions or answers.
 OTHER_COLUMNS = {
     "question": ("question", "problem", "prompt", "query", "instruction", "input", "text"),
     "answer": ("answer", "ground_truth", "solution", "expected_answer", "final_answer", "gold",
@@ -37,7 +37,7 @@ OTHER_COLUMNS = {
 }  # fmt: skip
 # Marker before the answer at the end of a solution.
 MARK = "####"
-# Floats with integral values below this limit are exact integers. pandas writes 3 as 3.0.
+# Floats below this limit represent every integer exactly. pandas can write 3 as 3.0.
 MAX_EXACT_FLOAT = 2**53
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz", ".xz", ".zst", ".bz2")
 
@@ -47,25 +47,27 @@ class DatasetConfig:
     """Fields of every kind of data set."""
 
     name: str = field(
-        "name of the data set, in the run folder's name; with dataset=own, the entry point of "
-        "the task"
+        "name of the data set, part of the run folder's name; with dataset=own, the entry point "
+        "of the task"
     )
-    kind: str = field(
-        "the code that makes or reads the questions; choose by dataset=NAME", choices=KINDS
-    )
+    kind: str = field("code that makes or reads the questions; set by dataset=NAME", choices=KINDS)
     seed: int = field(
-        "seed of the split into train, test and study questions; the run's seed does not change it"
+        "random seed of the split into train, test and study questions, which does not depend on "
+        "the run's seed"
     )
-    train_size: int | None = field("to train on; null: all that remain", "questions", positive=True)
+    train_size: int | None = field(
+        "to train on; null: all remaining ones", "questions", positive=True
+    )
     test_size: int | None = field("held out for evaluation; null: all", "questions", positive=True)
-    study_size: int = field("for studies by mse, never trained on", "questions", positive=True)
+    study_size: int = field(
+        "for studies by mse, never used for training", "questions", positive=True
+    )
     reward: str | None = field(
         "a reward function of your own, FILE.py:FUNCTION or the name of an entry point; null: "
-        "the data set's"
+        "the data set's reward"
     )
     max_completion_length: int | None = field(
-        "of a completion at most, if the command's max_completion_length is not set; null: it "
-        "must be set",
+        "used as default of max_completion_length; null: max_completion_length must be set",
         "tokens",
         positive=True,
         default=None,
@@ -78,13 +80,13 @@ class DatasetConfig:
 
     @property
     def published_test_size(self) -> int | None:
-        """Published number of test questions, or None if it was not published."""
+        """Published number of test questions, or None if no number was published."""
         return None
 
 
 @dataclass
 class GeneratedConfig(DatasetConfig):
-    """Generated questions, whose sizes must be given."""
+    """Generated questions; the sizes of the train and test splits must be set."""
 
     def check(self) -> None:
         """Refuse sizes that are null."""
@@ -96,13 +98,13 @@ class GeneratedConfig(DatasetConfig):
 
 @dataclass
 class ArithmeticConfig(GeneratedConfig):
-    """Arithmetic questions with several steps; ranges of operands include both ends."""
+    """Arithmetic questions with several steps; ranges of operands include both end points."""
 
     min_term: int = field("smallest term of sums and differences")
     max_term: int = field("largest term of sums and differences")
     min_factor: int = field(
         "smallest value of a product's larger factor and of a quotient; multiples of ten are "
-        "left out"
+        "excluded"
     )
     max_factor: int = field("largest value of a product's larger factor and of a quotient")
     min_digit: int = field("smallest value of a product's smaller factor and of a divisor")
@@ -120,7 +122,8 @@ class ArithmeticConfig(GeneratedConfig):
         low, high = self.min_factor, self.max_factor
         if all(factor % 10 == 0 for factor in range(low, min(high, low + 1) + 1)):
             raise ConfigError(
-                f"dataset.min_factor={low} max_factor={high} contains only multiples of ten"
+                f"dataset.min_factor={low} max_factor={high} contains only multiples of ten, "
+                "which are not used: use a wider range"
             )
 
 
@@ -131,7 +134,7 @@ class OneStepConfig(GeneratedConfig):
     tables: list[str] = field("kinds of questions", choices=TABLES)
 
     def check(self) -> None:
-        """Refuse a data set without tables."""
+        """Refuse a data set without kinds of questions."""
         super().check()
         if not self.tables:
             raise ConfigError(f"dataset.tables=[] has no questions: use any of {TABLES}")
@@ -139,16 +142,23 @@ class OneStepConfig(GeneratedConfig):
 
 @dataclass
 class Gsm8kConfig(DatasetConfig):
-    """Rows with a question and an answer that ends in `#### number` (Cobbe et al. 2021)."""
+    """Rows with a question and an answer that ends with `#### number` (Cobbe et al. 2021)."""
 
     path: str = field(
-        "a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own, or a hub id"
+        "a file or folder of your own (jsonl, json, CSV or Parquet, optionally compressed) or a "
+        "hub id"
     )
-    subset: str | None = field("subset of the hub id; null: the hub id has none")
-    revision: str | None = field("branch, tag or commit of the hub id; null: its main branch")
-    test_path: str | None = field("file, folder or hub id of the test rows; null: they are in path")
-    test_revision: str | None = field("branch, tag or commit of test_path; null: its main branch")
-    train_split: str = field("split with the train rows; its first rows are the study's")
+    subset: str | None = field(
+        "subset of the data set on the hub; null: the data set has no subsets"
+    )
+    revision: str | None = field("branch, tag or commit of path on the hub; null: the main branch")
+    test_path: str | None = field(
+        "file, folder or hub id with the test rows; null: path contains the test rows"
+    )
+    test_revision: str | None = field(
+        "branch, tag or commit of test_path on the hub; null: the main branch"
+    )
+    train_split: str = field("split with the train rows; its first rows are the study questions")
     test_split: str = field("split with the test rows")
 
     def check(self) -> None:
@@ -168,7 +178,7 @@ class Gsm8kConfig(DatasetConfig):
 
     @property
     def sources(self) -> list[str]:
-        """Every path from which questions come."""
+        """All paths from which questions are read."""
         return [path for path in (self.path, self.test_path) if path is not None]
 
     @property
@@ -189,20 +199,22 @@ class MathConfig(Gsm8kConfig):
         "subjects of the train rows to keep, such as [Algebra,Number Theory]; null: all seven"
     )
     levels: list[int] | None = field("levels of the train rows to keep, from 1 to 5; null: all")
-    filter_test: bool = field("keep only those subjects and levels of the test rows too")
+    filter_test: bool = field("also drop test rows with other subjects or levels")
     test_ids: str | None = field(
-        "a file with the unique_id of a test row on each line; null: all test rows"
+        "a file with one unique_id per line of the test rows to keep; null: all test rows"
     )
     max_answer_length: int = field(
-        "of an answer at most; a longer one earns nothing", "characters", positive=True
+        "in an answer at most; longer answers get no reward", "characters", positive=True
     )
     judge_seconds: float = field(
-        "for judging an answer; if it takes longer, it counts as a time-out and earns nothing",
+        "allowed for judging an answer; if judging takes longer, the answer counts as timed out "
+        "and gets no reward",
         "seconds",
         positive=True,
     )
     judge_memory_gb: float = field(
-        "for judging an answer; if it takes more, it counts as a failure and earns nothing",
+        "allowed for judging an answer; if judging needs more, the answer counts as failed and "
+        "gets no reward",
         "GiB",
         positive=True,
     )
@@ -233,23 +245,25 @@ class MathConfig(Gsm8kConfig):
 
 @dataclass
 class JsonlConfig(DatasetConfig):
-    """Rows of a user's files with any columns."""
+    """Rows of a user's files; the user names the columns."""
 
-    path: str = field("a file or folder (jsonl, json, CSV, Parquet, also compressed) of your own")
+    path: str = field(
+        "a file or folder of your own (jsonl, json, CSV or Parquet, optionally compressed)"
+    )
     test_path: str | None = field(
-        "file or folder of the test rows; null: the test files of the folder in path, or rows "
-        "split off from path"
+        "file or folder with the test rows; null: the test files if path is a folder with such "
+        "files, otherwise rows split off from path"
     )
     question: str = field("column with the question")
     answer: str = field("column with the expected answer, a text or a number")
     study_size: int | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        "for studies by mse, never trained on; null: a quarter of the rows, at most 500",
+        "for studies by mse, never used for training; null: a quarter of the rows, at most 500",
         "questions",
         positive=True,
     )
 
     def check(self) -> None:
-        """Refuse missing files, invalid rows and excessive sizes; set sizes that are null."""
+        """Refuse missing files, invalid rows and excessive sizes; fill in null sizes."""
         super().check()
         for name in ("path", "test_path"):
             place = getattr(self, name)
@@ -260,7 +274,7 @@ class JsonlConfig(DatasetConfig):
             for row in read_rows(file):
                 self.question_and_answer(row)
         if not rows:
-            raise ConfigError(f"dataset.path={self.path} holds no row")
+            raise ConfigError(f"dataset.path={self.path} contains no rows")
         quarter = min(MAX_HELD_OUT_QUESTIONS, max(1, rows // 4))
         if self.study_size is None:
             self.study_size = quarter  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -270,10 +284,10 @@ class JsonlConfig(DatasetConfig):
         if self.study_size + tests > rows:
             sizes = f"dataset.study_size={self.study_size}"
             sizes += f" and dataset.test_size={tests}" * bool(tests)
-            raise ConfigError(f"{sizes} of {rows} rows in {self.path}: use at most {rows} in all")
+            raise ConfigError(f"{sizes} of {rows} rows in {self.path}: use at most {rows} in total")
 
     def check_training(self, prompts: int) -> None:
-        """Refuse fewer rows than a training step and an evaluation need.
+        """Refuse a file with too few rows for a training step and an evaluation.
 
         Args:
             prompts: number of prompts per step.
@@ -295,16 +309,16 @@ class JsonlConfig(DatasetConfig):
         of_tests = f", {tests} for tests (dataset.test_size)" * (test_rows is None)
         needs = "2 for tests and " * (test_rows is None)
         raise ConfigError(
-            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size){of_tests} and "
-            f"{train} to train on, but training needs {needs}{prompts} a step (budget.rollouts / "
-            f"group_size): {fix}{lower}"
+            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size){of_tests} "
+            f"and {train} to train on, but training needs {needs}{prompts} per step "
+            f"(budget.rollouts / group_size): {fix}{lower}"
         )
 
     def question_and_answer(self, row: Row) -> tuple[str, str]:
         """Return the question and answer of a row as text, including outer white space.
 
         A row without a question or an answer is refused. If the answer contains `MARK`, the
-        expected answer follows the last occurrence.
+        expected answer is the text after the last `MARK`.
         """
         text, answer = row.text(self.question), row.value(self.answer)
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -312,13 +326,13 @@ class JsonlConfig(DatasetConfig):
         if isinstance(answer, float) and answer.is_integer() and abs(answer) < MAX_EXACT_FLOAT:
             answer = int(answer)
         if not str(answer).rpartition(MARK)[2].strip():
-            raise row.refused(self.answer, answer, "a text that is not empty")
+            raise row.refused(self.answer, answer, "non-empty text")
         return text, str(answer)
 
     def row_counts(self) -> tuple[int, int | None]:
-        """Count the rows for studies and training, and the test rows.
+        """Return the number of rows for studies and training, and the number of test rows.
 
-        The number of test rows is None if test rows are split off from the other rows.
+        The second number is None if test rows are split off from the first.
         """
         rows = sum(self._count("path", file) for file in self.train_files)
         tests = [self._count("test_path", file) for file in self.test_files]
@@ -336,7 +350,7 @@ class JsonlConfig(DatasetConfig):
             names = [name for name in OTHER_COLUMNS[key] if name in columns and name not in taken]
             fixes.append(f"dataset.{key}={names[0] if names else 'COLUMN'}")
         raise ConfigError(
-            f"{file} row 1: field {getattr(self, missing[0])} is missing, the fields there are: "
+            f"{file} row 1: field {getattr(self, missing[0])} is missing, the row has "
             f"{', '.join(columns)}: set {' '.join(fixes)}"
         )
 
@@ -347,7 +361,7 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def test_files(self) -> list[Path]:
-        """Files with the test rows; empty if test rows are split off from the others."""
+        """Files with the test rows; empty if test rows are split off from the train files."""
         if self.test_path is not None:
             return self._files("test_path", self.test_path, "test")
         folder = Path(self.path).expanduser().is_dir()
@@ -366,7 +380,7 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def sources(self) -> list[str]:
-        """Every path from which questions come."""
+        """All paths from which questions are read."""
         return [path for path in (self.path, self.test_path) if path is not None]
 
 
@@ -374,7 +388,9 @@ class JsonlConfig(DatasetConfig):
 class OwnConfig(DatasetConfig):
     """Task of an installed package."""
 
-    options: dict[str, Any] = field("options of the task; add each by +dataset.options.NAME=VALUE")
+    options: dict[str, Any] = field(
+        "options of the task; add an option by +dataset.options.NAME=VALUE"
+    )
 
     def check(self) -> None:
         """Refuse a task that no installed package provides."""

@@ -1,4 +1,4 @@
-"""Schemas of the paper's theorems with the numbers that define their tests.
+"""Schemas of the paper's theorems: settings of the tests.
 
 The `kind` of a theorem's node determines its schema; see `THEOREMS`. Values are in `conf/theorem/`.
 """
@@ -13,7 +13,7 @@ from grpo_ustat.config.problems import MAX_COMPLETIONS
 from grpo_ustat.config.run import ProcessConfig, Shared
 from grpo_ustat.config.schema import ConfigError, field, node
 
-# Commands that test the results of the paper that `gap` does not test.
+# Commands for the results of the paper that `gap` does not test.
 OTHER_COMMANDS = {
     **dict.fromkeys(("lemma1", "theorem2", "proposition3"), "mse experiment=monte_carlo_check"),
     **dict.fromkeys(("assumption2", "corollary4", "corollary5"), "mse"),
@@ -30,22 +30,24 @@ SIMULATED_BASELINES = ("none", "oracle", "optimal", "leave_one_out")
 class TheoryConfig:
     """Fields of every theorem."""
 
-    # Title in pages, figures and tables; it is not a field.
+    # Title in pages, figures and tables; a class attribute, not a configuration field.
     title: ClassVar[str] = ""
     # Kinds of test problems on which the theorem can be tested.
     problems: ClassVar[tuple[str, ...]] = ("coins", "softmax")
 
-    kind: str = field("result of the paper; choose by theorem=NAME")
+    kind: str = field("name of the paper's result; set by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse settings with which the theorem cannot be tested."""
+        """Refuse settings that do not allow a test of the theorem."""
 
 
 @dataclass
 class SimulatedConfig(TheoryConfig):
     """Fields of theorems that are tested by simulations of Algorithm 1."""
 
-    replicates: int = field("of Algorithm 1 behind each number", "runs", at_least=10)
+    replicates: int = field(
+        "of Algorithm 1 from which each number is estimated", "runs", at_least=10
+    )
     decaying_rate: float = field("c of the learning rate c / (t + offset)", positive=True)
     offset: int = field("added to t in the learning rate c / (t + offset)", "steps", at_least=0)
 
@@ -53,7 +55,9 @@ class SimulatedConfig(TheoryConfig):
 def _check_divisors(key: str, group_sizes: list[int], rollouts: int) -> None:
     if not group_sizes or any(rollouts % size for size in group_sizes):
         typed = group_sizes if key.endswith("s") else group_sizes[0]
-        raise ConfigError(f"{key}={typed} with theorem.rollouts={rollouts}: use divisors of it")
+        raise ConfigError(
+            f"{key}={typed} with theorem.rollouts={rollouts}: use divisors of theorem.rollouts"
+        )
 
 
 def _check_steps(steps: list[int]) -> None:
@@ -73,19 +77,20 @@ def _check_doubling(sizes: list[int]) -> None:
     first = min(sizes, default=0)
     if first < 2 or sizes != [first, 2 * first, 4 * first]:
         raise ConfigError(
-            f"theorem.limit_sizes={sizes}: use three sizes of at least 2, each twice the previous"
+            f"theorem.limit_sizes={sizes}: use three sizes of at least 2, each twice the "
+            "previous size"
         )
 
 
 @dataclass
 class Lemma6Config(SimulatedConfig):
-    """Comparison of the mean gap with its recursion and bounds."""
+    """Comparison of the mean optimality gap with its recursion and bounds."""
 
     title = "Lemma 6, the gap under constant and falling learning rates"
 
     baselines: list[str] = field("baselines of the runs", choices=SIMULATED_BASELINES)
-    rollouts: int = field("of a step, n = B G", "completions", positive=True)
-    group_size: int = field("in a group, G", "completions", at_least=2)
+    rollouts: int = field("per step, n = B G", "completions", positive=True)
+    group_size: int = field("per group, G", "completions", at_least=2)
     constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
     steps: int = field("of each run, T", "steps", positive=True)
 
@@ -106,28 +111,28 @@ class Theorem7Config(SimulatedConfig):
     title = "Theorem 7, the best group size"
 
     rollouts: list[int] = field(
-        "of a step, n = B G: the values at which group sizes are compared, for each T",
+        "per step, n = B G: the values at which group sizes are compared, for each T",
         "completions",
         positive=True,
         distinct=True,
     )
     totals: list[int] = field(
-        "of a run in total, n T: for each T a step has n = total / T",
+        "in a whole run, n T; for each T a step has n = total / T completions",
         "completions",
         positive=True,
         distinct=True,
     )
     group_sizes: list[int] = field(
-        "in a group: the values of G; those that do not divide n are left out",
+        "per group: the values of G; values that do not divide n are skipped",
         "completions",
         at_least=2,
         distinct=True,
     )
     constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
-    steps: list[int] = field("at which gaps are compared, T", "steps", positive=True)
+    steps: list[int] = field("after which gaps are compared, T", "steps", positive=True)
 
     def check(self) -> None:
-        """Refuse sizes, steps and totals that do not divide each other."""
+        """Refuse totals that T does not divide, and n that fewer than two group sizes divide."""
         super().check()
         _check_steps(self.steps)
         if not self.rollouts and not self.totals:
@@ -143,28 +148,31 @@ class Theorem7Config(SimulatedConfig):
         for n in [*self.rollouts, *(total // t for total in self.totals for t in self.steps)]:
             if sum(n % size == 0 for size in self.group_sizes) < 2:
                 raise ConfigError(
-                    f"theorem.group_sizes={self.group_sizes} with theorem.rollouts={self.rollouts} "
-                    f"theorem.totals={self.totals}: at least two sizes must divide n={n} rollouts "
-                    "per step (total / T for totals)"
+                    f"theorem.group_sizes={self.group_sizes} with "
+                    f"theorem.rollouts={self.rollouts} theorem.totals={self.totals}: at least "
+                    f"two group sizes must divide n={n} rollouts per step (theorem.totals / T if "
+                    "totals are set)"
                 )
 
 
 @dataclass
 class Theorem8Config(SimulatedConfig):
-    """Law of T times the gap."""
+    """Probability distribution of T times the gap."""
 
     title = "Theorem 8, the law of the gap"
     problems = ("coins", "ridge_coins", "softmax")
 
-    rollouts: int = field("of a step, n = B G", "completions", positive=True)
+    rollouts: int = field("per step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
-        "in a group of GRPO: the values of G; the other baselines use the first",
+        "per group of GRPO: the values of G; other baselines use only the first value",
         "completions",
         at_least=2,
         distinct=True,
     )
     steps: list[int] = field(
-        "at which laws are compared; the verdict is about the last", "steps", positive=True
+        "after which distributions are compared; the verdict is about the largest number",
+        "steps",
+        positive=True,
     )
 
     def check(self) -> None:
@@ -176,13 +184,13 @@ class Theorem8Config(SimulatedConfig):
 
 @dataclass
 class CorollariesConfig(SimulatedConfig):
-    """Comparison of the limits of GRPO, the oracle and other baselines."""
+    """Comparison of the limiting gaps of GRPO, the oracle and other baselines."""
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
 
-    rollouts: int = field("of a step, n = B G", "completions", positive=True)
+    rollouts: int = field("per step, n = B G", "completions", positive=True)
     group_sizes: list[int] = field(
-        "in a group: the values of G", "completions", at_least=2, distinct=True
+        "per group: the values of G", "completions", at_least=2, distinct=True
     )
     steps: int = field("of each run, T; 4 or more", "steps", at_least=4)
 
@@ -199,26 +207,25 @@ class Proposition13Config(SimulatedConfig):
     title = "Proposition 13, what normalised advantages maximise"
     problems = ("coins",)
 
-    num_prompts: int = field("of a step, B", "prompts", positive=True)
+    num_prompts: int = field("per step, B", "prompts", positive=True)
     group_sizes: list[int] = field(
-        "in a group: the values of G, ascending", "completions", at_least=2
+        "per group: the values of G, ascending", "completions", at_least=2
     )
     epsilon: float = field("added to a group's standard deviation", at_least=0)
     limit_sizes: list[int] = field(
-        "in a group: three values of G, each twice the one before, from which the limit in G is "
-        "extrapolated",
+        "per group: three values of G, each twice the previous value, for extrapolation to "
+        "infinite G",
         "completions",
     )
-    beta: float = field("weight of the KL term in the variants that have one", positive=True)
+    beta: float = field("weight of the KL term in the variants with a KL term", positive=True)
     reference: list[float] = field(
-        "u of the reference policy of the KL term, in the coordinate of the test problem"
+        "u of the KL term's reference policy, in the coordinate of the test problem"
     )
     minibatches: int = field(
-        "into which a batch is split, in the variants that do so", "minibatches", at_least=2
+        "into which a batch is split, in the variants with minibatches", "minibatches", at_least=2
     )
     variant_sizes: list[int] = field(
-        "in a group: the values of G of the variants with a KL term, with minibatches and with "
-        "both",
+        "per group: the values of G for the variants with a KL term, with minibatches or with both",
         "completions",
         at_least=2,
         distinct=True,
@@ -240,7 +247,7 @@ class Lemma11Config(TheoryConfig):
 
     title = "Lemma 11, normalised advantages as a U-statistic"
 
-    group_sizes: list[int] = field("in a group: the values of G", "completions", at_least=2)
+    group_sizes: list[int] = field("per group: the values of G", "completions", at_least=2)
     epsilon: float = field("added to a group's standard deviation", at_least=0)
 
     def check(self) -> None:
@@ -257,43 +264,49 @@ class Theorem12Config(TheoryConfig):
     problems = ("sequences",)
 
     normalisations: list[str] = field(
-        "divisors of the advantages along the updates: none, or group_std for the group's "
+        "divisors of the advantages in the updates: none, or group_std, which is the group's "
         "standard deviation + epsilon",
         choices=NORMALISATIONS,
         distinct=True,
     )
     epsilon: float = field("added to a group's standard deviation", positive=True)
     floor: float = field(
-        "lower bound of the standard deviation, in the guards that are compared", positive=True
+        "lower bound of the standard deviation, one of the compared safeguards against division "
+        "by 0",
+        positive=True,
     )
     learning_rates: list[float] = field(
         "learning rates of the updates, three or more", positive=True
     )
-    num_prompts: int = field("of a batch, B", "prompts", positive=True)
+    num_prompts: int = field("per batch, B", "prompts", positive=True)
     minibatches: int = field(
-        "into which a batch is split; one pass, an update on each", "minibatches", at_least=2
+        "into which a batch is split; there is one pass, with an update on each minibatch",
+        "minibatches",
+        at_least=2,
     )
     group_size: int = field(
-        "in a group of the updates, G; one of group_sizes", "completions", at_least=2
+        "in a group during updates, G; must be one of group_sizes", "completions", at_least=2
     )
     group_sizes: list[int] = field(
-        "in a group: the values of G at learning rate 0", "completions", at_least=2, distinct=True
+        "per group: the values of G at learning rate 0", "completions", at_least=2, distinct=True
     )
     limit_sizes: list[int] = field(
-        "in a group: three values of G, each twice the one before, from which limits in G are "
-        "extrapolated",
+        "per group: three values of G, each twice the previous value, for extrapolation to "
+        "infinite G",
         "completions",
     )
     beta: float = field(
-        "weight of the KL term; bias and variance without it are shown too", at_least=0
+        "weight of the KL term; bias and variance are also shown without the KL term", at_least=0
     )
-    replicates: int = field("of updates, drawn at random", "paths", at_least=3)
+    replicates: int = field("of updates that are drawn at random", "paths", at_least=3)
     lengths: list[int] = field(
-        "of a completion: the lengths at which bias and variance of importance ratios are computed",
+        "in a completion: the lengths at which bias and variance of importance ratios are computed",
         "tokens",
         positive=True,
     )
-    shift: float = field("difference of a token's logit between the two policies of these ratios")
+    shift: float = field(
+        "difference of a token's logit between the two policies whose importance ratio is computed"
+    )
 
     def check(self) -> None:
         """Refuse inconsistent sizes and an empty list of normalisations."""
@@ -314,7 +327,7 @@ class Theorem12Config(TheoryConfig):
         if self.group_size not in self.group_sizes:
             raise ConfigError(
                 f"theorem.group_size={self.group_size} with "
-                f"theorem.group_sizes={self.group_sizes}: use one of them"
+                f"theorem.group_sizes={self.group_sizes}: use one of theorem.group_sizes"
             )
         _check_doubling(self.limit_sizes)
 
@@ -332,11 +345,11 @@ THEOREMS = {
 
 @dataclass
 class GapLaunch(ProcessConfig):
-    """`ProcessConfig` of tests of theorems."""
+    """Processes of a theorem's test."""
 
     workers: int = field(
-        "that share the replicates, without a change of results; under torchrun its ranks share "
-        "them",
+        "that share the replicates, without affecting results; under torchrun the ranks share "
+        "the replicates",
         "processes",
         positive=True,
     )
@@ -344,7 +357,7 @@ class GapLaunch(ProcessConfig):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Input of a theorem's test."""
+    """Inputs of a theorem's test."""
 
     # Settings of the theorem to test, an instance of a class in this module.
     theorem: Any
@@ -360,19 +373,19 @@ class GapConfig(Shared):
     """Configuration of `grpo-ustat gap`."""
 
     launch: GapLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
-        GapLaunch, "processes; none of it changes results"
+        GapLaunch, "processes, which do not affect results"
     )
     theorem: Any = field(
-        "the result of the paper to test; for fields of another: --help theorem=NAME"
+        "the result of the paper to test; --help theorem=NAME lists the fields of another result"
     )
     problem: Any = field(
-        "the test problem, a policy whose exact values are enumerated; for fields of another: "
-        "--help problem=NAME"
+        "the test problem, a policy whose exact values are computed by enumeration; --help "
+        "problem=NAME lists the fields of another problem"
     )
 
     @property
     def experiment(self) -> Experiment:
-        """Input of the theorem's test."""
+        """Inputs of the theorem's test."""
         return Experiment(self.theorem, self.problem, self.seed, self.launch.workers)
 
     @property
@@ -382,7 +395,7 @@ class GapConfig(Shared):
 
     @property
     def plan(self) -> str:
-        """Sentence with theorem, test problem and number of replicates."""
+        """Text that names theorem, test problem and number of replicates."""
         replicates = getattr(self.theorem, "replicates", None)
         words = f"gap: {self.theorem.kind} on {self.problem.name}"
         return words + (f", {replicates} replicates" if replicates else "")

@@ -1,4 +1,4 @@
-"""Identity of a run: identity keys, fingerprints and folder name."""
+"""Identity of a run: keys that determine results, fingerprints and folder name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from grpo_ustat.config.train import ENDING_SCHEDULES
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, plugin_baselines
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
-# Fields that do not change results.
+# Fields of a model that do not change results.
 NEUTRAL_MODEL_FIELDS = ("size", "learning_rate", "lora_learning_rate")
 # File systems limit names to 255 bytes.
 MAX_NAME_BYTES = 200
-# Keys that may differ between two starts of a run.
+# Keys that can differ between two starts of the same run.
 OPERATIONAL_KEYS = (
     "output_root",
     "on_existing",
@@ -43,10 +43,9 @@ OPERATIONAL_KEYS = (
 
 
 def operational_keys(keys: dict[str, Any]) -> set[str]:
-    """Return the keys that may differ between two starts of a run.
+    """Return the keys that can differ between two starts of the same run.
 
-    If the learning rate decays to 0 at max_steps, the number of steps is part of the run's
-    identity.
+    If the learning rate decays to 0 at max_steps, then max_steps is part of the run's identity.
 
     >>> "max_steps" in operational_keys({"schedule": {"lr_scheduler_type": "linear"}})
     False
@@ -58,15 +57,15 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """Return the identity of a run: the configuration keys that determine results, and hashes.
+    """Return a run's identity: the configuration keys that determine results, and hashes of files.
 
-    The hashes are those of the weights, the data, and the user's modules with baselines, rewards or
+    The hashed files are the weights, the data, and the modules of the user's baselines, rewards and
     measurements.
     """
     keys = drop_unused_baselines(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
     if getattr(config, "imports_pool", False):
-        # A file is input data, but a pool folder is only a cache.
+        # An imported file is input data, whereas a pool folder is only a cache.
         keys["pool"] = file_digest(config.pool)
     # Without a model, the configuration alone determines the results.
     if config.model is None:
@@ -84,12 +83,18 @@ def identity(config: Any) -> dict[str, Any]:
 def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     """Remove the keys that do not change results, and add `tf32` to a study.
 
-    These keys are removed: the model's size, from which costs are estimated; values that a model or
-    a data set suggests for unset fields, since the fields themselves are kept; empty options of a
-    chat template; paths of local data, since the content is hashed instead; the part of a pool to
-    fill; the number of minibatches if their size is set; settings of AdamW's metric, of a sampler's
-    corrections, of verdicts and of further measurements if these are not used; and reward weights
-    that are all 1. The entry `tf32` is True if matrix products of the study use TF32.
+    The following keys are removed or replaced by a neutral value:
+
+    - the model's size, which only affects cost estimates
+    - default values that a model or a data set gives for other fields
+    - empty options of a chat template
+    - paths of local data, whose content is hashed instead
+    - the part of a pool to fill
+    - the number of minibatches if their size is set
+    - settings of AdamW's metric, corrections, verdicts and further measurements that are not used
+    - reward weights that are all 1
+
+    The entry `tf32` is True if matrix products of the study use TF32.
 
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
@@ -135,7 +140,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "study" in keys:
-        # Keys that were read from a file may lack both entries.
+        # Keys read from a file can lack both entries.
         device = str(keys.get("launch", {}).get("device"))
         dtype = str(keys.get("model", {}).get("dtype"))
         keys["tf32"] = tf32_in_use(device, dtype)
@@ -143,7 +148,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
-    """Remove the paths of local files from reward functions, since the files are hashed instead."""
+    """Remove the paths of local files from reward functions; the content of the files is hashed."""
     names: list[str] = []
     for name in reward_funcs:
         place = reward_file(name)
@@ -152,7 +157,7 @@ def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
 
 
 def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the options of baselines in use, so that new baselines change no run folder.
+    """Keep only the options of baselines in use, so that new baselines do not rename run folders.
 
     >>> keys = {"baselines": ["none"], "baseline_options": {"none": {}, "opo": {}}}
     >>> drop_unused_baselines(keys)["baseline_options"]
@@ -167,9 +172,9 @@ def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
 def weights_fingerprint(model_name_or_path: str) -> str | None:
     """Hash the files of a local model; return None for a hub id.
 
-    The files are weights, configuration, tokenizer, chat format and code. The hash of adapters
-    includes the adapter configuration and the base model. The hash depends only on the content of
-    the files; see `_hash_of`.
+    The files are weights, configuration, tokenizer, chat format and code. For adapters, the hash
+    also covers the adapter configuration and the base model. The hash depends only on the content
+    of the files; see `_hash_of`.
     """
     folder = model_folder(model_name_or_path)
     files = sorted(file for kind in MODEL_FILES for file in folder.glob(kind))
@@ -183,9 +188,9 @@ def weights_fingerprint(model_name_or_path: str) -> str | None:
 
 
 def data_fingerprint(dataset: Any) -> str | None:
-    """Hash the local files with questions and the modules of the user's tasks or rewards.
+    """Hash the local files with questions and the modules of the user's task or reward.
 
-    Return None if there are no local files; a hub id is identified by its name and revision. The
+    Return None if there are no such files; name and revision identify a data set on the hub. The
     hash depends only on the content of the files; see `_hash_of`.
     """
     files: list[Path] = []
@@ -193,7 +198,7 @@ def data_fingerprint(dataset: Any) -> str | None:
         if place.is_file():
             files.append(place)
         else:
-            # The data set card may define the splits.
+            # The data set card, README.md, can define the splits.
             data = (file for file in place.rglob("*") if file.name.endswith(FILE_SUFFIXES))
             files += sorted([*data, *place.glob("README.md")])
     if dataset.kind == "own":
@@ -211,14 +216,14 @@ def reward_funcs_fingerprint(reward_funcs: list[str]) -> str | None:
 
 
 def baselines_fingerprint(config: Any) -> str | None:
-    """Hash the modules of baselines from installed packages; return None if none is used."""
+    """Hash the modules of baselines from installed packages; return None without such baselines."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
     files = [_module(PLUGIN_GROUP, name) for name in sorted(plugin_baselines(used))]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 
 def measurements_fingerprint(config: Any) -> str | None:
-    """Hash the modules of measurements from installed packages; return None if none is used."""
+    """Hash the modules of measurements from installed packages; return None if there are none."""
     names: list[str] = config.study.measurements if hasattr(config, "baselines") else []
     files = [_module(MEASUREMENTS, name) for name in sorted(names)]
     return _hash_of(files).hexdigest()[:12] if files else None
@@ -234,15 +239,15 @@ def _module(group: str, name: str) -> Path:
     """Return the file of an entry point's module."""
     file = module_file(group, name)
     if file is None:
-        raise ConfigError(f"{name}: the module of this entry point of {group} has no file")
+        raise ConfigError(f"{name}: the module of this {group} entry point has no file")
     return file
 
 
 def _hash_of(files: list[Path]) -> hashlib._Hash:  # pyright: ignore[reportPrivateUsage]
-    """Compute the SHA-256 hash of files, in order.
+    """Compute the SHA-256 hash of the concatenated files.
 
-    Since weights may take hundreds of GB, only the size and 256 evenly spaced blocks of 64 KiB,
-    including the first and the last, are hashed for safetensors files above 64 MiB.
+    Weights can take hundreds of GB. For safetensors files above 64 MiB, only the size and 256
+    evenly spaced blocks of 64 KiB are hashed, including the first and the last block.
     """
     total = hashlib.sha256()
     for path in files:
@@ -266,7 +271,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def fingerprint(identity_keys: dict[str, Any]) -> str:
-    """Return a short hash of the identity keys, 12 hexadecimal digits.
+    """Return a hash of the identity keys with 12 hexadecimal digits.
 
     >>> fingerprint({"seed": 0, "group_size": 4}) == fingerprint({"group_size": 4, "seed": 0})
     True
@@ -276,11 +281,11 @@ def fingerprint(identity_keys: dict[str, Any]) -> str:
 
 
 def folder_name(config: Any) -> str:
-    """Return the name of the run folder without the seed: words and a hash of the identity keys.
+    """Return the run folder's name without the seed: words and a hash of the identity keys.
 
-    The words may contain the path of a model's folder, of which only the end is kept if it is long.
-    Names never begin with a dot. A `=` in the words becomes a `-`, so that a path can be typed in
-    an override without quotes.
+    The words can contain the path of a model's folder. If they are too long, only their end is
+    kept. Names never begin with a dot. A `=` in the words becomes a `-`, so that a path can be
+    typed in an override without quotes.
     """
     keys = identity(config)
     del keys["seed"]

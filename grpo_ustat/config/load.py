@@ -1,6 +1,6 @@
-"""Schemas of the commands and construction of a configuration from composed values.
+"""Schemas of the commands, and construction of checked configurations from composed values.
 
-Values come from `conf/`, or from the schemas if the files there do not set them. This module does
+Values come from `conf/`, or from the schemas for fields that `conf/` does not set. This module does
 not import torch, so that invalid configurations are refused before any slow import.
 """
 
@@ -43,9 +43,9 @@ from grpo_ustat.estimators.baselines import plugin_baselines
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# The first folder exists in a wheel, the second in a checkout.
+# The first folder exists in an installed wheel, the second in a source checkout.
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
-# Nodes whose schema depends on their kind.
+# Nodes with a schema for each value of their field `kind`.
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
     "problem": PROBLEMS,
@@ -59,8 +59,8 @@ def build_config(config: Any, schema: type) -> Any:
     """Build a checked instance of a schema from a composed configuration.
 
     Args:
-        config: OmegaConf node, or dictionary whose strings are taken literally, without a `hydra`
-            node.
+        config: OmegaConf node or dictionary, without a `hydra` node. Strings in a dictionary are
+            not interpolated.
         schema: one of `SCHEMAS`.
     """
     if not OmegaConf.is_config(config):
@@ -97,9 +97,9 @@ def build_config(config: Any, schema: type) -> Any:
 
 
 def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, Any]:
-    """Return the values that `group=name` gives to a node of a command.
+    """Return the values that `group=name` sets in a command's node.
 
-    The values come from the file, from the files on which it is based, and from the schema.
+    The values come from the file, from the files in its defaults list, and from the schema.
 
     >>> values_of("dataset", "math500")["path"], values_of("prompt", "bare")["shots"]
     ('DigitalLearningGmbH/MATH-lighteval', 0)
@@ -113,9 +113,9 @@ def values_of(group: str, name: str, command: type = TrainConfig) -> dict[str, A
 
 
 def default_values(entry: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """Return the default values of a command, by path, and the default choice of each group.
+    """Return a command's default values, keyed by path, and the default choice of each group.
 
-    Hydra is not imported, since the import takes longer than printing the help.
+    Hydra is not imported, because its import takes longer than printing the help.
 
     Args:
         entry: key of `SCHEMAS`.
@@ -149,7 +149,7 @@ def _defaults(content: dict[str, Any]) -> list[str | dict[str, str | None]]:
 
 
 def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
-    """Return the nested values that `group=choice` sets in all nodes."""
+    """Return the nested values, of any nodes, that `group=choice` sets."""
     if choice is None:
         return {}
     if group == "baseline":
@@ -194,14 +194,14 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
 
 @cache
 def all_fields(schema: type) -> tuple[FieldInfo, ...]:
-    """Return all fields of a schema, including the fields of every kind of its nodes."""
+    """Return all fields of a schema, including those that exist only for some kinds of a node."""
     of_kinds = [(name, kind) for name, kinds in kinds_of(schema).items() for kind in kinds.values()]
     further = (key for name, kind in of_kinds for key in fields_of(kind, f"{name}."))
     return (*fields_of(schema), *further)
 
 
 def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
-    """Return the nodes of a schema whose fields depend on a kind, with the schema of each kind.
+    """Return the nodes whose fields depend on their kind, with the schema of each kind.
 
     >>> list(kinds_of(TrainConfig)), list(kinds_of(GapConfig))
     (['dataset'], ['problem', 'theorem'])
@@ -211,7 +211,7 @@ def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
 
 
 def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
-    """Return the schema for a node's kind, and refuse fields that this schema does not have."""
+    """Return the schema for a node's kind; refuse fields that this schema does not have."""
     values = config.get(name)
     if values is None:
         raise ConfigError(f"{name} has no value: choose by {name}=NAME")
@@ -220,7 +220,7 @@ def _kind_schema(config: Any, name: str, kinds: Mapping[str, type]) -> type:
     declared = {field.name for field in fields(schema)}
     for key in (key for key in values if key not in declared):
         raise ConfigError(
-            f"{name}.kind={values.kind} has no field {name}.{key}: choose a {NODE_NOUNS[name]} "
-            f"with all its fields by {name}=NAME"
+            f"{name}.kind={values.kind} has no field {name}.{key}: use {name}=NAME to choose a "
+            f"{NODE_NOUNS[name]} with this field"
         )
     return schema

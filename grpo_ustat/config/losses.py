@@ -1,4 +1,4 @@
-"""Losses that a study measures, at the first update of a batch and off policy."""
+"""Losses that a study measures, both at the first update of a batch and off-policy."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from grpo_ustat.config.study import StudyConfig
 from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 
-# Losses that differ only in the level of the ratio and that study.verdicts compares.
+# Losses compared by study.verdicts, which differ only in the level of the ratio.
 LAGGED = {
     level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
     for level in ("none", "token", "sequence", "whole_sequence")
 }
-# Corrections that published claims compare, by level.
+# Corrections that published claims compare, keyed by the level of the ratio.
 TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}
 
 
 @dataclass(frozen=True)
 class MeasuredLosses:
-    """Part of a study's configuration that determines the losses."""
+    """Part of a study's configuration that determines which losses are measured."""
 
-    # Loss and the baseline of its advantages.
+    # Main loss, and the baseline of its advantages.
     objective: ObjectiveConfig
     baseline: BaselineConfig
     # Names of further presets.
     objectives: list[str]
-    # Settings of the study, including the later policy, the reference and the corrections.
+    # Settings of the study, including the later policy, the reference model and the corrections.
     study: StudyConfig
-    # Source of the rollouts. `imports_pool` is True if the source is a file.
+    # Source of the rollouts; `imports_pool` is True if this source is a file.
     pool: str | None
     imports_pool: bool
     # Number of tokens after which a completion is truncated.
@@ -40,7 +40,7 @@ class MeasuredLosses:
 
     @property
     def chosen(self) -> list[tuple[ObjectiveConfig, Loss]]:
-        """Pairs of each objective and its loss at the first update of a batch."""
+        """Each objective with its loss at the first update of a batch."""
         pairs = [(self.objective, self.baseline)]
         for name in self.objectives:
             preset = PRESETS[name]
@@ -50,22 +50,22 @@ class MeasuredLosses:
 
     @property
     def first_update(self) -> list[Loss]:
-        """Losses at the first update of a batch, without the unbiased estimate itself."""
+        """Losses at the first update of a batch, without the unbiased reference estimate."""
         losses = [loss for _, loss in self.chosen]
         unbiased = (self.objective.name, self.baseline.name) == ("algorithm1", "leave_one_out")
         return losses[1:] if unbiased else losses
 
     @property
     def is_off_policy(self) -> bool:
-        """True if losses are also measured with unequal token weights."""
+        """True if losses are also measured off-policy, with unequal token weights."""
         return bool(self.study.scored_by or self.study.reference or self.study.corrections)
 
     @property
     def off_policy(self) -> list[Loss]:
-        """Losses off policy.
+        """Losses to measure off-policy.
 
         Token weights are computed at `study.scored_by`, and the penalty is relative to
-        `study.reference`. Each loss is included without a correction and with each of
+        `study.reference`. Each loss occurs once without a correction and once with each of
         `study.corrections`.
         """
         losses: list[Loss] = []
@@ -89,10 +89,10 @@ class MeasuredLosses:
 
     @property
     def judged(self) -> dict[str, Loss]:
-        """Losses that `study.verdicts` compares, by the level of the ratio.
+        """Losses that `study.verdicts` compares, keyed by the level of the ratio.
 
-        The losses differ only in this level. The ratio is either to a later policy or a correction
-        for the difference between sampler and model.
+        The losses differ only in this level. The ratio is either the importance ratio to a later
+        policy or a correction for the mismatch between sampler and model.
         """
         study = self.study
         if study.verdicts and study.scored_by is not None:
@@ -110,8 +110,8 @@ class MeasuredLosses:
         self.objective.check()
         if self.objective.name in self.objectives:
             raise ConfigError(
-                f"objectives={self.objectives} repeats objective={self.objective.name}: remove it "
-                "from one of them"
+                f"objectives={self.objectives} repeats objective={self.objective.name}: remove "
+                "one of the two"
             )
         if self.objective.top_entropy_quantile < 1:
             raise ConfigError(
@@ -132,14 +132,14 @@ class MeasuredLosses:
         if study.metric == "adam":
             raise ConfigError(
                 f"study.metric=adam with study.scored_by={study.scored_by} "
-                f"reference={study.reference} corrections={study.corrections}: weighted "
-                "tokens are measured in the plain metric, use study.metric=euclidean"
+                f"reference={study.reference} corrections={study.corrections}: losses with token "
+                "weights are measured only in the Euclidean metric, use study.metric=euclidean"
             )
         if study.scored_by is not None and self.imports_pool:
             raise ConfigError(
                 f"study.scored_by={study.scored_by} with pool={self.pool}: the later policy must "
-                "also write completions, and a file cannot judge them; set dataset=NAME and "
-                "remove pool"
+                "also sample completions, and a file provides no reward for these; set "
+                "dataset=NAME and remove pool"
             )
         if study.corrections and not self.imports_pool:
             raise ConfigError(
@@ -150,8 +150,9 @@ class MeasuredLosses:
         if study.verdicts and study.corrections and missing:
             needed = ",".join(study.corrections + missing)
             raise ConfigError(
-                f"study.verdicts=true with study.corrections={study.corrections}: claims compare "
-                f"truncated token and sequence ratios, use study.corrections=[{needed}]"
+                f"study.verdicts=true with study.corrections={study.corrections}: the published "
+                "claims compare truncated token-level and sequence-level ratios, use "
+                f"study.corrections=[{needed}]"
             )
         if study.reference is not None and not any(x.tokens and x.tokens.beta for x in losses):
             raise ConfigError(
@@ -160,6 +161,6 @@ class MeasuredLosses:
             )
         if study.corrections and any(loss.loss_type == "vespo" for loss in losses):
             raise ConfigError(
-                f"study.corrections={study.corrections} with loss_type=vespo, whose weight already "
-                "contains the sampler's ratio: remove it from objectives"
+                f"study.corrections={study.corrections} with loss_type=vespo, whose weight "
+                "already contains the sampler's ratio: remove the vespo preset from objectives"
             )

@@ -20,14 +20,14 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 
 @dataclass
 class ModelSize:
-    """Sizes for cost estimates, which are read from config.json if the model is a folder."""
+    """Sizes for cost estimates; if the model is a folder, its config.json gives the sizes."""
 
     parameters: int | None = field(
         "number of parameters; null: unknown", positive=True, default=None
     )
     layers: int | None = field("number of layers; null: unknown", positive=True, default=None)
     kv_width: int | None = field(
-        "that a layer stores for the keys of a token: key-value heads x their width; null: unknown",
+        "that a layer stores for the keys of a token: key-value heads x head width; null: unknown",
         "numbers",
         positive=True,
         default=None,
@@ -47,7 +47,7 @@ class ModelSize:
 class ModelConfig:
     """The policy."""
 
-    name: str = field("name of the model, in the run folder's name")
+    name: str = field("name of the model, part of the run folder's name")
     model_name_or_path: str = field(
         "embedded:NAME, cached:NAME (made by a script), a folder with a model or with LoRA "
         "adapters, or org/name on the hub"
@@ -56,34 +56,32 @@ class ModelConfig:
         "branch, tag or commit on the hub; null: its main branch", default=None
     )
     dtype: str = field(
-        "type of the weights; in bfloat16 weights AdamW's small steps are lost: to train in "
-        "bfloat16, keep float32 and set bf16=true",
+        "type of the weights; bfloat16 weights lose AdamW's small steps, so keep float32 and set "
+        "bf16=true to train in bfloat16",
         choices=DTYPES,
         default="float32",
     )
     attn_implementation: str | None = field(
-        "implementation of attention, by transformers' name; null: transformers chooses",
+        "attention implementation, as named in transformers; null: transformers chooses",
         choices=ATTENTION,
         default=None,
     )
     trust_remote_code: bool = field(
-        "run code that comes with the model; can be set on the command line only", default=False
+        "run code that comes with the model; can only be set on the command line", default=False
     )
     learning_rate: float | None = field(
-        "learning rate of all parameters, if the command's learning_rate is not set; null: it "
-        "must be set",
+        "default of learning_rate without adapters; null: learning_rate must be set",
         positive=True,
         default=None,
     )
     lora_learning_rate: float | None = field(
-        "learning rate of adapters (lora=r16), if the command's learning_rate is not set; null: "
-        "it must be set",
+        "default of learning_rate with adapters (lora=r16); null: learning_rate must be set",
         positive=True,
         default=None,
     )
     size: ModelSize = node(
         ModelSize,
-        "sizes from which costs are estimated, if no config.json in the model's folder gives them",
+        "sizes for cost estimates, used if there is no model folder with a config.json",
     )
 
     def check(self, *, cached: bool = True) -> None:
@@ -96,35 +94,40 @@ class ModelConfig:
 class PromptConfig:
     """Formatting of a question for the model."""
 
-    name: str = field("name of the prompt, in messages")
+    name: str = field("name of the prompt in messages")
     template: str = field("text that the model reads; {question} is replaced by the question")
     reply: str | None = field(
-        "text after the question of an example, with {answer} or {solution}; null: no examples",
+        "text that follows the question in each example, with {answer} or {solution}; null: no "
+        "examples",
         default=None,
     )
     shots: int = field(
-        "with solutions before the question, the same for all questions; they are in none of "
-        "train, test and study",
+        "with solutions before the question; all questions have the same examples, which are "
+        "excluded from train, test and study",
         "examples",
         at_least=0,
         default=0,
     )
-    seed: int = field("seed of the choice of examples", default=0)
-    chat: bool | None = field("write turns in the model's chat format; null: if the model has one")
-    system: str | None = field("system turn of a chat; null: the chat format's own", default=None)
+    seed: int = field("random seed for choosing the examples", default=0)
+    chat: bool | None = field(
+        "write turns in the model's chat format; null: only if the model has a chat format"
+    )
+    system: str | None = field(
+        "system turn of a chat; null: the default of the chat format", default=None
+    )
     stop: str | None = field(
-        "text that ends a completion: the first token that contains it is the last one; null: "
-        "only the model's end tokens",
+        "text that ends a completion; the first token that contains this text is the last token; "
+        "null: only the model's end tokens end a completion",
         default=None,
     )
     max_length: int | None = field(
-        "of a prompt at most, examples included; questions with a longer prompt are left out of "
-        "train, test and study; null: no limit",
+        "in a prompt at most, including examples; questions with longer prompts are excluded "
+        "from train, test and study; null: no limit",
         "tokens",
         positive=True,
         default=None,
     )
-    # OmegaConf merges no mapping into null of a narrower type than Any.
+    # OmegaConf can merge a mapping into a null value only if the type of the field is Any.
     template_options: Any = field(
         "keyword arguments of the model's chat template, such as {enable_thinking: false}; null: "
         "none",
@@ -133,11 +136,11 @@ class PromptConfig:
 
     @property
     def verbatim(self) -> bool:
-        """True if prompts are the unchanged questions, including outer white space."""
+        """True if prompts are the unchanged questions, including their outer white space."""
         return self.template == "{question}"
 
     def check(self) -> None:
-        """Refuse a prompt without a question, without answers or with invalid options."""
+        """Refuse a prompt without the question, examples without answers, or invalid options."""
         if "{question}" not in self.template:
             raise ConfigError(
                 f"prompt.template={self.template!r} does not contain the question: "
@@ -150,7 +153,8 @@ class PromptConfig:
             )
         if self.system is not None and not self.chat:
             raise ConfigError(
-                f"prompt.system={self.system!r} is a turn of a chat: use prompt.chat=true, or null"
+                f"prompt.system={self.system!r} is a turn of a chat: use prompt.chat=true or "
+                "prompt.system=null"
             )
         options = cast(object, self.template_options)
         if options is not None and not isinstance(options, dict):
@@ -166,11 +170,12 @@ class PromptConfig:
                 )
         if self.stop == "":
             raise ConfigError(
-                "prompt.stop='' occurs in every token: use null to stop at end tokens"
+                "prompt.stop='' occurs in every token: use null to stop only at end tokens"
             )
 
 
-# Arguments of `apply_chat_template` and of chat templates that only this program may set.
+# Names that users cannot set as template options: arguments of `apply_chat_template` and variables
+# that are always passed to a chat template.
 TEMPLATE_ARGUMENTS = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "tokenize", "padding"),
     *("continue_final_message", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -179,9 +184,9 @@ TEMPLATE_ARGUMENTS = (
 
 
 def tf32_in_use(device: str, dtype: str) -> bool:
-    """Return True if a study uses TF32, which is the case on a GPU with float32 weights.
+    """Return True on a CUDA GPU with float32 weights, for which a study uses TF32.
 
-    With TF32 the GPU rounds the factors of float32 products to 10 bits, which is several times
+    TF32 rounds the factors of float32 products to 10-bit mantissas. Products are then several times
     faster.
 
     >>> tf32_in_use("cuda:1", "float32"), tf32_in_use("cpu", "float32")
@@ -198,17 +203,17 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 # Names of checkpoint folders of TRL and verl.
 CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")
-# File with all weights, and index of sharded weights.
+# Names of the file that contains all weights and of the index of sharded weights.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = "adapter_model.safetensors"
-# First bytes of files that a failed download saves instead of weights, with a description.
+# First bytes of the files that failed downloads leave in place of weights, with descriptions.
 NO_WEIGHTS = {
-    b"version https://git-lfs": "a git-lfs pointer, not the file: git lfs pull fetches it",
+    b"version https://git-lfs": "a git-lfs pointer instead of the weights: run git lfs pull",
     b"<!": "an HTML page",
     b"<html": "an HTML page",
     b"<?xml": "an XML page",
 }
-# Files of which a loadable checkpoint contains at least one.
+# A loadable checkpoint contains at least one of these files.
 WEIGHTS = ("config.json", "adapter_config.json")
 # Cached models with the commands that create them.
 FETCH_COMMANDS = {"smollm2-135m": "python scripts/tools/fetch_smollm2.py"}
@@ -217,7 +222,7 @@ FETCH_COMMANDS = {"smollm2-135m": "python scripts/tools/fetch_smollm2.py"}
 def cache_folder() -> Path:
     """Return the folder for models that scripts create.
 
-    The folder is GRPO_USTAT_CACHE if set, and otherwise grpo_ustat in XDG_CACHE_HOME or ~/.cache.
+    The folder is GRPO_USTAT_CACHE if set, otherwise grpo_ustat in XDG_CACHE_HOME or ~/.cache.
     """
     cache, common = os.environ.get("GRPO_USTAT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(cache or Path(common or "~/.cache") / "grpo_ustat").expanduser()
@@ -232,7 +237,7 @@ def model_folder(model_name_or_path: str) -> Path:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """Return name and revision of the base model of LoRA adapters, or None without adapters."""
+    """Return the name and revision of the base model of LoRA adapters; None without adapters."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -255,10 +260,10 @@ def adapter_base(folder: Path) -> tuple[str, str | None] | None:
 
 
 def check_stored_config(stored: object, place: str, *, trusted: bool = False) -> None:
-    """Refuse a model's config.json with native code or with impossible shapes.
+    """Refuse a model's config.json that requests native code or has impossible shapes.
 
-    If the package `kernels` is installed, transformers loads a kernel from the hub that
-    `attn_implementation` or `experts_implementation` names.
+    The value of `attn_implementation` or `experts_implementation` can name a kernel on the hub. If
+    the package `kernels` is installed, transformers loads and runs this kernel.
 
     Args:
         stored: content of config.json.
@@ -324,12 +329,12 @@ def weight_files(folder: Path) -> list[Path]:
         if shards:
             raise ConfigError(
                 f"{folder} contains both {SINGLE}, which would be read, and shards such as "
-                f"{shards[0].name}, which would not: move the older files elsewhere"
+                f"{shards[0].name}, which would be ignored: move the older files elsewhere"
             )
         return [single]
     if not index.is_file():
         pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
-        beside = f"; {pickled[0].name} may run code and is not read" if pickled else ""
+        beside = f"; {pickled[0].name} is not read because it may contain code" if pickled else ""
         beside = f"; its shards need {INDEX}" if shards else beside
         raise ConfigError(
             f"there is no {SINGLE} in {folder}{beside}: save the model with save_pretrained"
@@ -342,7 +347,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ConfigError(f"{INDEX} is incomplete ({reason}): download it again") from error
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(
-            f"{missing[0]}, which {INDEX} names, is not in {folder}: download it again"
+            f"{INDEX} lists {missing[0]}, which is not in {folder}: download it again"
         )
     return files
 
@@ -350,7 +355,7 @@ def weight_files(folder: Path) -> list[Path]:
 def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> None:
     """Refuse a local model whose weight files cannot be read.
 
-    Adapters with such a base model are also refused. Only the first bytes of the files are read.
+    Adapters are also refused if their base model is refused. Only the start of each file is read.
 
     Args:
         model_name_or_path: configured value; a name without a local folder is accepted.
@@ -385,9 +390,9 @@ def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> N
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """Return the loadable checkpoints in a run folder by number of updates.
+    """Return the loadable checkpoints in a run folder, keyed by number of updates.
 
-    Paths below the working directory are relative to it, so that they can be typed there.
+    Paths below the working directory are relative, so that a user can type them.
     """
     here = Path.cwd()
     run = run.relative_to(here) if run.is_relative_to(here) else run
@@ -435,7 +440,10 @@ def check_model(
         if adapters is not None:
             here = str(folder.resolve())
             if here in bases:
-                raise ConfigError(f"{folder} contains LoRA adapters that are their own base model")
+                raise ConfigError(
+                    f"{folder} contains LoRA adapters that lead back to themselves as their base "
+                    "model"
+                )
             try:
                 check_model(adapters[0], trusted=trusted, bases=(*bases, here))
             except ConfigError as error:
@@ -460,6 +468,6 @@ def check_model(
     elif key.startswith("study.") and "/" not in name:
         example = f", such as {key}={EMBEDDED}{name}" if (ASSETS / name).is_dir() else ""
         raise ConfigError(
-            f"{key}={name}: there is no folder {Path(name).resolve()}, use a folder, org/name or "
-            f"{EMBEDDED}NAME{example}"
+            f"{key}={name}: there is no folder {Path(name).resolve()}, use an existing folder, "
+            f"org/name or {EMBEDDED}NAME{example}"
         )

@@ -1,4 +1,4 @@
-"""Schema of `mse` and the checks of what it can measure.
+"""Schema of `mse`, with checks that refuse impossible measurements.
 
 Every error is one line that gives the values and the fix.
 """
@@ -56,23 +56,24 @@ class MseConfig(Common):
     """Configuration of `grpo-ustat mse`."""
 
     launch: StudyLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
-        StudyLaunch, "processes and devices; none of it changes results"
+        StudyLaunch, "processes and devices, which do not affect results"
     )
-    study: StudyConfig = node(StudyConfig, "what is measured, and how")
+    study: StudyConfig = node(StudyConfig, "what is measured and how")
     rollout: RolloutConfig = node(
-        RolloutConfig, "the engine that writes completions; the model itself scores them"
+        RolloutConfig,
+        "the engine that generates completions; the model itself computes their scores",
     )
     budget: StudyBudget = node(
-        StudyBudget, "numbers of completions from which the results are computed"
+        StudyBudget,
+        "numbers of completions, draws and sketch entries from which results are computed",
     )
     baseline_options: dict[str, dict[str, float]] = field("options of each baseline")
     objective: ObjectiveConfig = node(
-        ObjectiveConfig, "the loss whose relative efficiency is measured, as train applies it"
+        ObjectiveConfig, "the loss whose relative efficiency is measured"
     )
     baseline: BaselineConfig = node(BaselineConfig, "the baseline of that loss")
     objectives: list[str] = field(
-        "further losses to measure, by their presets; a preset that sets no baseline has that "
-        "of baseline=NAME",
+        "presets of further losses to measure; a preset without a baseline uses baseline=NAME",
         choices=OBJECTIVES,
         distinct=True,
     )
@@ -82,10 +83,10 @@ class MseConfig(Common):
         plugins=plugin_baselines,
         distinct=True,
     )
-    group_sizes: list[int] = field("in a group: the values of G", "completions", distinct=True)
+    group_sizes: list[int] = field("per group: the values of G", "completions", distinct=True)
     pool: str | None = field(
-        "folder of scored completions to reuse and extend, or Parquet file of rollouts made "
-        "elsewhere; null: a folder in the run folder"
+        "folder of scored completions to reuse and extend, or Parquet file with rollouts of "
+        "another program; null: a folder in the run folder"
     )
 
     @property
@@ -96,7 +97,7 @@ class MseConfig(Common):
 
     @property
     def plan(self) -> str:
-        """Sentence with policy, questions, completions, methods, baselines and group sizes."""
+        """Text that names policy, questions, completions, methods, baselines and group sizes."""
         questions = self.study.questions or getattr(self.dataset, "study_size", None)
         completions = self.budget.pool_completions
         source = (
@@ -109,7 +110,7 @@ class MseConfig(Common):
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         sampler = ""
         if self.rollout.name == "vllm":
-            sampler = "; vLLM writes the completions, one process samples and scores"
+            sampler = "; one process samples with vLLM and computes scores"
         policy = f"{self.model.name} (its adapters)" if self.scores_adapters else self.model.name
         return (
             f"mse: {policy} on {source}; gradient error of {', '.join(self.baselines)} at "
@@ -118,7 +119,7 @@ class MseConfig(Common):
 
     @property
     def sampling_workers(self) -> int:
-        """Number of local processes that sample and score; 1 with vLLM, to save memory."""
+        """Number of local processes that sample and score; only 1 with vLLM, to save memory."""
         return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
@@ -136,7 +137,7 @@ class MseConfig(Common):
 
     @property
     def sampler_options(self) -> SamplerOptions:
-        """Options of sampling completions."""
+        """Options for sampling completions."""
         return self.sampling_by(self.rollout)
 
     @property
@@ -149,18 +150,18 @@ class MseConfig(Common):
 
     @property
     def later_model(self) -> ModelConfig:
-        """Current policy, which is `study.scored_by` or, if unset, `model`."""
+        """Current policy: `study.scored_by` or, if unset, `model`."""
         return self._model_at(self.study.scored_by)
 
     @property
     def reference_model(self) -> ModelConfig:
-        """Reference model of the penalty."""
+        """Reference model of the KL penalty."""
         return self._model_at(self.study.reference)
 
     def _model_at(self, place: str | None) -> ModelConfig:
         if place is None:
             return self.model
-        # The name is the one that model=NAME or model=FOLDER would set.
+        # Name that model=NAME or model=FOLDER would set.
         name = place.partition(":")[2] or place
         return replace(self.model, name=name, model_name_or_path=place, revision=None)
 
@@ -172,12 +173,12 @@ class MseConfig(Common):
 
     @property
     def compared_options(self) -> dict[str, dict[str, float]]:
-        """Options of the compared baselines, by name."""
+        """Options of the compared baselines, keyed by baseline."""
         return {name: self.baseline_options[name] for name in self.baselines}
 
     @property
     def compares_by_groups(self) -> bool:
-        """True if errors of baselines without a closed form are computed from all groups."""
+        """True if a baseline without a closed form is measured on all groups of the pool."""
         return "closed_form" in self.study.methods and bool(self.baselines_by_groups)
 
     @property
@@ -187,30 +188,30 @@ class MseConfig(Common):
 
     @property
     def baselines_by_groups(self) -> dict[str, dict[str, float]]:
-        """Options of the compared baselines without a closed form, by name."""
+        """Options of the compared baselines without a closed form, keyed by baseline."""
         options = self.compared_options
         return {name: options[name] for name in self.baselines if name not in CLOSED_FORMS}
 
     @property
     def sampling(self) -> StudySampling:
-        """Options of the processes that sample."""
+        """Options for the processes that sample and score completions."""
         return StudySampling(
             self.policy_options, self.sampler_options, self.task_options, self.sampling_workers
         )
 
     @property
     def most_questions(self) -> int | None:
-        """Number of questions to use from the start; None means all."""
+        """Number of questions to use from the start of the study split; None means all."""
         return self.study.questions
 
     @property
     def fills_part(self) -> bool:
-        """True if only a part of the pool is filled; several jobs may fill parts in parallel."""
+        """True if this job fills only a part of the pool; jobs can fill parts in parallel."""
         return self.study.part is not None
 
     @property
     def imports_pool(self) -> bool:
-        """True if `pool` is a file of imported rollouts instead of a pool folder."""
+        """True if `pool` is a file with imported rollouts instead of a pool folder."""
         return self.pool is not None and self.pool.endswith(".parquet")
 
     def check(self) -> None:
@@ -229,12 +230,12 @@ class MseConfig(Common):
         self._check_losses()
         self._check_pool()
         self._check_part()
-        # An imported file determines the numbers of questions and completions.
+        # For an imported file, the file determines the numbers of questions and completions.
         if not self.imports_pool:
             self._check_counts()
 
     def _check_metric(self) -> None:
-        """Refuse an invalid pattern of parameters and a metric that cannot be computed."""
+        """Refuse an invalid regular expression and a metric that cannot be computed."""
         metric, pattern = self.study.metric, self.study.parameters
         try:
             re.compile(pattern or "")
@@ -245,20 +246,20 @@ class MseConfig(Common):
             ) from error
         if metric == "adam" and self.study.methods != ["closed_form"]:
             raise ConfigError(
-                f"study.metric=adam with study.methods={self.study.methods}: each half of the "
-                "questions has its own metric, which only closed_form supports; use "
+                f"study.metric=adam with study.methods={self.study.methods}: only closed_form "
+                "can use a separate metric for each half of the questions; use "
                 "study.methods=[closed_form]"
             )
         if metric == "adam" and self.imports_pool:
             raise ConfigError(
-                f"study.metric=adam with pool={self.pool}: the second pass over the completions "
-                "needs the prompts of a data set; use study.metric=euclidean"
+                f"study.metric=adam with pool={self.pool}: AdamW's metric needs a second pass "
+                "over the completions, with the prompts of a data set; use study.metric=euclidean"
             )
         if metric == "adam":
             self._check_second_moments()
 
     def _check_second_moments(self) -> None:
-        """Refuse a step for which AdamW's second moments cannot be computed from the pool."""
+        """Refuse steps for which the pool cannot provide AdamW's second moments."""
         rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
         if rollouts % size:
             raise ConfigError(
@@ -269,8 +270,9 @@ class MseConfig(Common):
         completions = self.budget.pool_completions
         if completions < 2 * size:
             raise ConfigError(
-                f"budget.pool_completions={completions} has fewer than two groups of "
-                f"study.adam_group_size={size}: use at least {2 * size}, or a smaller group"
+                f"budget.pool_completions={completions} is less than two groups of "
+                f"study.adam_group_size={size}: use at least {2 * size} completions, or a "
+                "smaller group"
             )
 
     def _check_rollout(self) -> None:
@@ -285,19 +287,20 @@ class MseConfig(Common):
             )
         if self.launch.num_processes > 1:
             raise ConfigError(
-                f"launch.num_processes={self.launch.num_processes} with rollout=vllm: one process "
-                "of a study samples with vLLM; use launch.num_processes=1, and study.part=k/n for "
-                "several GPUs"
+                f"launch.num_processes={self.launch.num_processes} with rollout=vllm: only one "
+                "process of a study can use vLLM; use launch.num_processes=1, with "
+                "study.part=k/n for several GPUs"
             )
 
     def _check_baselines(self) -> None:
-        """Refuse a baseline without options or with unsuitable methods or group sizes."""
+        """Refuse baselines that studies cannot measure, or with invalid options or group sizes."""
         for name in self.baselines:
             if load_baseline("baselines", name).only_trains:
                 raise _only_trains(name)
             if name not in self.baseline_options:
                 raise ConfigError(
-                    f"baselines names {name} but baseline_options.{name} is missing: add it"
+                    f"baselines contains {name} but baseline_options.{name} is missing: add the "
+                    "options"
                 )
             options = BaselineConfig(name, self.baseline_options[name])
             check_options(options, f"baseline_options.{name}")
@@ -306,7 +309,7 @@ class MseConfig(Common):
                 check_group_size(name, size, "group_sizes")
 
     def _check_losses(self) -> None:
-        """Refuse invalid losses, losses that a study cannot measure and missing models."""
+        """Refuse invalid losses, losses that a study cannot measure, and missing models."""
         load_baseline("baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         self.measured.check()
@@ -317,7 +320,7 @@ class MseConfig(Common):
                 check_weights(place, f"study.{key}")
 
     def _check_pool(self) -> None:
-        """Refuse a folder that is not a pool and methods that imported rollouts do not allow."""
+        """Refuse a folder that is not a pool, and settings that imported rollouts do not allow."""
         if self.study.cut_at is not None and not self.imports_pool:
             raise ConfigError(
                 f"study.cut_at={self.study.cut_at} applies to imported rollouts, but pool="
@@ -332,10 +335,10 @@ class MseConfig(Common):
             raise ConfigError(f"pool={self.pool} is not a file: use a Parquet file or a folder")
         if self.reward_funcs != [TASK] or self.weights != [1.0]:
             raise ConfigError(
-                f"reward_funcs={self.reward_funcs} reward_weights={self.reward_weights} with pool="
-                f"{self.pool}: imported rollouts already have rewards, in the column reward of the "
-                f"file; use reward_funcs=[{TASK}] reward_weights=null and write the sum that you "
-                "want into that column"
+                f"reward_funcs={self.reward_funcs} reward_weights={self.reward_weights} with "
+                f"pool={self.pool}: imported rollouts already have rewards in the file's column "
+                f"reward; use reward_funcs=[{TASK}] reward_weights=null and write the weighted "
+                "sum into that column"
             )
         needs = {need for name in self.baselines for need in BASELINES[name].needs}
         for key, samples in (
@@ -343,7 +346,10 @@ class MseConfig(Common):
             ("baselines=[remax]", "greedy_P" in needs),
         ):
             if samples:
-                raise ConfigError(f"{key} samples completions, which an imported pool cannot")
+                raise ConfigError(
+                    f"{key} must sample completions, which is impossible with an imported pool: "
+                    "remove it"
+                )
 
     def _check_part(self) -> None:
         """Refuse an invalid part of a pool and parts without a common folder."""
@@ -356,11 +362,11 @@ class MseConfig(Common):
         if self.pool is None:
             raise ConfigError(
                 f"{part} with pool=null: all parts must be in one folder, use the same pool=DIR "
-                "for all of them"
+                "for all parts"
             )
         if self.imports_pool:
             raise ConfigError(
-                f"{part} with pool={self.pool}: an imported pool is scored as a whole, use "
+                f"{part} with pool={self.pool}: an imported pool cannot be scored in parts, use "
                 "study.part=null"
             )
 
@@ -376,19 +382,19 @@ class MseConfig(Common):
         pool = self.budget.pool_completions
         if pool < 4:
             raise ConfigError(
-                f"budget.pool_completions={pool}: the unbiased estimators and their jackknife need "
-                "at least 4"
+                f"budget.pool_completions={pool}: the unbiased estimators and their jackknife "
+                "need at least 4 completions"
             )
         if "optimal" in self.baselines and pool < 6:
             raise ConfigError(
-                f"budget.pool_completions={pool}: the error of baseline optimal and its jackknife "
-                "need at least 6"
+                f"budget.pool_completions={pool}: baseline optimal needs at least 6 completions "
+                "for its error and the jackknife"
             )
         if "monte_carlo" in self.study.methods:
             self.budget.check_monte_carlo()
 
     def check_questions(self, count: int, completions: int | None = None) -> None:
-        """Refuse a pool that is too small for the baselines and the metric.
+        """Refuse a pool that is too small for the baselines or the metric.
 
         Args:
             count: number of questions.
@@ -401,13 +407,13 @@ class MseConfig(Common):
             check_shape(name, count, min(self.group_sizes), key)
         if self.study.metric == "adam" and count < 8:
             raise ConfigError(
-                f"study.metric=adam needs 8 questions, 4 a half, got {count}: raise {key}"
+                f"study.metric=adam needs 8 questions, 4 per half, got {count}: raise {key}"
             )
         for name in self.baselines_by_groups if self.compares_by_groups else ():
             self._check_groups(name, count, completions, key)
 
     def _check_groups(self, name: str, count: int, completions: int | None, key: str) -> None:
-        """Refuse a baseline without a closed form that the pool cannot measure at any group size.
+        """Refuse a baseline without a closed form if the pool allows no group size for it.
 
         Args:
             name: name of the baseline.
@@ -418,14 +424,14 @@ class MseConfig(Common):
         missing = ", ".join(sorted(baseline.needs - OF_THE_BATCH))
         if missing:
             raise ConfigError(
-                f"baselines contains {name}, which has no closed form and reads {missing}, which "
-                "pools do not contain: use study.methods=[monte_carlo]"
+                f"baselines contains {name}, which has no closed form and needs {missing}, but "
+                f"pools do not contain {missing}: use study.methods=[monte_carlo]"
             )
         if baseline.couples_prompts and self.study.metric == "adam":
             raise ConfigError(
-                f"baselines contains {name}, which couples the questions of an update, but with "
-                "study.metric=adam each half of the questions has its own metric: remove one of "
-                "them"
+                f"baselines contains {name}, which couples the questions of an update, but "
+                "study.metric=adam uses a separate metric for each half of the questions: remove "
+                f"{name} or use study.metric=euclidean"
             )
         if count < MIN_QUESTIONS:
             raise ConfigError(
@@ -443,13 +449,14 @@ class MseConfig(Common):
             completions = max(sizes) if self.imports_pool else self.budget.pool_completions
         if min(sizes) > completions:
             raise ConfigError(
-                f"baselines contains {name}, which has no closed form: groups of {min(sizes)} need "
-                f"{min(sizes)} completions, but budget.pool_completions={completions}: raise it"
+                f"baselines contains {name}, which has no closed form: groups of {min(sizes)} "
+                f"need {min(sizes)} completions, but budget.pool_completions={completions}: "
+                "raise budget.pool_completions"
             )
         size = max(size for size in sizes if size <= completions)
         if not baseline.couples_prompts:
             return
-        # The help and refused command lines do not need this import.
+        # The import is not needed for the help or for refused command lines.
         from grpo_ustat.estimators.coupled_losses import prompts_needed
 
         needed = prompts_needed(rollouts // size)
@@ -457,40 +464,42 @@ class MseConfig(Common):
             raise ConfigError(
                 f"baselines contains {name}, which couples the questions of an update: "
                 f"{rollouts // size} questions (study.rollouts={rollouts} in groups of {size}) "
-                f"need a study of {needed} questions, got {count}: lower study.rollouts or raise "
-                f"{key}"
+                f"need a study with {needed} questions, got {count}: lower study.rollouts or "
+                f"raise {key}"
             )
 
 
 def _only_trains(name: str) -> ConfigError:
     return ConfigError(
-        f"baselines contains {name}, which depends on past batches of a training run, but a study "
-        f"has none: remove it, or use train baseline={name}"
+        f"baselines contains {name}, which needs the past batches of a training run, but a study "
+        f"has no past batches: remove {name}, or use train baseline={name}"
     )
 
 
 def check_pool_folder(pool: str) -> None:
-    """Refuse a pool folder that contains other files.
+    """Refuse a folder that is not a pool but contains files.
 
     Args:
-        pool: folder that is missing, empty or a pool. A pool contains `pool.json` or only files
-            with the names of parts.
+        pool: folder that must be missing, empty or a pool. A pool contains `pool.json` or only
+            files that are named as parts.
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"pool={pool} is not a folder: use a new folder, or a file named *.parquet, which "
-            "grpo-ustat convert makes from the rollouts of another framework"
+            f"pool={pool} is not a folder: use a new folder, or a file named *.parquet that "
+            "`grpo-ustat convert` made from another framework's rollouts"
         )
     if not folder.is_dir() or (folder / "pool.json").is_file():
         return
-    # A pool may be unfinished or may lack pool.json.
+    # A pool can be unfinished and can lack pool.json.
     names = sorted(x.name for x in folder.iterdir() if not POOL_FILE.fullmatch(x.name))
     if (folder / "pool" / "pool.json").is_file():
-        raise ConfigError(f"pool={pool} contains a pool but is not one: use pool={folder / 'pool'}")
+        raise ConfigError(
+            f"pool={pool} contains a pool but is not a pool itself: use pool={folder / 'pool'}"
+        )
     if names:
         files = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         raise ConfigError(
-            f"pool={pool} is neither empty nor a pool: it contains {files} and no pool.json; use a "
-            f"new folder, such as pool={folder / 'pool'}"
+            f"pool={pool} is not empty and not a pool: it contains {files} and no pool.json; use "
+            f"a new folder, such as pool={folder / 'pool'}"
         )

@@ -1,4 +1,4 @@
-"""Schema of an objective, which defines the gradient from advantages and log-probabilities."""
+"""Schema of an objective, which turns advantages and log-probabilities into a gradient."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OBJECTIVES = (
     "verl_seq_mean_token_mean", "verl_seq_mean_token_sum_norm",
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
-# Loss types that are allowed for a level with one ratio per completion, and the only level that is
-# allowed for a loss type. Other pairs would also weight a sequence by its length.
+# Allowed loss types for each level with one ratio per completion, and the only allowed level for
+# some loss types. Other combinations would count a sequence's ratio once per token.
 LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
 # Loss types with a smooth weight instead of clipping.
@@ -35,107 +35,111 @@ KL_ESTIMATORS, KL_PLACES = ("k1", "k2", "k3"), ("loss", "reward")
 
 @dataclass
 class ObjectiveConfig:
-    """Gradient from advantages and log-probabilities; the formulas are in train/objective.py.
+    """Loss that turns advantages and log-probabilities into a gradient; see train/objective.py.
 
     The defaults are those of the paper's Algorithm 1.
     """
 
     name: str = field(
-        "name of the objective, in the run folder's name; choose by objective=NAME",
+        "name of the objective, part of the run folder's name; set by objective=NAME",
         choices=OBJECTIVES,
     )
     importance_sampling_level: str = field(
-        "ratio to the sampling policy: none, of each token, of the sequence (geometric mean of "
-        "its tokens' ratios) or of the whole_sequence (their product)",
+        "importance ratio to the sampling policy: none; token: one per token; sequence: "
+        "geometric mean of a completion's token-level ratios; whole_sequence: product of the "
+        "token-level ratios",
         choices=LEVELS,
         default="none",
     )
     loss_type: str = field(
-        "divisor of the sum over tokens: sum and luspo, the n completions of the update; "
-        "dr_grpo, n x max_completion_length; dapo, cispo and vespo, all tokens of the update; "
-        "grpo and sapo, n x the tokens of the completion; bnpo, the tokens of its micro-batch x "
-        "the number of micro-batches",
+        "divisor of the sum over tokens; sum and luspo: the number n of completions in the "
+        "update; dr_grpo: n x max_completion_length; dapo, cispo and vespo: number of tokens in "
+        "the update; grpo and sapo: n x number of tokens in the completion; bnpo: number of "
+        "tokens in the micro-batch x number of micro-batches",
         choices=LOSS_TYPES,
         default="sum",
     )
     micro_batch_size: int | None = field(
-        "of a micro-batch, whose tokens are the divisor of loss_type=bnpo; null with any other",
+        "in a micro-batch, for the divisor of loss_type=bnpo; null with any other loss_type",
         "completions",
         positive=True,
         default=None,
     )
     mask_truncated_completions: bool = field(
-        "completions without an end token have no gradient; they still count in n and in the "
-        "baseline",
+        "exclude truncated completions (without an end token) from the gradient; they still "
+        "count in n and in the baseline",
         default=False,
     )
     top_entropy_quantile: float = field(
-        "share of the update's tokens that have a gradient, those of highest entropy; divisor "
-        "and penalty are of all tokens",
+        "share of the update's tokens, those with the highest entropy, that contribute to the "
+        "gradient; divisor and penalty include all tokens",
         at_least=0,
         default=1.0,
     )
     zero_variance_groups: str = field(
-        "what to do with groups whose rewards are all equal: keep; drop (they count neither in "
-        "n nor in the tokens); replace (in mse only: groups are drawn until rewards differ, as "
-        "in DAPO)",
+        "what to do with groups whose rewards are all equal; keep; drop: exclude them, also from "
+        "the counts of completions and tokens; replace (only in mse): draw new groups until "
+        "rewards differ, as in DAPO",
         choices=ZERO_VARIANCE,
         default=KEEP,
     )
     reward_variance_share: float = field(
-        "keep the groups of largest reward variance, as few as hold this share of the update's "
-        "reward variance (RAGEN-2); 1: all",
+        "keep the smallest number of groups that together have this share of the update's reward "
+        "variance (RAGEN-2); 1: keep all groups",
         positive=True,
         default=1.0,
     )
     advantage_threshold: float = field(
-        "completions of smaller |advantage| count neither in n nor in the tokens; 0: all count",
+        "completions with smaller |advantage| are excluded, also from the counts of completions "
+        "and tokens; 0: all are kept",
         at_least=0,
         default=0.0,
     )
     num_iterations: int = field("over each batch", "passes", positive=True, default=1)
     num_minibatches: int = field(
-        "of equally many prompts into which a batch is split, with an update for each; "
-        "minibatch_size, if set, replaces it",
+        "of equally many prompts into which a batch is split; each minibatch gives an update; "
+        "ignored if minibatch_size is set",
         "minibatches",
         positive=True,
         default=1,
     )
     minibatch_size: int | None = field(
-        "of an update; null: n / num_minibatches", "completions", positive=True, default=None
+        "in an update; null: n / num_minibatches", "completions", positive=True, default=None
     )
     epsilon: float | None = field(
-        "ratios are clipped from below at 1 - epsilon; null: they are not",
+        "ratios are clipped from below at 1 - epsilon; null: no clipping from below",
         positive=True,
         below=1,
         default=None,
     )
     epsilon_high: float | None = field(
-        "ratios are clipped from above at 1 + epsilon_high, with loss_type=cispo at "
-        "epsilon_high itself; null: they are not",
+        "ratios are clipped from above at 1 + epsilon_high, or with loss_type=cispo at "
+        "epsilon_high; null: no clipping from above",
         positive=True,
         default=None,
     )
     beta: float = field(
-        "coefficient of the KL penalty for leaving the reference model", at_least=0, default=0.0
+        "coefficient of the KL penalty relative to the reference model", at_least=0, default=0.0
     )
     kl_estimator: str | None = field(
         "estimator of the KL penalty; null: no penalty", choices=KL_ESTIMATORS, default=None
     )
     kl_in: str | None = field(
-        "where the KL penalty is added; null: no penalty", choices=KL_PLACES, default=None
+        "quantity to which the KL penalty is added; null: no penalty",
+        choices=KL_PLACES,
+        default=None,
     )
     entropy_coef: float = field("coefficient of the entropy bonus", at_least=0, default=0.0)
 
     @property
     def rows(self) -> RowFilter:
-        """Filter that selects the rows of an update that count."""
+        """Filter that selects the completions that contribute to an update."""
         return RowFilter(
             self.zero_variance_groups, self.reward_variance_share, self.advantage_threshold
         )
 
     def loss(self, baseline: BaselineConfig, max_completion_length: int) -> Loss:
-        """Return the loss at the first update of a batch with the advantages of a baseline."""
+        """Return the loss at a batch's first update, with the advantages of a baseline."""
         return Loss(
             name=self.name,
             baseline=baseline.name,
@@ -148,7 +152,7 @@ class ObjectiveConfig:
         )
 
     def token_weights(self) -> TokenWeights:
-        """Return the token weights for a policy that did not write the completions."""
+        """Return the token weights for a policy other than the one that sampled the completions."""
         form = self.loss_type if self.loss_type in ("cispo", "sapo", "vespo") else "clip"
         return TokenWeights(
             level=self.importance_sampling_level,
@@ -161,27 +165,27 @@ class ObjectiveConfig:
         )
 
     def update_size(self, rollouts: int) -> int:
-        """Return the number of completions per update of a batch with `rollouts` completions."""
+        """Return the number of completions per update if the batch has `rollouts` completions."""
         return self.minibatch_size or rollouts // self.num_minibatches
 
     def check(self) -> None:
-        """Refuse an invalid objective; the formulas are in train/objective.py."""
+        """Refuse an invalid objective."""
         level, passes = self.importance_sampling_level, self.num_iterations
         if self.name == "algorithm1":
             for declared in fields(self)[1:]:
                 name = declared.name
                 if getattr(self, name) != declared.default:
                     raise ConfigError(
-                        "objective=algorithm1 is a sum over tokens with one update, no ratio and "
-                        f"no penalty, but objective.{name}={getattr(self, name)}: use "
-                        "objective=grpo with it"
+                        "objective=algorithm1 has one update per batch, no ratio and no penalty, "
+                        f"but objective.{name}={getattr(self, name)}: use objective=grpo"
                     )
         if self.name == "whole_sequence" and passes > 1:
             raise ConfigError(
                 "objective=whole_sequence is the unbiased reference, but "
                 f"objective.num_iterations={passes}: a second pass over the same completions is "
-                "biased whatever the ratio; use objective.num_minibatches for more updates, or "
-                "objective=grpo objective.importance_sampling_level=whole_sequence for such passes"
+                "biased with any ratio; use objective.num_minibatches for more updates, or "
+                "objective=grpo objective.importance_sampling_level=whole_sequence for several "
+                "passes"
             )
         self._check_loss_type()
         self._check_tokens()
@@ -194,8 +198,8 @@ class ObjectiveConfig:
             )
         if low is not None and level == "none":
             raise ConfigError(
-                f"objective.epsilon={low} clips a ratio, and importance_sampling_level=none has "
-                "none: use token, or epsilon=null epsilon_high=null"
+                f"objective.epsilon={low} clips a ratio, but importance_sampling_level=none has "
+                "no ratio: use importance_sampling_level=token, or epsilon=null epsilon_high=null"
             )
         kind, place = self.kl_estimator, self.kl_in
         if (kind is None) != (place is None):
@@ -214,8 +218,9 @@ class ObjectiveConfig:
             )
         if place == "reward" and kind != "k1":
             raise ConfigError(
-                f"objective.kl_estimator={kind} in the reward: only for k1 is the expectation of "
-                "estimator times score the gradient of the divergence: use k1 or kl_in=loss"
+                f"objective.kl_estimator={kind} in the reward would give a wrong gradient, "
+                "because only for k1 is E[estimator x score] the gradient of the KL divergence: "
+                "use k1 or kl_in=loss"
             )
 
     def _check_loss_type(self) -> None:
@@ -225,7 +230,7 @@ class ObjectiveConfig:
         if level != own_level:
             raise ConfigError(
                 f"objective.loss_type={loss_type} with importance_sampling_level={level}: this "
-                f"loss needs the ratio of level {own_level}: use "
+                f"loss needs level {own_level}: use "
                 f"objective.importance_sampling_level={own_level}"
             )
         fitting = LOSS_TYPES_OF.get(level, (loss_type,))
@@ -239,12 +244,12 @@ class ObjectiveConfig:
         if loss_type in UNCLIPPED and (low is not None or high is not None):
             raise ConfigError(
                 f"objective.epsilon={low} epsilon_high={high} with loss_type={loss_type}, which "
-                "clips no ratio: use epsilon=null epsilon_high=null"
+                "has no clipping: use epsilon=null epsilon_high=null"
             )
         if loss_type == "cispo" and (low is not None or (high is not None and high < 1)):
             raise ConfigError(
-                f"objective.epsilon={low} epsilon_high={high} with loss_type=cispo, whose ratios "
-                "are clipped only from above, at epsilon_high itself, which must be at least 1: "
+                f"objective.epsilon={low} epsilon_high={high} with loss_type=cispo, which clips "
+                "ratios only from above, at epsilon_high, and needs epsilon_high of at least 1: "
                 "use epsilon=null epsilon_high=5"
             )
         if (loss_type == "bnpo") != (self.micro_batch_size is not None):
@@ -259,7 +264,8 @@ class ObjectiveConfig:
         share, level = self.top_entropy_quantile, self.importance_sampling_level
         if share > 1:
             raise ConfigError(
-                f"objective.top_entropy_quantile={share} is not between 0 and 1: use such a share"
+                f"objective.top_entropy_quantile={share} is not a share: use a number between 0 "
+                "and 1"
             )
         if share < 1 and level in LOSS_TYPES_OF and self.loss_type != "vespo":
             raise ConfigError(
@@ -275,22 +281,23 @@ class ObjectiveConfig:
             )
 
     def _check_rows(self) -> None:
-        """Refuse an invalid filter of rows."""
+        """Refuse an invalid filter of completions."""
         share, threshold = self.reward_variance_share, self.advantage_threshold
         if share > 1:
             raise ConfigError(
-                f"objective.reward_variance_share={share} is a share of the update's reward "
-                "variance: use one above 0 and at most 1"
+                f"objective.reward_variance_share={share} is not a share of the update's reward "
+                "variance: use a number above 0 and at most 1"
             )
         if self.loss_type == "bnpo" and self.rows.couples:
             raise ConfigError(
                 f"objective.loss_type=bnpo with zero_variance_groups={self.zero_variance_groups} "
-                f"reward_variance_share={share} advantage_threshold={threshold}: micro-batches of "
-                "filtered rows are not supported, use loss_type=dapo or keep, 1 and 0"
+                f"reward_variance_share={share} advantage_threshold={threshold}: micro-batches "
+                "of filtered completions are not supported: use loss_type=dapo, or "
+                "zero_variance_groups=keep reward_variance_share=1 advantage_threshold=0"
             )
 
     def check_updates(self, group_size: int, rollouts: int) -> None:
-        """Refuse updates that split groups or that need a ratio but have none.
+        """Refuse updates that split groups, and further updates per batch without a ratio.
 
         Args:
             group_size: number of completions per prompt.
@@ -299,8 +306,8 @@ class ObjectiveConfig:
         kind, share = self.zero_variance_groups, self.reward_variance_share
         if kind == REPLACE:
             raise ConfigError(
-                f"objective.zero_variance_groups={kind}: train samples a batch once and does not "
-                f"redraw groups, use objective.zero_variance_groups={DROP}"
+                f"objective.zero_variance_groups={kind}: train samples each batch once and does "
+                f"not redraw groups: use objective.zero_variance_groups={DROP}"
             )
         if group_size == 1 and (kind == DROP or share < 1):
             raise ConfigError(
@@ -330,8 +337,8 @@ class ObjectiveConfig:
         several = self.num_iterations > 1 or update_size < rollouts
         if several and self.importance_sampling_level == "none":
             raise ConfigError(
-                f"objective.num_iterations={self.num_iterations} with updates of {update_size} of "
-                f"budget.rollouts={rollouts} completions: all updates after the first use "
-                "completions of an older policy and need a ratio: use "
+                f"objective.num_iterations={self.num_iterations} with updates of {update_size} "
+                f"of budget.rollouts={rollouts} completions: updates after the first use "
+                "completions sampled by an older policy and need a ratio: use "
                 "objective.importance_sampling_level=token, or one update"
             )

@@ -1,4 +1,4 @@
-"""Checks of the user's functions and tasks, given as FILE:FUNCTION or entry points."""
+"""Checks of functions and tasks that the user gives as FILE:FUNCTION or as entry points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError, did_you_mean
 
-# Groups of entry points.
+# Entry point groups.
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"
 MEASUREMENTS = "grpo_ustat.measurements"
 
@@ -31,7 +31,7 @@ def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> No
     Args:
         reward: configured value.
         field_name: configuration field with this value.
-        ours: further allowed names.
+        ours: names of built-in rewards, which are also allowed.
     """
     if reward_file(reward):
         check_reward_file(reward, field_name)
@@ -46,10 +46,10 @@ def check_reward(reward: str, field_name: str, ours: tuple[str, ...] = ()) -> No
 
 
 def check_reward_file(reward: str, field_name: str) -> None:
-    """Refuse an unusable reward FILE:FUNCTION without running the file.
+    """Refuse an unusable reward FILE:FUNCTION; the file is not run.
 
-    The file must exist, be valid Python and contain the function, which must take a prompt and a
-    completion.
+    The file must exist, be valid Python and contain the function. The function must accept a prompt
+    and a completion.
 
     Args:
         reward: reward in the form FILE:FUNCTION.
@@ -68,15 +68,16 @@ def check_reward_file(reward: str, field_name: str) -> None:
         hint = did_you_mean(function, functions)
         offered = ", ".join(functions) or "none"
         raise ConfigError(f"{key}: {file} has no function {function!r}: {hint}it has {offered}")
-    # The signature is not checked if there is a decorator, which may change it.
+    # The signature is not checked if the function has a decorator, because a decorator can change
+    # the signature.
     if function in functions and not functions[function].decorator_list:
         check_reward_call(key, _signature(functions[function].args))
 
 
 def check_reward_call(name: str, signature: Signature) -> None:
-    """Refuse a reward function that does not take a prompt and a completion.
+    """Refuse a reward function that does not accept a prompt and a completion.
 
-    Reward functions of TRL take lists and are also refused.
+    Reward functions written for TRL are also refused, because they accept lists.
 
     Args:
         name: name of the reward, for the message.
@@ -92,8 +93,8 @@ def check_reward_call(name: str, signature: Signature) -> None:
         takes = signature.replace(return_annotation=Signature.empty)
         written = name.rpartition(":")[2] if ".py:" in name else "it as "
         raise ConfigError(
-            f"{name} takes {str(takes):.120}: write {written}(prompt, completion), which returns a "
-            "number for one completion (functions of TRL take lists)"
+            f"{name} takes {str(takes):.120}: write {written}(prompt, completion), which returns "
+            "a number for one completion (TRL's functions accept lists)"
         )
 
 
@@ -109,7 +110,7 @@ def _module(key: str, file: Path) -> ast.Module:
 
 
 def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Return the functions of a file by name."""
+    """Return the functions at the top level of a file, keyed by name."""
     return {
         node.name: node
         for node in tree.body
@@ -118,7 +119,7 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctio
 
 
 def _signature(arguments: ast.arguments) -> Signature:
-    """Return a function's signature from its syntax tree, with defaults None and no annotations."""
+    """Return a function's signature from its syntax tree; every default is None."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     parameters = [
@@ -140,10 +141,10 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
     """Refuse an entry point that no installed package provides.
 
     Args:
-        group: group of entry points.
+        group: entry point group.
         name: name of the entry point.
-        key: configuration key with that name.
-        ours: further allowed names, for the message.
+        key: configuration key with the name.
+        ours: built-in names, for the message.
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:
@@ -155,7 +156,9 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
         )
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:
-        raise ConfigError(f"{key}={name}: the module {module!r} of this {group} does not exist")
+        raise ConfigError(
+            f"{key}={name}: the module {module!r} of this {group} entry point does not exist"
+        )
 
 
 def installed_measurements() -> set[str]:

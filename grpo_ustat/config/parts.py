@@ -1,8 +1,8 @@
-"""Parts of a configuration for other packages: options of a policy, a task and a sampler.
+"""Parts of a configuration that other packages need: policy, task and sampler options.
 
 Properties of a command's configuration, such as `Common.policy_options`, build these parts. The
-packages policy, rollout, tasks and costs therefore depend neither on the whole configuration nor on
-the command.
+packages policy, rollout, tasks and costs therefore do not depend on whole configurations or
+commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_ustat.config.rollout import RolloutConfig
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Options for the weights of the policy and for its computation."""
+    """Options for loading the policy and computing with it."""
 
     model: ModelConfig
     prompt: PromptConfig
@@ -26,20 +26,22 @@ class PolicyOptions:
     num_threads: int
     # True if float32 products use TF32.
     tf32: bool = False
-    # Regular expression for the names of parameters with a gradient; None means all parameters.
+    # Regular expression for the names of the parameters to differentiate; None means all
+    # parameters.
     parameters: str | None = None
-    # True if LoRA adapters are merged into the weights, whose gradient is then computed.
+    # True if LoRA adapters are merged into the weights. Gradients are then those of the merged
+    # weights.
     merge_adapters: bool = True
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Options for the questions of a task, their format and the judges of answers."""
+    """Options for a task's questions, their prompts and the scoring of answers."""
 
-    # Data set, an instance of a class in `config.data`.
+    # Data set: an instance of a class in `config.data`.
     dataset: Any
     prompt: PromptConfig
-    # Functions that judge a completion; the first is the data set's reward.
+    # Functions that score a completion; the first is the data set's reward.
     reward_funcs: list[str]
     reward_weights: list[float]
     # Number of tokens after which a completion is truncated.
@@ -49,14 +51,14 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """Options for sampling completions: the engine and its random draws."""
+    """Options for sampling completions."""
 
     rollout: RolloutConfig
-    # Seed of the draws.
+    # Random seed.
     seed: int
     # Divisor of the logits.
     temperature: float
-    # Largest length of a prompt in tokens; None means no limit.
+    # Maximum length of a prompt in tokens; None means no limit.
     max_prompt_length: int | None
     max_completion_length: int
     # Number of completions generated at once.
@@ -65,7 +67,7 @@ class SamplerOptions:
 
 @dataclass(frozen=True)
 class StudySampling:
-    """Options for the processes of a study that sample, score and judge."""
+    """Options for the processes of a study that sample, score and judge completions."""
 
     policy: PolicyOptions
     sampler: SamplerOptions

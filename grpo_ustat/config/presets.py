@@ -1,4 +1,4 @@
-"""Published losses with their sources: presets for `objective=NAME` and recipes of a loss and G."""
+"""Published losses with sources: presets for `objective=NAME`, and recipes with a group size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Preset:
     # Description for `--help`.
     words: str
     objective: ObjectiveConfig
-    # Baseline of the preset unless `baseline=` is typed; None means the default of the command.
+    # Baseline of the preset unless the user types `baseline=`; None means the command's default.
     baseline: BaselineConfig | None = None
 
 
@@ -35,7 +35,8 @@ def _add(
     Args:
         name: name of the preset.
         words: description of the preset.
-        base: preset from which fields and baseline are taken; None means the field defaults.
+        base: preset that provides fields and baseline; None means that all fields have their
+            defaults.
         baseline: baseline of the preset; None means the baseline of `base`.
         changes: fields that differ from `base`.
     """
@@ -46,40 +47,42 @@ def _add(
     PRESETS[name] = Preset(words, replace(objective, name=name, **changes), baseline)
 
 
-# Presets from papers. They set no baseline; the text or a comment gives the advantage of each
+# Presets from papers. They set no baseline; the description or a comment gives the baseline of each
 # paper.
 _add(
     "algorithm1",
-    "The paper's Algorithm 1: sum over tokens, constant divisor, one update, no ratio, no penalty.",
+    "The paper's Algorithm 1: token sums over a constant divisor, one update, no ratio, no "
+    "penalty.",
     None,
 )
-# The advantage of Algorithm 2 is baseline=group_std; experiment=algorithm2 sets both.
+# The baseline of Algorithm 2 is group_std; experiment=algorithm2 sets both loss and baseline.
 _add(
     "grpo",
-    "The paper's Algorithm 2: ratios of tokens to the policy that sampled the batch, one pass over "
-    "its minibatches, K3 penalty.",
+    "The paper's Algorithm 2: token-level ratios to the policy that sampled the batch, one pass "
+    "over its minibatches, K3 penalty.",
     None,
-    # Ratio rho_it of each token, sum over tokens divided by n, K3 in the loss; optional clipping.
+    # Each token has a ratio rho_it. The sum over tokens is divided by n. K3 is part of the loss,
+    # and clipping is optional.
     importance_sampling_level="token",
     kl_estimator="k3",
     kl_in="loss",
-    # Our choice, as in GSPO. The paper splits a batch but gives no number.
+    # Our choice, as in GSPO. The paper splits a batch but does not give the number of minibatches.
     num_minibatches=4,
     # Our choice, as in Shao et al. 2024. The paper gives no value.
     beta=0.04,
 )
-# DeepSeekMath, arXiv 2402.03300. Its advantage is baseline=group_std.
+# DeepSeekMath, arXiv 2402.03300. Its baseline is group_std.
 _add(
     "grpo_original",
-    "Shao et al. 2024 (GRPO as published): clipped ratios of tokens, each completion's tokens "
-    "averaged, K3 penalty.",
+    "Shao et al. 2024 (GRPO as published): clipped token-level ratios, mean over each "
+    "completion's tokens, K3 penalty.",
     "grpo",
     # Equation 3 of the paper: 1/|o_i|.
     loss_type="grpo",
-    # Section 4.2 of the paper: one update after each exploration stage, so that ratios are 1 and
-    # clipping has no effect.
+    # Section 4.2 of the paper: one update after each exploration stage. All ratios are therefore 1,
+    # and clipping has no effect.
     num_minibatches=1,
-    # Our choice, the value of PPO (Schulman et al. 2017). The paper gives none.
+    # Our choice, the value of PPO (Schulman et al. 2017). The paper gives no value.
     epsilon=0.2,
     epsilon_high=0.2,
     # Section 4.2 of the paper.
@@ -87,40 +90,42 @@ _add(
 )
 _add(
     "dr_grpo",
-    "Zichen Liu et al. 2025: clipped ratios of tokens, tokens divided by a constant, no penalty. "
-    '"Understanding R1-Zero-like training", arXiv 2503.20783; its advantage is '
-    "baseline=group_mean.",
+    "Zichen Liu et al. 2025: clipped token-level ratios, token sum divided by a constant, no "
+    'penalty. "Understanding R1-Zero-like training", arXiv 2503.20783; its baseline is '
+    "group_mean.",
     "grpo",
     # Section 3.2 of the paper. The constant is max_completion_length in the authors' code.
     loss_type="dr_grpo",
-    # 7B recipe in the authors' code: 128 prompts x 8 completions in updates of 128, no penalty.
+    # 7B recipe in the authors' code: 128 prompts x 8 completions, 128 completions per update, no
+    # penalty.
     num_minibatches=8,
     beta=0.0,
     # Value of PPO (Schulman et al. 2017) and default of the authors' code.
     epsilon=0.2,
     epsilon_high=0.2,
 )
-# DAPO's dynamic sampling is zero_variance_groups=replace. mse measures it; train refuses it, since
-# it samples a batch only once. DAPO's penalty for overlong answers is not part of an objective.
+# DAPO's dynamic sampling is zero_variance_groups=replace. `mse` measures it; `train` refuses it,
+# because `train` samples a batch only once. DAPO's penalty for overlong answers is part of the
+# reward, not of the objective.
 _add(
     "dapo",
-    "Yu et al. 2025: clipping wider above than below, all tokens of the update weigh the same, no "
-    "penalty. arXiv 2503.14476; its advantage is baseline=group_std.",
+    "Yu et al. 2025: wider clipping above 1 than below, equal weight for all tokens of the "
+    "update, no penalty. arXiv 2503.14476; its baseline is group_std.",
     "grpo",
     # Section 3.3 of the paper.
     loss_type="dapo",
-    # Section 4.1 of the paper: 512 prompts x 16 completions in 16 updates of 512.
+    # Section 4.1 of the paper: 512 prompts x 16 completions in 16 updates of 512 completions.
     num_minibatches=16,
     epsilon=0.2,
     epsilon_high=0.28,
     # Section 2.3 of the paper.
     beta=0.0,
 )
-# The ratio's gradient divides a completion's score by its length.
+# The gradient of the ratio divides a completion's score by its length.
 _add(
     "gspo",
-    "Zheng et al. 2025: one clipped ratio a completion, the geometric mean of its tokens' ratios. "
-    "arXiv 2507.18071; its advantage is baseline=group_std.",
+    "Zheng et al. 2025: one clipped ratio per completion, the geometric mean of its token-level "
+    "ratios. arXiv 2507.18071; its baseline is group_std.",
     "grpo",
     # Equations 7 and 10 of the paper: 1/|y_i|.
     importance_sampling_level="sequence",
@@ -132,25 +137,25 @@ _add(
     # Equation 5 of the paper has no penalty.
     beta=0.0,
 )
-# This loss is unbiased in one pass over minibatches of independently drawn prompts, with an
-# unbiased baseline. A second pass over a batch is biased with any ratio.
+# With an unbiased baseline, this loss is unbiased in one pass over minibatches of independently
+# drawn prompts. A second pass over the same batch would be biased with any ratio.
 _add(
     "whole_sequence",
-    "The unbiased off-policy reference: the product of a completion's ratios, no clipping, no "
-    "penalty.",
+    "The unbiased off-policy reference: the product of a completion's token-level ratios, no "
+    "clipping, no penalty.",
     "grpo",
     importance_sampling_level="whole_sequence",
     beta=0.0,
 )
 
-# TRL presets use the defaults of GRPOConfig in trl 1.16.0 unless a comment says otherwise. A typed
-# baseline=X replaces the baseline of a preset. With a penalty, TRL multiplies K3 by the ratio
-# (use_bias_correction_kl); we do not. If TRL splits a generation batch into several updates, it
-# divides by the average number of tokens per update.
+# TRL presets use the defaults of GRPOConfig in trl 1.16.0 unless a comment says otherwise. If the
+# user types baseline=X, X replaces the preset's baseline. With a KL penalty, TRL multiplies K3 by
+# the ratio (use_bias_correction_kl); we do not. If TRL splits a generation batch into several
+# updates, it divides by the average number of tokens per update.
 _add(
     "trl_dapo",
-    "TRL's loss as it comes: all tokens of the update weigh the same, clipped ratios of tokens, no "
-    "penalty.",
+    "TRL's default loss: equal weight for all tokens of the update, clipped token-level ratios, "
+    "no penalty.",
     "grpo",
     # TRL's scale_rewards=group, with epsilon 1e-4 as in TRL.
     baseline_choice("group_std"),
@@ -163,61 +168,63 @@ _add(
 )
 _add(
     "trl_grpo",
-    "TRL's loss_type=grpo: each completion's tokens averaged, otherwise as trl_dapo.",
+    "TRL's loss_type=grpo: mean over each completion's tokens, otherwise as trl_dapo.",
     "trl_dapo",
     loss_type="grpo",
 )
 _add(
     "trl_dr_grpo",
-    "TRL's loss_type=dr_grpo: tokens divided by a constant, otherwise as trl_dapo.",
+    "TRL's loss_type=dr_grpo: token sum divided by a constant, otherwise as trl_dapo.",
     "trl_dapo",
-    # scale_rewards=none, which TRL's documentation recommends for this loss, as Dr. GRPO (arXiv
-    # 2503.20783) does. TRL's default for every loss is scale_rewards=group: type
-    # baseline=group_std.
+    # TRL's documentation recommends scale_rewards=none for this loss, as does Dr. GRPO (arXiv
+    # 2503.20783). TRL's default for every loss is scale_rewards=group, which is baseline=group_std.
     baseline_choice("group_mean"),
     loss_type="dr_grpo",
 )
 # The rows are shuffled before they are split into micro-batches, as in TRL.
 _add(
     "trl_bnpo",
-    "TRL's loss_type=bnpo: tokens divided by those of their micro-batch, otherwise as trl_dapo.",
+    "TRL's loss_type=bnpo: mean over the tokens of each micro-batch, otherwise as trl_dapo.",
     "trl_dapo",
     loss_type="bnpo",
     # Default of per_device_train_batch_size in transformers' TrainingArguments.
     micro_batch_size=8,
 )
-# The bounds are TRL's defaults, which the ratio of a sequence rarely reaches. objective=gspo has
-# the bounds of the paper, which TRL's paper index repeats.
+# The clipping bounds are TRL's defaults, which sequence-level ratios rarely reach. objective=gspo
+# has the bounds of the GSPO paper, which TRL's paper index also lists.
 _add(
     "trl_gspo",
-    "TRL's loss_type=grpo with importance_sampling_level=sequence: one clipped ratio a completion.",
+    "TRL's loss_type=grpo with importance_sampling_level=sequence: one clipped ratio per "
+    "completion.",
     "trl_grpo",
     importance_sampling_level="sequence",
 )
-# MiniMax-M1, arXiv 2506.13585, with the bound of ScaleRL, arXiv 2510.13786. Without a setting, TRL
-# 1.16 clips at its epsilon, 0.2, so that nearly every token has weight 0.2, a fifth of the
-# documented weight.
+# MiniMax-M1, arXiv 2506.13585, with the bound of ScaleRL, arXiv 2510.13786. If epsilon_high is not
+# set, TRL 1.16 uses epsilon, 0.2, as the upper bound. Nearly every token then has weight 0.2, a
+# fifth of the documented weight.
 _add(
     "trl_cispo",
-    "TRL's loss_type=cispo: a token's ratio, cut from above, is its weight and is not "
+    "TRL's loss_type=cispo: each token's weight is its ratio, clipped from above and not "
     "differentiated.",
     "trl_dapo",
     loss_type="cispo",
     epsilon=None,
-    # In TRL's documentation epsilon_high is the largest ratio itself; it is not added to 1.
+    # For this loss TRL's documentation defines epsilon_high as the largest ratio; it is not added
+    # to 1.
     epsilon_high=5.0,
 )
 # arXiv 2602.05261. The bounds are TRL's defaults.
 _add(
     "trl_luspo",
-    "TRL's loss_type=luspo: one clipped ratio a completion, times its length.",
+    "TRL's loss_type=luspo: one clipped ratio per completion, multiplied by the completion's "
+    "length.",
     "trl_dapo",
     loss_type="luspo",
-    # TRL's documentation of loss_type requires this level.
+    # TRL's documentation of this loss_type requires level sequence.
     importance_sampling_level="sequence",
 )
-# arXiv 2511.20347. The temperatures are those of the paper and TRL's defaults: 1 for positive
-# advantages and 1.05 for the others.
+# arXiv 2511.20347. The temperatures in the paper equal TRL's defaults: 1 for positive advantages
+# and 1.05 for all others.
 _add(
     "trl_sapo",
     "TRL's loss_type=sapo: a smooth gate on a token's ratio in place of clipping.",
@@ -229,21 +236,22 @@ _add(
 # arXiv 2602.10693. The constants of the weight are TRL's defaults.
 _add(
     "trl_vespo",
-    "TRL's loss_type=vespo: a weight of the whole sequence's ratio, which is not differentiated.",
+    "TRL's loss_type=vespo: a smooth weight from the whole sequence's ratio, which is not "
+    "differentiated.",
     "trl_dapo",
     loss_type="vespo",
-    # TRL ignores other levels for this loss.
+    # For this loss TRL ignores importance_sampling_level.
     importance_sampling_level="whole_sequence",
     epsilon=None,
     epsilon_high=None,
 )
 
-# verl also bounds ratios above 3 for negative advantages (clip_ratio_c). This is not implemented,
-# since it has no effect with one update per batch.
+# For negative advantages, verl also clips ratios at 3 (clip_ratio_c). This is not implemented,
+# because it has no effect with one update per batch.
 _add(
     "verl_token_mean",
-    "verl's loss as it comes, loss_agg_mode=token-mean, with adv_estimator=grpo: clipped ratios of "
-    "tokens, no penalty. verl 0.9.1, the defaults of its actor.yaml.",
+    "verl's default loss, loss_agg_mode=token-mean, with adv_estimator=grpo: clipped token-level "
+    "ratios, no penalty. verl 0.9.1, the defaults of its actor.yaml.",
     "grpo",
     # norm_adv_by_std_in_grpo=true, with the epsilon of compute_grpo_outcome_advantage.
     BaselineConfig("group_std", {"epsilon": 1e-6}),
@@ -258,30 +266,31 @@ _add(
 )
 _add(
     "verl_seq_mean_token_sum",
-    "verl's loss_agg_mode=seq-mean-token-sum: tokens of a completion added up, otherwise as "
+    "verl's loss_agg_mode=seq-mean-token-sum: sum over each completion's tokens, otherwise as "
     "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     loss_type="sum",
 )
 _add(
     "verl_seq_mean_token_mean",
-    "verl's loss_agg_mode=seq-mean-token-mean: each completion's tokens averaged, otherwise as "
+    "verl's loss_agg_mode=seq-mean-token-mean: mean over each completion's tokens, otherwise as "
     "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     loss_type="grpo",
 )
 _add(
     "verl_seq_mean_token_sum_norm",
-    "verl's loss_agg_mode=seq-mean-token-sum-norm: tokens divided by a constant, otherwise as "
+    "verl's loss_agg_mode=seq-mean-token-sum-norm: token sum divided by a constant, otherwise as "
     "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
-    # norm_adv_by_std_in_grpo=false, as for Dr. GRPO on verl's page on GRPO.
+    # norm_adv_by_std_in_grpo=false, which verl's page on GRPO recommends for Dr. GRPO.
     baseline_choice("group_mean"),
     # With verl's loss_scale_factor=null the constant is response_length, our max_completion_length.
     loss_type="dr_grpo",
 )
 
-# Probability that any relative efficiency is outside its interval, and likewise for a group size.
+# Probability that any relative efficiency lies outside its interval; the same probability applies
+# to group sizes.
 CHANCE = 0.025
 
 
@@ -289,7 +298,7 @@ CHANCE = 0.025
 class Recipe:
     """Published combination of a loss and a group size."""
 
-    # Author or framework, and place of publication.
+    # Authors or framework, with the place of publication.
     name: str
     # Group size, G.
     group_size: int
@@ -297,12 +306,12 @@ class Recipe:
     objective: str
     # Name of the baseline; None means the baseline of the objective.
     baseline: str | None = None
-    # See `RowFilter`.
+    # Treatment of zero-variance groups; see `RowFilter`.
     zero_variance_groups: str = KEEP
 
     @property
     def overrides(self) -> list[str]:
-        """Command-line overrides that choose the loss.
+        """Command-line overrides that select the loss.
 
         >>> RECIPES["DAPO (arXiv 2503.14476)"].overrides[1:]
         ['baseline=group_std', 'objective.zero_variance_groups=replace']
@@ -332,18 +341,19 @@ RECIPES = {
     for recipe in (
         # This recipe uses the objective of DeepSeekMath.
         Recipe("2-GRPO (arXiv 2510.00977)", 2, "grpo_original", "group_std"),
-        # rollout.n=5 in run_qwen2-7b.sh and most of examples/grpo_trainer. rollout.yaml has 1,
-        # which is not a group.
+        # Value of rollout.n in run_qwen2-7b.sh and most of examples/grpo_trainer. The default in
+        # rollout.yaml is 1, with which there are no groups.
         Recipe("verl's GRPO examples", 5, "verl_token_mean"),
         # Default of GRPOConfig.num_generations.
         Recipe("TRL's default", 8, "trl_dapo"),
-        # num_samples in examples/qwen2.5-math-7b.sh of the authors' code.
+        # Value of num_samples in examples/qwen2.5-math-7b.sh of the authors' code.
         Recipe("Dr. GRPO (arXiv 2503.20783)", 8, "dr_grpo", "group_mean"),
         # Section 4.1 of the paper. The penalty for overlong answers is part of the reward.
         Recipe("DAPO (arXiv 2503.14476)", 16, "dapo", "group_std", REPLACE),
         # Section 4.2 of the paper.
         Recipe("DeepSeekMath (arXiv 2402.03300)", 64, "grpo_original", "group_std"),
-        # We assume the loss of ProRL v2, in the form of NeMo RL's prorlv2 example.
+        # We assume that BroRL uses the loss of ProRL v2, as implemented in NeMo RL's prorlv2
+        # example.
         Recipe("BroRL (arXiv 2510.01180)", 512, "dapo", "reinforce_pp_baseline", REPLACE),
     )
 }

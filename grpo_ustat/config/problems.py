@@ -1,4 +1,4 @@
-"""Schemas of the test problems (`problem=`), policies on which theorems are tested.
+"""Schemas of the test problems (`problem=`): small policies on which theorems are tested.
 
 The `kind` of a problem's node determines its schema; see `PROBLEMS`. Values are in `conf/problem/`.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError, field
 
-# Largest number of completions of `sequences`, which are enumerated.
+# Largest number of possible completions in a `sequences` problem, which enumerates all of them.
 MAX_COMPLETIONS = 2**14
 
 
@@ -18,9 +18,9 @@ MAX_COMPLETIONS = 2**14
 class ProblemConfig:
     """Fields of every kind of test problem."""
 
-    name: str = field("name of the test problem, in the run folder's name")
+    name: str = field("name of the test problem, part of the run folder's name")
     kind: str = field(
-        "kind of the policy; choose by problem=NAME",
+        "kind of the policy; set by problem=NAME",
         choices=("coins", "ridge_coins", "softmax", "sequences"),
     )
 
@@ -33,11 +33,12 @@ class PlaneConfig(ProblemConfig):
     """Policy that depends on its parameters theta only through u = Q theta."""
 
     parameters: int = field(
-        "dimension D of theta; if u has fewer coordinates, the maximisers form a flat set"
+        "dimension D of theta; if u has fewer coordinates than theta, the maximisers form a flat "
+        "set"
     )
-    start: list[float] = field("u of the first policy, a number for each coordinate")
+    start: list[float] = field("u of the initial policy, with a number for each coordinate")
     reach: float = field(
-        "J* - J at the border of the set on which the theory is tested", positive=True
+        "J* - J at the boundary of the set on which the theory is tested", positive=True
     )
 
     def check(self) -> None:
@@ -55,7 +56,7 @@ class PlaneConfig(ProblemConfig):
 
 @dataclass
 class CoinPlaneConfig(PlaneConfig):
-    """Policy whose answers are coins: right answers have reward 1 and wrong answers reward 0."""
+    """Policy that tosses a coin for each answer: right answers have reward 1, wrong answers 0."""
 
     values: list[float] = field("probability of a right answer at the maximisers, for each prompt")
 
@@ -74,7 +75,7 @@ class CoinsConfig(CoinPlaneConfig):
         "slopes in u of the probability of a right answer, for each prompt; their mean is 0"
     )
     styles: list[Any] = field(
-        "slopes in u of choices that earn nothing (noise of the score), for each prompt"
+        "slopes in u of choices without effect on the reward (noise of the score), for each prompt"
     )
     curvature: list[float] = field("curvature of -J along each coordinate of u, above 0")
 
@@ -99,12 +100,15 @@ class RidgeCoinsConfig(CoinPlaneConfig):
         "slopes in v of the probability of a right answer, for each prompt; their mean is 0"
     )
     styles: list[float] = field(
-        "slopes in v, at w = 0, of choices that earn nothing (noise of the score), for each prompt"
+        "slopes in v, at w = 0, of choices without effect on the reward (noise of the score), "
+        "for each prompt"
     )
-    along: list[float] = field("slopes in w of choices that earn nothing, for each prompt")
+    along: list[float] = field(
+        "slopes in w of choices without effect on the reward, for each prompt"
+    )
     curvature: float = field("curvature of -J along v at w = 0, above 0", positive=True)
-    bend: float = field("growth of the curvature with w, as a share of it")
-    spread: float = field("growth of styles with w, as a share of them")
+    bend: float = field("growth of the curvature with w, as a share of the curvature at w = 0")
+    spread: float = field("growth of styles with w, as a share of styles at w = 0")
     width: float = field("width of the ridge: the largest |w|", positive=True)
 
     def check(self) -> None:
@@ -120,8 +124,8 @@ class RidgeCoinsConfig(CoinPlaneConfig):
                 )
         if abs(self.start[1]) > self.width:
             raise ConfigError(
-                f"problem.start={self.start} has a w larger than problem.width={self.width}: "
-                "use a smaller w"
+                f"problem.start={self.start} has |w| above problem.width={self.width}: use a "
+                "smaller |w|"
             )
 
 
@@ -129,8 +133,10 @@ class RidgeCoinsConfig(CoinPlaneConfig):
 class SoftmaxConfig(PlaneConfig):
     """Tabular softmax policy; see `gap.problems.SoftmaxProblem`."""
 
-    features: list[Any] = field("features of each outcome, as many as u has coordinates")
-    centres: list[Any] = field("u at which a prompt's outcomes have equal probability")
+    features: list[Any] = field("features of each outcome, one for each coordinate of u")
+    centres: list[Any] = field(
+        "for each prompt, the u at which all outcomes have equal probability"
+    )
     rewards: list[Any] = field("reward of each outcome, for each prompt")
 
     def check(self) -> None:
@@ -147,18 +153,22 @@ class SequencesConfig(ProblemConfig):
     """Autoregressive policy; see `gap.sequences`."""
 
     prompts: int = field("that share the parameters", "prompts", positive=True)
-    vocabulary: int = field("that can come next", "tokens", positive=True)
-    length: int = field("of every completion", "tokens", positive=True)
-    spread: float = field("standard deviation of the parameters, which are drawn", positive=True)
+    vocabulary: int = field("in the vocabulary", "tokens", positive=True)
+    length: int = field("in every completion", "tokens", positive=True)
+    spread: float = field("standard deviation of the randomly drawn parameters", positive=True)
     apart: float = field(
-        "standard deviation of the differences between the reference policy's parameters and these",
+        "standard deviation of the differences between the parameters of the reference policy "
+        "and of the policy",
         positive=True,
     )
-    reward_levels: int = field("of rewards, evenly spaced from 0 to 1; 2: right or wrong", "levels")
-    difficulties: list[float] = field(
-        "difficulty of each prompt: a completion's reward is its rank among all, to this power"
+    reward_levels: int = field(
+        "of the reward, evenly spaced from 0 to 1; 2: right or wrong", "levels"
     )
-    seed: int = field("seed of parameters and rewards")
+    difficulties: list[float] = field(
+        "difficulty of each prompt; a completion's reward is its rank among all completions, "
+        "scaled to [0, 1], to the power of the difficulty"
+    )
+    seed: int = field("random seed of the parameters and rewards")
 
     def check(self) -> None:
         """Refuse sizes that are too small or too large to enumerate."""
@@ -180,7 +190,7 @@ class SequencesConfig(ProblemConfig):
 
 
 def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[float]]:
-    """Return rows of numbers as floats, since OmegaConf's typed nested lists refuse integers."""
+    """Return rows of numbers as floats, because OmegaConf's typed nested lists refuse integers."""
     try:
         floats = [[float(number) for number in row] for row in rows]
     except (TypeError, ValueError) as error:
@@ -188,7 +198,7 @@ def _floats(name: str, rows: list[Any], shape: tuple[int, int]) -> list[list[flo
     if len(floats) != shape[0] or not floats or any(len(row) != shape[1] for row in floats):
         raise ConfigError(
             f"problem.{name} has {len(floats)} rows of {sorted({len(row) for row in floats})} "
-            f"numbers: use {shape[0]} of {shape[1]}"
+            f"numbers: use {shape[0]} rows of {shape[1]} numbers"
         )
     return floats
 

@@ -1,4 +1,4 @@
-"""Reward functions of a completion, their weights and the checks of both."""
+"""Reward functions and their weights, with checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_ustat.config.own_functions import check_reward, reward_file
 from grpo_ustat.config.schema import ConfigError, check_distinct
 from grpo_ustat.estimators.baselines import BASELINES
 
-# Name of the data set's reward or, if set, of `dataset.reward`.
+# Name that stands for `dataset.reward` if set, otherwise for the data set's built-in reward.
 TASK = "task"
 # Reward functions that need no expected answer.
 DATASET_FREE_REWARDS = ("format", "termination", "brevity")
@@ -52,18 +52,19 @@ def check_reward_funcs(reward_funcs: list[str], reward_weights: list[float] | No
 
 
 def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
-    """Refuse a baseline for several reward functions if there is only one.
+    """Refuse a baseline that needs several reward functions if there is only one.
 
     Args:
         baseline: name of the baseline.
-        key: configuration key with this name.
+        key: configuration key with this baseline, for messages.
         reward_funcs: reward functions.
     """
     if "rewards_PGF" in BASELINES[baseline].needs and len(reward_funcs) < 2:
         raise ConfigError(
             f"{key}={baseline} normalises each of several reward functions separately, but "
-            f"reward_funcs={as_typed(reward_funcs)}: use reward_funcs="
-            f"{as_typed([TASK, DATASET_FREE_REWARDS[-1]])} or others, or group_std"
+            f"reward_funcs={as_typed(reward_funcs)}: use "
+            f"reward_funcs={as_typed([TASK, DATASET_FREE_REWARDS[-1]])} or other functions, or "
+            "use group_std"
         )
 
 
@@ -77,7 +78,7 @@ def as_typed(values: Sequence[str | float]) -> str:
 
 
 def counted(values: Sequence[str | float], noun: str) -> str:
-    """Return the number of values with a singular or plural noun.
+    """Return the number of values followed by the noun in the singular or plural.
 
     >>> counted([1.0], "weight"), counted(["task", "format"], "function")
     ('1 weight', '2 functions')
@@ -86,7 +87,7 @@ def counted(values: Sequence[str | float], noun: str) -> str:
 
 
 def reward_names(reward_funcs: list[str]) -> list[str]:
-    """Return the names for metrics and tables: FUNCTION for FILE.py:FUNCTION, or the typed name.
+    """Return the names for metrics and tables; FILE.py:FUNCTION is shortened to FUNCTION.
 
     >>> reward_names(["task", "brevity", "rewards/my.py:polite"])
     ['task', 'brevity', 'polite']
@@ -95,7 +96,7 @@ def reward_names(reward_funcs: list[str]) -> list[str]:
 
 
 def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> str:
-    """Return the weighted sum as text, or "" if the reward is the data set's reward.
+    """Return the weighted sum as text, or "" if only the task's reward is used, with weight 1.
 
     >>> reward_text(["task", "brevity"], [1.0, 0.5]), reward_text(["task"], None)
     ('1 task + 0.5 brevity', '')
@@ -107,5 +108,5 @@ def reward_text(reward_funcs: list[str], reward_weights: list[float] | None) -> 
 
 
 def summed_weights(reward_funcs: list[str], reward_weights: list[float] | None) -> list[float]:
-    """Return the weights of the functions; 1 each if no weights are given."""
+    """Return the weights of the functions, which are all 1 by default."""
     return reward_weights or [1.0] * len(reward_funcs)

@@ -15,17 +15,16 @@ class RolloutConfig:
     """Engine that generates completions."""
 
     name: str = field(
-        "engine that writes completions, in this process: local, the model itself, or vllm",
+        "engine that generates completions in this process: local (the model itself) or vllm",
         choices=ROLLOUTS,
     )
     gpu_memory_utilization: float | None = field(
-        "share of the GPU's memory, or of all memory on a CPU, that vLLM may hold; null: vLLM's "
-        "default",
+        "share of GPU memory, or of all memory on a CPU, that vLLM can use; null: vLLM's default",
         default=None,
     )
     max_model_len: int | None = field(
-        "for prompt and completion together in vLLM; null: prompt.max_length and "
-        "max_completion_length, or as many as the model has positions",
+        "for prompt and completion together in vLLM; null: prompt.max_length + "
+        "max_completion_length, at most the number of positions of the model",
         "tokens",
         default=None,
     )
@@ -34,7 +33,9 @@ class RolloutConfig:
     )
 
     def check(self) -> None:
-        """Refuse options of vLLM without vLLM."""
+        """Refuse vLLM options if the engine is not vLLM."""
         for name in VLLM_FIELDS:
             if self.name != "vllm" and getattr(self, name) is not None:
-                raise ConfigError(f"rollout.{name} is an option of vLLM: use rollout=vllm with it")
+                raise ConfigError(
+                    f"rollout.{name} is an option of vLLM: use rollout=vllm or remove the option"
+                )

@@ -1,4 +1,4 @@
-"""Rows of JSON lines, JSON, CSV or Parquet files, plain or in a compression of fsspec.
+"""Rows of JSON Lines, JSON, CSV or Parquet files, plain or in a compression that fsspec supports.
 
 The error for an invalid value gives the file, the row (from 1, counting blank lines) and the field.
 """
@@ -22,7 +22,7 @@ from grpo_ustat.config.command_line import is_installed
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
-# Key of the extra cells of a CSV row without a column.
+# Key for the cells of a CSV row that has more cells than the header.
 TOO_MANY = "more fields than the header"
 
 
@@ -31,7 +31,7 @@ class Row:
     """Row of a data set."""
 
     fields: dict[str, Any]
-    # Source of the row: file, or hub id and split, and row number.
+    # Source of the row: the file, or the hub id and split, with the row number.
     where: str
 
     def has(self, name: str) -> bool:
@@ -39,23 +39,23 @@ class Row:
         return self.fields.get(name) is not None
 
     def value(self, *names: str) -> Any:
-        """Return the value of the first of these fields that the row has."""
+        """Return the value of the first named field that the row has."""
         for name in names:
             if self.has(name):
                 value = self.fields[name]
                 if isinstance(value, str) and SURROGATE.search(value):
-                    raise self.refused(name, value, "a text of whole characters")
+                    raise self.refused(name, value, "valid Unicode text")
                 return value
         present = ", ".join(name for name in self.fields if self.has(name)) or "none"
         raise ConfigError(
-            f"{self.where}: field {' or '.join(names)} is missing, the fields there are: {present}"
+            f"{self.where}: field {' or '.join(names)} is missing, the row has {present}"
         )
 
     def text(self, *names: str) -> str:
-        """Return the field as non-blank text, including outer white space."""
+        """Return the value as non-blank text, including leading and trailing white space."""
         value = self.value(*names)
         if not isinstance(value, str) or not value.strip():
-            raise self.refused(" or ".join(names), value, "a text that is not empty")
+            raise self.refused(" or ".join(names), value, "non-empty text")
         return value
 
     def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
@@ -68,13 +68,13 @@ class Row:
 def read_rows(file: Path, key: str = "") -> list[Row]:
     """Return the rows of a file, which is read once.
 
-    Numbers are those that Python's json module returns. A single-precision number in a Parquet file
-    becomes the shortest decimal that rounds to it. All values of CSV files are strings.
+    Numbers have the types that Python's json module returns. A single-precision number in a Parquet
+    file becomes the shortest decimal that rounds to it. All values of CSV files are strings.
 
     Args:
-        file: file with JSON lines or a JSON array, or a CSV file with a header or a Parquet file,
-            which are recognised by their suffixes.
-        key: configuration key with the file, for errors.
+        file: CSV file with a header, Parquet file, or file with JSON Lines or a JSON array. CSV and
+            Parquet files are recognised by their suffixes.
+        key: configuration key with the file, for error messages.
     """
     place = f"{key}={file}" if key else str(file)
     try:
@@ -87,7 +87,7 @@ def read_rows(file: Path, key: str = "") -> list[Row]:
 
 @lru_cache(maxsize=8)
 def _rows(file: Path, modified_ns: int) -> list[Row]:
-    """Read the rows of a file as it was at `modified_ns`."""
+    """Read the rows of a file; `modified_ns` is part of the cache key."""
     if file.suffix == ".zst" and not is_installed("zstandard"):
         raise ValueError("pip install zstandard, or use .gz")
     fsspec: Any = import_module("fsspec")
@@ -104,24 +104,24 @@ def _rows(file: Path, modified_ns: int) -> list[Row]:
 
 
 def _json(file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the entries of a JSON array or the non-blank lines, with row numbers."""
+    """Yield the entries of a JSON array, or of the non-blank lines, with row numbers."""
     if text.lstrip().startswith("["):
         try:
             yield from enumerate(json.loads(text), start=1)
             return
         except (ValueError, RecursionError) as error:
             if text.lstrip()[1:].lstrip()[:1] in ("{", "]", ""):
-                raise ValueError(f"no json ({error})") from error
+                raise ValueError(f"invalid JSON ({error})") from error
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{file} row {number} is no json: {error}") from error
+                raise ConfigError(f"{file} row {number} is not valid JSON: {error}") from error
 
 
 def _parquet(content: bytes) -> list[dict[str, Any]]:
-    """Read the rows of a Parquet table; see `read_rows` for single precision."""
+    """Read the rows of a Parquet table; `read_rows` describes single precision."""
     parquet: Any = import_module("pyarrow.parquet")
     table = parquet.read_table(io.BytesIO(content))
     rows = table.to_pylist()
@@ -143,13 +143,13 @@ def _checked(file: Path, rows: Iterable[tuple[int, Any]]) -> list[Row]:
                 f"{row.where} is {fields!r:.60}, it must be an object with named fields"
             )
         if TOO_MANY in fields:
-            raise ConfigError(f"{row.where} has more fields than the header names")
+            raise ConfigError(f"{row.where} has more fields than the header")
         for name, value in row.fields.items():
             for part in (name, *_parts(value)):
                 if isinstance(part, float) and not math.isfinite(part):
                     raise row.refused(name, part, "a finite number, or null")
                 if isinstance(part, str) and SURROGATE.search(part):
-                    raise row.refused(name, part, "a text of whole characters")
+                    raise row.refused(name, part, "valid Unicode text")
         checked.append(row)
     return checked
 
@@ -168,12 +168,12 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, determined by file names or the folder's card.
+    """Return the files of each split; file names or the folder's data set card define the splits.
 
     Args:
-        key: configuration key with the folder, for errors.
+        key: configuration key with the folder, for error messages.
         folder: folder with files of rows.
-        subset: subset of the folder that its card defines, if there are several.
+        subset: subset to use if the folder's data set card defines several.
     """
     datasets: Any = import_module("datasets")
     place = str(Path(folder).expanduser())
@@ -184,8 +184,8 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
             builder = datasets.load_dataset_builder(place, chosen, cache_dir=cache)
     except Exception as error:
         raise ConfigError(
-            f"{key}={folder} contains no readable rows ({reason_of(error)}): use "
-            "jsonl, json, CSV or Parquet files with train and test in their names"
+            f"{key}={folder} contains no readable rows ({reason_of(error)}): use jsonl, json, "
+            "CSV or Parquet files whose names contain train or test"
         ) from error
     if builder.name not in ("json", "csv", "parquet"):
         raise ConfigError(
@@ -198,7 +198,7 @@ def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, l
 
 @contextmanager
 def quiet_datasets() -> Generator[str]:
-    """Suppress progress bars and logs of `datasets`; yield a temporary folder for its cache."""
+    """Suppress progress bars and logs of `datasets`, and yield a temporary cache folder."""
     datasets: Any = import_module("datasets")
     huggingface_hub: Any = import_module("huggingface_hub")
     datasets.disable_progress_bars()

@@ -1,4 +1,4 @@
-"""Schemas of the fields of all runs: seed, folder, processes and tracker."""
+"""Schemas of the fields that all runs have: seed, folder, processes and tracker."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
-# Names of trackers, which are also the names of their packages and extras.
+# Names of trackers; their packages and extras have the same names.
 TRACKERS = ("wandb", "tensorboard", "trackio")
-# Upper limit of seeds and of the steps and sizes in a run folder.
+# Upper limit of seeds, and of steps and sizes read from a run folder.
 MAX_COUNT = 10**12
 ON_EXISTING = ("resume", "error", "overwrite")
 
 
 @dataclass
 class ProcessConfig:
-    """Processes; none of it changes results."""
+    """Processes, which do not affect results."""
 
     num_processes: int = field(
-        "that this command starts on this machine, as ranks of torchrun; 1: it starts none and "
-        "runs itself",
+        "that this command starts on this machine as ranks of torchrun; 1: the command itself is "
+        "the only process",
         "processes",
         positive=True,
     )
     grace_seconds: int = field(
-        "that ranks have to save after a signal, before they are killed", "seconds", positive=True
+        "that ranks have for saving after a signal, before they are killed",
+        "seconds",
+        positive=True,
     )
 
 
 @dataclass
 class LoggerConfig:
-    """Tracker that shows the contents of the run folder.
+    """Tracker that displays the metrics of a run.
 
-    Keys and addresses come from the environment variables of the tracker.
+    The tracker reads keys and addresses from its environment variables.
     """
 
-    name: str = field("name of the tracker; choose by logger=NAME", choices=("none", *TRACKERS))
+    name: str = field("name of the tracker; set by logger=NAME", choices=("none", *TRACKERS))
     project: str | None = field(
-        "project of the runs in the tracker; null: the tracker has no projects"
+        "project in the tracker to which runs belong; null: the tracker has no projects"
     )
     finish_seconds: float = field(
-        "for which the run waits at most until the tracker opens, takes a row or ends",
+        "that the run waits at most for the tracker to open, accept a row or close",
         "seconds",
         at_least=0,
     )
 
     def check(self, *, needed: bool = True) -> None:
-        """Refuse a tracker without a project or, if it is needed, one that is not installed.
+        """Refuse a tracker that lacks a project or, if the tracker is needed, is not installed.
 
         The tracker's package is not imported.
         """
@@ -70,33 +72,32 @@ class LoggerConfig:
 
 @dataclass
 class ReportConfig:
-    """Report of a sweep, beside its runs."""
+    """Report of a sweep."""
 
     name: str | None = field(
-        "name of the folder, beside the runs, of a sweep's table and figure; null: no report"
+        "name of the folder, next to the runs, for a sweep's table and figure; null: no report"
     )
-    steps: list[int] | None = field(
-        "at which evaluations are drawn; null: all evaluations", "steps"
-    )
+    steps: list[int] | None = field("whose evaluations are shown; null: all evaluations", "steps")
 
 
 @dataclass
 class Shared:
     """Fields of all commands that start runs."""
 
-    launch: ProcessConfig = node(ProcessConfig, "processes; none of it changes results")
-    seed: int = field("seed of every random choice of the run", at_least=0, below=MAX_COUNT)
+    launch: ProcessConfig = node(ProcessConfig, "processes, which do not affect results")
+    seed: int = field("seed of all random choices in the run", at_least=0, below=MAX_COUNT)
     on_existing: str = field(
-        "what to do if the folder of this run exists; resume: continue, or show the result of a "
-        "finished run",
+        "what to do if this run's folder exists; resume: continue, or show the result if the run "
+        "is finished",
         choices=ON_EXISTING,
     )
     output_root: str = field("folder below which outputs are written", default="outputs")
-    dry_run: bool = field("print what would run and what it costs, and end")
-    report: ReportConfig = node(ReportConfig, "the report of a sweep, beside its runs")
-    logger: LoggerConfig = node(LoggerConfig, "a tracker that shows what is in the run folder")
+    dry_run: bool = field("print what would run and its estimated cost, and end")
+    report: ReportConfig = node(ReportConfig, "the report of a sweep")
+    logger: LoggerConfig = node(LoggerConfig, "a tracker that displays the metrics of the run")
 
-    # These are not fields; commands with prompts and a model declare them.
+    # Class attributes, not fields. Commands with prompts and a model declare fields with these
+    # names.
     show_prompts, model = 0, None
 
     @property
@@ -121,8 +122,8 @@ def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.
     key = find_secret(config, environ)
     if key is not None:
         raise ConfigError(
-            f"{key} looks like a key or password, and a configuration is written to disk: "
-            "remove it and set it in the environment, such as HF_TOKEN or WANDB_API_KEY"
+            f"{key} looks like a key or password, and configurations are written to disk: remove "
+            "it and set an environment variable instead, such as HF_TOKEN or WANDB_API_KEY"
         )
 
 
@@ -136,12 +137,12 @@ def check_report_name(key: str, name: str) -> None:
 class ReportEntry:
     """Configuration of `grpo-ustat report`."""
 
-    runs: Any = field("folders of runs, or patterns of such folders: a single text or a list")
+    runs: Any = field(
+        "folders of runs or patterns that match such folders, as a single string or a list"
+    )
     name: str = field("name of the report's folder")
     output_root: str = field("folder below which outputs are written", default="outputs")
-    steps: list[int] | None = field(
-        "at which evaluations are shown; null: all evaluations", "steps"
-    )
+    steps: list[int] | None = field("whose evaluations are shown; null: all evaluations", "steps")
 
     @property
     def patterns(self) -> list[Any]:

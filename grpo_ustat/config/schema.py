@@ -1,7 +1,7 @@
-"""Declarations of the fields of a schema and the checks of single fields.
+"""Declaration of schema fields and checks of single fields.
 
 A field is declared as `name: type = field("meaning", unit="tokens", choices=("a", "b"))`, and a
-node as `name: Schema = node(Schema, "meaning")`. `--help` and the tests read these declarations.
+node as `name: Schema = node(Schema, "meaning")`. `--help` and the tests use these declarations.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def field(
     """Declare a field of a schema; `check_fields` enforces its limits.
 
     Args:
-        meaning: description, with `null: ...` if the value may be null. `--help` prints the unit
-            before it.
-        unit: unit of a number, such as `tokens`, which the description continues.
+        meaning: description, including `null: ...` if null is allowed. `--help` prints the unit
+            before the description.
+        unit: unit of a number, such as `tokens`; unit and description together form a phrase.
         choices: allowed values of the field or of the elements of a list; if empty, any value.
         plugins: function that returns further choices from installed packages.
         positive: True if numbers must be positive and finite.
@@ -60,7 +60,8 @@ def field(
         below: exclusive upper limit of numbers.
         distinct: True if the values of a list must be distinct.
         entries: descriptions of the entries of a dictionary of options.
-        default: value if `conf/` does not set the field; without a default `conf/` must set it.
+        default: value if `conf/` does not set the field; `conf/` must set a field without a
+            default.
     """
     limits = Limits(choices, plugins, positive, at_least, below, distinct)
     metadata = {"meaning": meaning, "unit": unit, "limits": limits, "entries": entries or {}}
@@ -79,7 +80,7 @@ class Limits:
     distinct: bool = False
 
     def check(self, path: str, value: Any) -> None:
-        """Refuse a value or a list entry that is not allowed; null is always allowed."""
+        """Refuse a value, or an entry of a list, that is not allowed; null is always allowed."""
         entries = cast(list[Any], value) if isinstance(value, list) else [value]
         for entry in entries:
             if entry is None:
@@ -123,19 +124,20 @@ def check_fields(node: Any, prefix: str = "") -> None:
 
 
 def node(schema: type, meaning: str) -> Any:
-    """Declare a node of a schema that has fields itself."""
+    """Declare a node: a part of a schema that has fields of its own."""
     return dataclasses.field(default_factory=schema, metadata={"meaning": meaning})
 
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """Description of one field by its schema."""
+    """A field's description in its schema."""
 
     # Name on the command line, such as `eval.decoding`.
     path: str
     # Type in words, such as `list of str`; empty for a node.
     kind: str
-    # The next four are arguments of `field` and are empty if the schema does not give them.
+    # `meaning`, `unit`, `limits` and `entries` are arguments of `field`; each is empty if not
+    # given.
     meaning: str
     unit: str
     limits: Limits
@@ -159,7 +161,7 @@ def fields_of(
     Args:
         schema: dataclass of the schema.
         prefix: prefix of every path.
-        schemas: schemas, by path, of nodes whose type annotation does not give them.
+        schemas: schemas by path, for nodes whose type annotation is not a schema.
     """
     schemas, hints = schemas or {}, get_type_hints(schema)
     for declared in dataclasses.fields(schema):
@@ -211,14 +213,14 @@ def check_distinct(path: str, values: list[Any]) -> None:
 
 
 def check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value, of any type, that is not one of the choices."""
+    """Refuse a value that is not one of the choices."""
     if value not in choices:
         hint = did_you_mean(str(value), choices)
         raise ConfigError(f"unknown {path} {value!r}: {hint}choose from {', '.join(choices)}")
 
 
 def did_you_mean(word: str, names: Collection[str]) -> str:
-    """Return a "did you mean" question for a misspelt or truncated word, with a trailing blank.
+    """Return a "did you mean" question, with a trailing blank, for a misspelt or truncated word.
 
     The result is "" if no name is similar.
 

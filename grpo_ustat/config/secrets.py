@@ -1,7 +1,7 @@
-"""Detection of secrets, which configurations refuse and shown or sent text hides.
+"""Detection of secrets, which are refused in configurations and hidden in output.
 
-A value counts as a secret if the name of its option indicates a secret, if it contains the value of
-an environment variable such as HF_TOKEN, or if it has one of six common forms, such as an address
+A value counts as a secret if its option is named like a secret, if it contains the value of an
+environment variable such as HF_TOKEN, or if it has a common form of secrets, such as an address
 with a password.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 REDACTED = "(redacted)"
-# Patterns of the keys of each service.
+# Regular expressions for common forms of secrets, by service.
 KEY_FORMS = {
     "Hugging Face": r"\bhf_[A-Za-z0-9]{20,}",
     "Weights & Biases": r"\bwandb_v1_\w{20,}|(?i:(?<=key=))[0-9a-f]{40}\b",
@@ -33,9 +33,10 @@ ASSIGNED_SECRET = re.compile(rf"((?:key|{SECRET_WORDS})=)[^\s,;&]+", re.I)
 QUOTED_SECRET = re.compile(
     rf"((?:{SECRET_WORDS})[\"']?\s*[:=]\s*[\"'])[^\"'\s$<{{(]{{8,}}(?=[\"'])", re.I
 )
-# Either an old key of wandb or a commit.
+# An old wandb key or a commit hash.
 HEXADECIMAL = re.compile(r"\b[0-9a-f]{40,}\b")
-# Smallest length of a variable's value in characters; shorter values may occur in any text.
+# Minimum length in characters of a secret in an environment variable. Shorter values could occur in
+# ordinary text by chance.
 MIN_SECRET_CHARACTERS = 12
 
 
@@ -78,7 +79,8 @@ def redact(content: Any, key: str = "", environ: Mapping[str, str] = os.environ)
 def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Replace every secret in a text.
 
-    A long hexadecimal number counts as a key, since a text does not show what it is.
+    A long hexadecimal number is treated as a secret, because the text does not show whether it is
+    one.
 
     >>> redact_text("token=abc at https://me:pass@host", {})
     'token=*** at https://***@host'
@@ -89,8 +91,8 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
 def redact_code(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Replace every secret in source code, a diff or an error message.
 
-    Fingerprints are kept. The value of an assignment whose name alone indicates a secret is also
-    kept, since `token=tokenizer.eos` is not a key.
+    Hexadecimal fingerprints are kept. An unquoted value that is assigned to a name such as `token`
+    is also kept, because `token=tokenizer.eos` contains no secret.
 
     >>> redact_code("commit 8f1d: api_key = 'abcdefgh1', token=next(tokens)", {})
     "commit 8f1d: api_key = '***', token=next(tokens)"
@@ -113,6 +115,6 @@ def is_secret(key: str, value: Any, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _secrets_in(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables with names of keys that are long enough to be keys."""
+    """Return the values of variables that are named like secrets and long enough to be secrets."""
     named = (text for name, text in environ.items() if SECRET_VARIABLE.search(name))
     return [text for text in named if len(text) >= MIN_SECRET_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Parts of the schema of `mse`: budget, measurements and processes of a study."""
+"""Parts of the schema of `mse`: the budget, measurements and processes of a study."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ METRICS = ("euclidean", "adam")
 
 @dataclass
 class StudyBudget:
-    """Numbers of completions from which results are computed."""
+    """Numbers of completions, random draws and sketch entries from which results are computed."""
 
     pool_completions: int = field(
-        "of each question that are sampled and scored, N; closed_form uses them", "completions"
+        "to sample and score for each question, N; used by closed_form", "completions"
     )
     loss_draws: int = field(
-        "of two batches each, for losses and baselines in which a row's weight depends on the "
-        "whole batch",
+        "of two batches each, for losses and baselines in which a completion's weight depends on "
+        "the whole batch",
         "draws",
         at_least=2,
     )
     feature_sketch: int = field(
-        "kept of each completion's score; all, if the model has no more parameters",
+        "to keep of each completion's score vector (all if the model has fewer parameters)",
         "numbers",
         positive=True,
     )
     gradient_sketch: int = field(
-        "kept of each question's gradient; all, if the model has no more parameters",
+        "to keep of each question's gradient (all if the model has fewer parameters)",
         "numbers",
         positive=True,
     )
-    replicates: int = field("of the largest G that monte_carlo draws for each question", "groups")
+    replicates: int = field(
+        "of the largest size G that monte_carlo draws for each question", "groups"
+    )
     reference_completions: int = field(
         "of each question for monte_carlo's reference gradient", "completions"
     )
     reference_blocks: int = field(
-        "of equal size into which reference_completions are split", "blocks"
+        "of equal size into which the reference completions are split", "blocks"
     )
     value_completions: int = field(
-        "of each question, K, for V (oracle), b* (optimal) and the running mean of monte_carlo",
+        "of each question, K, from which monte_carlo computes V (oracle), b* (optimal) and the "
+        "running mean",
         "completions",
     )
 
     def check_monte_carlo(self) -> None:
-        """Refuse counts that are too small for intervals or reference gradients of monte_carlo."""
+        """Refuse counts that are too small for monte_carlo's intervals or reference gradients."""
         check_positive(self, "value_completions", prefix="budget.")
         if self.replicates < 2:
             raise ConfigError(f"budget.replicates={self.replicates}: an interval needs at least 2")
@@ -58,8 +61,9 @@ class StudyBudget:
         per_block, rest = divmod(completions, max(1, blocks))
         if blocks < 3 or rest or per_block < 3:
             raise ConfigError(
-                f"budget.reference_completions={completions} in budget.reference_blocks={blocks}: "
-                "use 3 or more equal blocks of 3 or more completions"
+                f"budget.reference_completions={completions} in "
+                f"budget.reference_blocks={blocks}: use at least 3 equal blocks of at least 3 "
+                "completions"
             )
 
 
@@ -68,71 +72,73 @@ class StudyConfig:
     """Measurements of a study."""
 
     methods: list[str] = field(
-        "closed_form: exact formulas on the pool, and all groups of the pool for a baseline "
-        "without a formula; monte_carlo: fresh rollouts and real gradients, as in the paper",
+        "closed_form: exact formulas on the pool, or an average over all groups in the pool for "
+        "a baseline without a formula; monte_carlo: gradients of new rollouts, as in the paper",
         choices=METHODS,
         distinct=True,
     )
     rollouts: int = field(
-        "of a training step, n: the step size of the printed answer, and of the comparison of "
-        "losses and of baselines without a closed form",
+        "per training step, n, for the printed answer and for the comparison of losses and of "
+        "baselines without a closed form",
         "rollouts",
         at_least=2,
     )
     metric: str = field(
-        "metric of errors; euclidean: of the gradient; adam: of AdamW's step, each entry in "
-        "units of its root mean square in steps of adam_rollouts",
+        "metric of errors; euclidean: error of the gradient; adam: error of AdamW's step, with "
+        "each gradient entry in units of its root mean square over steps of adam_rollouts",
         choices=METRICS,
     )
     adam_rollouts: int = field(
-        "of a step, n, from whose squared gradients AdamW's second moments are computed; the "
-        "same at each G of the study",
+        "in the step whose squared gradients give AdamW's second moments, n; every G uses the "
+        "same second moments",
         "rollouts",
         positive=True,
     )
-    adam_group_size: int = field("in a group of that step, G", "completions", at_least=2)
+    adam_group_size: int = field(
+        "per group in a step of adam_rollouts, G", "completions", at_least=2
+    )
     verdicts: bool = field(
-        "judge published claims on this policy: numbers with intervals, and a verdict for each"
+        "test published claims on this policy: numbers with intervals and a verdict for each claim"
     )
     measurements: list[str] = field(
         "further measurements: entry points of grpo_ustat.measurements in installed packages",
         plugins=installed_measurements,
     )
     parameters: str | None = field(
-        "regular expression: only parameters whose names match it are measured; null: all "
-        "trainable parameters"
+        "regular expression for the names of the parameters to measure; null: all trainable "
+        "parameters"
     )
     merge_adapters: bool = field(
-        "of a model=FOLDER with LoRA adapters; true: add them to the weights and measure the "
-        "gradient of all weights; false: measure the gradient of the adapters, as they are "
-        "trained"
+        "for a model=FOLDER with LoRA adapters; true: add the adapters to the weights and "
+        "measure the gradient of all weights; false: measure the gradient of the adapters, as in "
+        "LoRA training"
     )
     scored_by: str | None = field(
-        "a later checkpoint of model (embedded:NAME, a folder or org/name): losses estimate its "
-        "gradient from completions that model wrote; null: model itself"
+        "later checkpoint of model (embedded:NAME, a folder or org/name); losses estimate the "
+        "checkpoint's gradient from completions sampled by model; null: model itself"
     )
     reference: str | None = field(
-        "the model from which a penalty (objective.beta) is measured; null: model itself"
+        "reference model of the KL penalty (objective.beta); null: model itself"
     )
     corrections: list[str] = field(
-        "corrections of the gap between model and the sampler of pool=FILE, compared with no "
-        "correction; names as in TRL's vllm_importance_sampling_mode",
+        "corrections of the mismatch between model and the sampler of pool=FILE, each compared "
+        "with no correction; named as in TRL's vllm_importance_sampling_mode",
         choices=CORRECTIONS,
         distinct=True,
     )
     correction_cap: float = field(
-        "largest ratio that a correction leaves as it is; larger ones are truncated or masked",
+        "largest ratio that a correction leaves unchanged; larger ratios are truncated or masked",
         positive=True,
     )
     questions: int | None = field(
-        "of the study, the first ones; null: all", "questions", positive=True
+        "to use, from the start of the study split; null: all", "questions", positive=True
     )
     part: str | None = field(
-        "k/n, such as 3/8: only fill the k-th of n parts of pool=DIR; null: the whole study"
+        "k/n, such as 3/8, to fill only the k-th of n parts of pool=DIR; null: the whole study"
     )
     cut_at: int | None = field(
-        "from which a completion of pool=FILE.parquet counts as cut, a shorter one as ended; "
-        "null: the file's column ended decides",
+        "from which a completion of pool=FILE.parquet counts as truncated; null: the file's "
+        "column ended decides",
         "tokens",
         positive=True,
     )
@@ -142,19 +148,19 @@ class StudyConfig:
         """Sampling unit of the intervals of closed forms, `completions` or `questions`.
 
         Intervals over completions are conditional on the questions. AdamW's metric needs intervals
-        over questions, since each half of the questions is measured in the metric of the other
-        half.
+        over questions, because each half of the questions is measured in a metric computed from the
+        other half.
         """
         return "questions" if self.metric == "adam" else "completions"
 
     @property
     def adam_prompts(self) -> int:
-        """Number of prompts B in a step of `adam_rollouts`."""
+        """Number of prompts B in a step with `adam_rollouts` rollouts."""
         return self.adam_rollouts // self.adam_group_size
 
     @property
     def share(self) -> tuple[int, int]:
-        """Pair (k, n) of `part`; (1, 1) if unset and (0, 0) if not of the form k/n."""
+        """Numbers (k, n) in `part`; (1, 1) if it is unset, (0, 0) if it is not of the form k/n."""
         match = re.fullmatch(r"(\d+)/(\d+)", "1/1" if self.part is None else self.part)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -164,8 +170,8 @@ class StudyLaunch(LaunchConfig):
     """Processes and devices of studies."""
 
     workers: int = field(
-        "that share the questions, without a change of results; under torchrun its ranks share "
-        "them",
+        "that share the questions, without affecting results; under torchrun the ranks share the "
+        "questions",
         "processes",
         positive=True,
     )

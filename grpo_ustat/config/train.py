@@ -1,4 +1,4 @@
-"""Schema of `train` and the checks that involve several fields.
+"""Schema of `train`, with checks that involve several fields.
 
 Every error is one line that gives the values and the fix.
 """
@@ -22,7 +22,7 @@ from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 
-# Inputs of baselines that are computed from budget.value_completions.
+# Baseline inputs that are computed from budget.value_completions.
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
 ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 ENDING_SCHEDULES = ("linear", "cosine")
@@ -35,24 +35,29 @@ SHARINGS = ("ddp", "fsdp2")
 
 @dataclass
 class OptimizerConfig:
-    """Optimizer: adamw (Loshchilov & Hutter 2019) or plain sgd."""
+    """AdamW (Loshchilov & Hutter 2019) or plain SGD."""
 
-    name: str = field("algorithm of the optimizer", choices=OPTIMIZERS)
+    name: str = field("optimization algorithm", choices=OPTIMIZERS)
     weight_decay: float = field(
-        "weight decay of AdamW, as a share of the weights per unit of learning rate", at_least=0
+        "weight decay of AdamW: each step multiplies weights by 1 - learning rate x weight_decay",
+        at_least=0,
     )
-    beta1: float = field("decay of AdamW's mean of gradients; sgd has none", at_least=0, below=1)
+    beta1: float = field(
+        "decay rate of AdamW's running mean of gradients; sgd ignores it", at_least=0, below=1
+    )
     beta2: float = field(
-        "decay of AdamW's mean of squared gradients; sgd has none", at_least=0, below=1
+        "decay rate of AdamW's running mean of squared gradients; sgd ignores it",
+        at_least=0,
+        below=1,
     )
 
 
 @dataclass
 class ScheduleConfig:
-    """Schedule of the learning rate; decaying schedules end at max_steps."""
+    """Learning rate schedule."""
 
     lr_scheduler_type: str = field(
-        "schedule of the learning rate, by transformers' name; linear and cosine fall to 0 at "
+        "learning rate schedule, as named in transformers; linear and cosine fall to 0 at "
         "max_steps",
         choices=ENDLESS_SCHEDULES + ENDING_SCHEDULES,
     )
@@ -62,8 +67,8 @@ class ScheduleConfig:
         """Refuse warm-up steps in a schedule without warm-up."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ConfigError(
-                f"schedule.warmup_steps={self.warmup_steps} with lr_scheduler_type=constant has no "
-                "effect: use constant_with_warmup"
+                f"schedule.warmup_steps={self.warmup_steps} has no effect with "
+                "lr_scheduler_type=constant: use constant_with_warmup"
             )
 
 
@@ -71,15 +76,17 @@ class ScheduleConfig:
 class LoraConfig:
     """LoRA adapters of PEFT."""
 
-    r: int = field("rank of the adapters; 0: none, all parameters are trained", at_least=0)
+    r: int = field("rank of the adapters; 0: no adapters, all parameters are trained", at_least=0)
     lora_alpha: float | None = field(
-        "scale of the adapters, which are multiplied by lora_alpha / r; null: no adapters",
+        "scale of the adapters, whose output is multiplied by lora_alpha / r; null: no adapters",
         positive=True,
     )
-    target_modules: str | None = field("layers with adapters, by PEFT's name; null: no adapters")
+    target_modules: str | None = field(
+        "layers with adapters, as specified in PEFT; null: no adapters"
+    )
 
     def check(self) -> None:
-        """Refuse an incomplete description of adapters."""
+        """Refuse an incomplete configuration of adapters."""
         options = [
             name for name in ("lora_alpha", "target_modules") if getattr(self, name) is not None
         ]
@@ -96,33 +103,35 @@ class EvalConfig:
     """Evaluation on held-out questions."""
 
     decoding: list[str] = field(
-        "ways of decoding; each gives a row of eval.csv", choices=DECODINGS, distinct=True
+        "decoding methods; eval.csv gets a row for each method", choices=DECODINGS, distinct=True
     )
     num_generations: int = field(
-        "sampled for each test question, for pass@k with k = 1, 2, 4 ... up to this number",
+        "sampled for each test question, from which pass@k is computed for k = 1, 2, 4 ... up to "
+        "this number",
         "completions",
         positive=True,
     )
 
     def check(self) -> None:
-        """Refuse an evaluation without decoding, or with samples but without sampled decoding."""
+        """Refuse an evaluation without decoding, and several samples without sampled decoding."""
         if not self.decoding:
             raise ConfigError("eval.decoding=[] evaluates nothing: use [sampled], [greedy] or both")
         if self.num_generations > 1 and "sampled" not in self.decoding:
             raise ConfigError(
-                f"eval.num_generations={self.num_generations} samples, but eval.decoding="
-                f"{self.decoding}: use [sampled,greedy], or eval.num_generations=1"
+                f"eval.num_generations={self.num_generations} needs sampled decoding, but "
+                f"eval.decoding={self.decoding}: use eval.decoding=[sampled,greedy], or "
+                "eval.num_generations=1"
             )
 
 
 @dataclass
 class MonitorConfig:
-    """Estimates of gradient error from the rollouts of a training step."""
+    """Estimates of gradient error that are computed from a training step's rollouts."""
 
     gradient_mse_every: int = field(
         "between estimates of C1, C2, C3 and G*; 0: never", "steps", at_least=0
     )
-    gradient_sketch: int = field("kept of each prompt's gradient for these estimates", "numbers")
+    gradient_sketch: int = field("to keep of each prompt's gradient for the estimates", "numbers")
 
     def check(self, group_size: int, prompts: int) -> None:
         """Refuse too few completions or prompts for the estimates.
@@ -137,24 +146,24 @@ class MonitorConfig:
         check_positive(self, "gradient_sketch", prefix="monitor.")
         if group_size < 3:
             raise ConfigError(
-                f"monitor.gradient_mse_every={interval} with group_size={group_size}: C3 needs at "
-                "least 3 completions a group"
+                f"monitor.gradient_mse_every={interval} with group_size={group_size}: C3 needs "
+                "at least 3 completions per group"
             )
         if prompts < 4:
             raise ConfigError(
-                f"monitor.gradient_mse_every={interval} with {prompts} prompts a step "
+                f"monitor.gradient_mse_every={interval} with {prompts} prompts per step "
                 "(budget.rollouts / group_size): intervals over prompts need at least 4"
             )
 
 
 @dataclass
 class TrainBudget:
-    """Numbers of completions that a step samples."""
+    """Numbers of completions sampled per step."""
 
-    rollouts: int = field("of a step: n = prompts x group_size", "completions", positive=True)
+    rollouts: int = field("in a step: n = prompts x group_size", "completions", positive=True)
     value_completions: int = field(
-        "sampled for each prompt in addition to rollouts, for V (oracle), b* (optimal) or the "
-        "start of a tracker (spo); they count as cost",
+        "sampled for each prompt in addition to rollouts, to compute V (oracle), b* (optimal) or "
+        "the initial value of a tracker (spo); their cost counts",
         "completions",
     )
 
@@ -163,10 +172,10 @@ class TrainBudget:
 class TrainLaunch(LaunchConfig):
     """Processes and devices of training."""
 
-    device: str = field("processor; each rank on cuda takes a GPU", choices=DEVICES)
+    device: str = field("device; with cuda each rank uses its own GPU", choices=DEVICES)
     accelerate: str | None = field(
-        "how ranks share a policy, a file of grpo_ustat/launch/accelerate/; null: the choice of "
-        "accelerate launch, else ddp",
+        "how ranks share a policy: name of a file in grpo_ustat/launch/accelerate/; null: the "
+        "choice of `accelerate launch` if that command is used, otherwise ddp",
         choices=SHARINGS,
     )
 
@@ -176,47 +185,48 @@ class TrainConfig(Common):
     """Configuration of `grpo-ustat train`."""
 
     launch: TrainLaunch = node(  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower
-        TrainLaunch, "processes and devices; none of it changes results"
+        TrainLaunch, "processes and devices, which do not affect results"
     )
     baseline: BaselineConfig = node(
         BaselineConfig, "the baseline that turns rewards into advantages"
     )
     objective: ObjectiveConfig = node(
-        ObjectiveConfig, "how advantages and log-probabilities become a gradient"
+        ObjectiveConfig, "the loss, which turns advantages and log-probabilities into a gradient"
     )
-    optimizer: OptimizerConfig = node(OptimizerConfig, "the optimizer and its constants")
-    schedule: ScheduleConfig = node(ScheduleConfig, "the schedule of the learning rate")
-    lora: LoraConfig = node(LoraConfig, "adapters (PEFT) in place of training all parameters")
-    rollout: RolloutConfig = node(RolloutConfig, "the engine that writes completions")
+    optimizer: OptimizerConfig = node(OptimizerConfig, "the optimizer and its parameters")
+    schedule: ScheduleConfig = node(ScheduleConfig, "the learning rate schedule")
+    lora: LoraConfig = node(LoraConfig, "adapters (PEFT) to train instead of all parameters")
+    rollout: RolloutConfig = node(RolloutConfig, "the engine that generates completions")
     eval: EvalConfig = node(EvalConfig, "the evaluation on held-out questions")
-    monitor: MonitorConfig = node(MonitorConfig, "estimates of the error of training's gradients")
-    budget: TrainBudget = node(TrainBudget, "completions of a step")
-    group_size: int = field("in a group, G: TRL's num_generations", "completions", positive=True)
-    learning_rate: float = field(
-        "learning rate of the optimizer, at the maximum of the schedule", positive=True
-    )
+    monitor: MonitorConfig = node(MonitorConfig, "estimates of the gradient error during training")
+    budget: TrainBudget = node(TrainBudget, "numbers of completions per step")
+    group_size: int = field("in a group, G; num_generations in TRL", "completions", positive=True)
+    learning_rate: float = field("learning rate at the schedule's maximum", positive=True)
     max_grad_norm: float | None = field(
-        "largest norm of a gradient; a longer one is scaled to it; null: no limit", positive=True
+        "gradient norm above which gradients are scaled down to this norm; null: no limit",
+        positive=True,
     )
     max_steps: int = field(
-        "of training; a larger number continues a finished run", "steps", positive=True
+        "of training; increase this number to continue a finished run", "steps", positive=True
     )
     eval_steps: int = field("between evaluations", "steps", positive=True)
     save_steps: int = field("between checkpoints", "steps", positive=True)
     save_total_limit: int | None = field(
-        "to keep, the newest; null: all", "checkpoints", positive=True
+        "to keep (the newest); null: all", "checkpoints", positive=True
     )
     log_completions: int = field(
-        "of each step kept in completions.parquet", "completions", at_least=0
+        "of each step to keep in completions.parquet", "completions", at_least=0
     )
-    bf16: bool = field("compute in bfloat16 over float32 weights, in sampling and in updates")
+    bf16: bool = field("compute in bfloat16 with float32 weights, in sampling and in updates")
     gradient_checkpointing: bool = field(
-        "compute layers again in the backward pass instead of storing them; changes memory and "
-        "speed only"
+        "recompute activations in the backward pass instead of storing them; affects only memory "
+        "and speed"
     )
-    share_prompts: bool = field("read a prompt once for its group, in updates too (not with FSDP2)")
+    share_prompts: bool = field(
+        "process each prompt only once for its group, also in updates (not with FSDP2)"
+    )
     micro_batch_tokens: int = field(
-        "of a backward pass, padding included; changes memory and speed only",
+        "in a backward pass, including padding; affects only memory and speed",
         "tokens",
         positive=True,
     )
@@ -229,7 +239,7 @@ class TrainConfig(Common):
 
     @property
     def plan(self) -> str:
-        """Sentence with policy, algorithm, rollouts per step, steps and learning rate."""
+        """Text that names policy, algorithm, rollouts per step, steps and learning rate."""
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
@@ -240,7 +250,7 @@ class TrainConfig(Common):
 
     @property
     def sampler_options(self) -> SamplerOptions:
-        """Options of sampling completions."""
+        """Options for sampling completions."""
         return self.sampling_by(self.rollout)
 
     @property
@@ -258,16 +268,16 @@ class TrainConfig(Common):
         super().check()
         if self.model.dtype == "float16":
             raise ConfigError(
-                "model.dtype=float16 in training: AdamW's steps underflow in it; use bf16=true, or "
-                "model.dtype=float32"
+                "model.dtype=float16 in training: AdamW's steps underflow in float16; use "
+                "bf16=true, or model.dtype=float32"
             )
         if self.bf16 and self.model.dtype != "float32":
             raise ConfigError(
-                f"bf16=true computes in bfloat16 over float32 weights, but model.dtype="
-                f"{self.model.dtype}: use model.dtype=float32, or bf16=false"
+                "bf16=true computes in bfloat16 with float32 weights, but "
+                f"model.dtype={self.model.dtype}: use model.dtype=float32, or bf16=false"
             )
         if self.dataset.test_size == 1:
-            raise ConfigError("dataset.test_size=1: a paired interval needs at least 2")
+            raise ConfigError("dataset.test_size=1: a paired interval needs at least 2 questions")
         self._check_batch()
         self.objective.check()
         self.objective.check_updates(self.group_size, self.budget.rollouts)
@@ -279,17 +289,18 @@ class TrainConfig(Common):
         for step in self.report.steps or ():
             if step > self.max_steps:
                 raise ConfigError(
-                    f"report.steps contains {step}, which exceeds max_steps={self.max_steps}: use "
-                    f"steps up to {self.max_steps}, or report.steps=null for every evaluation"
+                    f"report.steps contains {step}, which exceeds max_steps={self.max_steps}: "
+                    f"use steps up to {self.max_steps}, or report.steps=null for all evaluations"
                 )
             if step < self.max_steps and step % self.eval_steps:
                 raise ConfigError(
-                    f"report.steps contains {step}, at which eval_steps={self.eval_steps} does not "
-                    "evaluate: use multiples of eval_steps"
+                    f"report.steps contains {step}, which is not a multiple of "
+                    f"eval_steps={self.eval_steps}: there is no evaluation at this step, use "
+                    "multiples of eval_steps"
                 )
 
     def _check_batch(self) -> None:
-        """Refuse invalid options of a baseline and a batch that does not suit the baseline."""
+        """Refuse invalid baseline options and batches that do not suit the baseline."""
         baseline = load_baseline("baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         check_several(baseline.name, "baseline", self.reward_funcs)
@@ -318,6 +329,6 @@ class TrainConfig(Common):
             self.dataset.check_training(self.prompts_per_step)
         if self.prompts_per_step > (self.dataset.train_size or math.inf):
             raise ConfigError(
-                f"{self.prompts_per_step} prompts a step (budget.rollouts / group_size) but "
+                f"{self.prompts_per_step} prompts per step (budget.rollouts / group_size) but "
                 f"dataset.train_size={self.dataset.train_size}: raise group_size or train_size"
             )

@@ -1,4 +1,4 @@
-"""Formatting of values for a command line and messages for invalid values."""
+"""Formatting of values for command lines, and error messages for invalid values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
     Args:
         field: field of a schema.
         value: value as the user typed it.
-        conf: folder of configuration files, from which an example is taken.
+        conf: folder of configuration files; the example in the message comes from these files.
     """
     path, kind = field.path, field.kind.removesuffix(" or null")
     typed = f"{path}={value}" if value else f"{path}= has no value"
@@ -60,7 +60,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
         return f"{typed}: a list of {TYPE_PLURALS.get(of, of)} is needed{such_as}"
     if value.startswith("[") and kind in TYPE_NOUNS:
         runs = value.strip("[]").replace(" ", "")
-        each = f"for a run of each: -m {path}={runs}"
+        each = f"for one run per value: -m {path}={runs}"
         return f"{typed}: {TYPE_NOUNS[kind]} is needed, not a list; {each}"
     if kind == "int" and is_of_kind(value, "float") and float(value).is_integer():
         such_as = f", such as {path}={float(value):.0f}"
@@ -68,7 +68,7 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(field: FieldInfo, conf: Path) -> str | None:
-    """Return a valid value as typed, from the first suitable file or the default."""
+    """Return a valid value as typed, from the first suitable file or from the default."""
     values = _values_in_files(field.path, conf)
     kind = field.kind.removesuffix(" or null")
     of = kind.removeprefix("list of ")
@@ -82,7 +82,7 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
 
 
 def _values_in_files(path: str, conf: Path) -> Iterator[object]:
-    """Yield a field's value in each configuration file; the main files of commands come first."""
+    """Yield a field's value in each configuration file; main files of commands come first."""
     node, _, name = path.rpartition(".")
     of_node, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
     for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *of_node, *rest]):
@@ -102,7 +102,7 @@ def quote_for_shell(key: str, value: str) -> str:
     """
     value = value.replace("'", "\\'").replace("${", "\\${")
     slashes = value[len(value.rstrip("\\")) :]
-    # Trailing backslashes are doubled, since a single one would escape the quote.
+    # Trailing backslashes are doubled, because an odd number of backslashes would escape the quote.
     text = f"{key}='{value}{slashes}'"
     return shlex.quote(text) if re.search(r'["$`\\!]', value) else f'"{text}"'
 
@@ -113,7 +113,7 @@ def to_type(key: str, value: str, kind: str | None) -> str:
     Args:
         key: key of a field or a group.
         value: intended value.
-        kind: kind of the field, or None if unknown.
+        kind: type of the field in words, or None if unknown.
 
     >>> print(to_type("seed", "3", "int"), to_type("pool", "a b,c", "str or null"))
     seed=3 "pool='a b,c'"
@@ -139,6 +139,6 @@ def is_of_kind(value: str, kind: str) -> bool:
 
 
 def field_at(path: str, fields: Iterable[FieldInfo]) -> FieldInfo | None:
-    """Return the field at this path or the list field that contains it; None if there is none."""
+    """Return the field at a path, or the list field that contains the path, or None."""
     path = re.sub(r"\[\d+\].*", "", path)
     return next((field for field in fields if field.path == path), None)

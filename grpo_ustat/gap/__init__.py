@@ -1,1 +1,1 @@
-"""Tests of the paper's theorems: predictions, measurements and their agreement."""
+"""Tests of the paper's theorems, which compare predictions with measurements."""

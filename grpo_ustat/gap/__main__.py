@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_run() -> Run:
-    """Import torch and return the function that makes a run."""
+    """Import torch and return the function that executes a run."""
     from grpo_ustat.gap.run import run
 
     return run

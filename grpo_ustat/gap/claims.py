@@ -1,4 +1,4 @@
-"""Tests of claims on enumerated quantities, which have no error, and on replicates."""
+"""Tests of claims about enumerated quantities, which are exact, and about means over replicates."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, t_interval
 from grpo_ustat.runs.claims import verdict_of
 from grpo_ustat.runs.result import Claim
 
-# Distances that shrink at least as fast as T^-RATE_EXPONENT count as converging to 0.
+# A distance that shrinks at least as fast as T^-RATE_EXPONENT counts as converging to 0.
 RATE_EXPONENT = 0.25
-# Largest ratio of a distance to the previous one at which distances count as falling towards 0.
+# Largest ratio of the last distance to the previous distance that counts as an approach to 0.
 MAX_REMAINING_SHARE = 0.9
 
 
-# Convergence of exact numbers and of replicates to a limit
+# Convergence of enumerated quantities and of means over replicates to a limit
 
 
 def enumeration_converges(
     last: float, before: float, tolerance: float, closer: float = MAX_REMAINING_SHARE
 ) -> bool | None:
-    """Test whether an enumerated quantity, which has no error, tends to its limit.
+    """Test whether an enumerated quantity, which is exact, tends to its limit.
 
-    Return True if the last distance is within the tolerance, None if it is larger but smaller than
-    before, and False otherwise.
+    Return True if the last distance is within the tolerance, None if it exceeds the tolerance but
+    has fallen since the previous point, and False otherwise.
 
     Args:
         last: distance from the limit at the last point.
         before: distance from the limit at the previous point.
         tolerance: largest `last` that counts as having reached the limit.
-        closer: largest `last / before` that counts as approaching the limit. The distance from a
-            wrong limit does not fall.
+        closer: largest `last / before` that counts as approaching the limit. If the limit is wrong,
+            the distance from it stops falling.
 
     >>> enumeration_converges(0.01, 0.02, 0.05)
     True
@@ -46,14 +46,14 @@ def enumeration_converges(
 def enumerated_claim(
     what: str, predicted: float | str, measured: float, agrees: bool | None, how: str
 ) -> Claim:
-    """Make a claim on an enumerated quantity, which has no interval and a certain verdict."""
+    """Make a claim about an enumerated quantity, which is exact and therefore has no interval."""
     return Claim(what, predicted, float(measured), None, None, verdict_of(agrees), how)
 
 
 def nearing_claim(
     what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
 ) -> Claim:
-    """Make a claim on an enumerated quantity that tends to the prediction.
+    """Make a claim that an enumerated quantity tends to the prediction.
 
     See `enumeration_converges`.
 
@@ -70,9 +70,9 @@ def nearing_claim(
 def limit_claim(
     what: str, predicted: float, values: np.ndarray, tolerance: float, how: str
 ) -> Claim:
-    """Make a claim on the limit in G of a quantity that is enumerated at G, 2G and 4G.
+    """Make a claim about the limit, as G grows, of a quantity enumerated at G, 2G and 4G.
 
-    The limit is that of `at_infinity`. The claim is undecided if the limit differs from the
+    `at_infinity` computes the limit. The claim is undecided if the limit differs from the
     prediction by more than the tolerance but the values approach the prediction.
     """
     limit, (_, before, last) = float(at_infinity(values)), np.abs(values - predicted).tolist()
@@ -82,9 +82,9 @@ def limit_claim(
 
 
 def at_infinity(values: np.ndarray) -> np.ndarray:
-    """Return the limit in G of a quantity known at G, 2G and 4G, by Richardson extrapolation.
+    """Extrapolate a quantity from G, 2G and 4G to infinite G by Richardson's method.
 
-    Terms in 1/G and 1/G^2 cancel. The first axis of `values` runs over the three sizes.
+    Terms in 1/G and 1/G^2 cancel. The first axis of `values` runs over the three group sizes.
 
     >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
     1.0
@@ -95,14 +95,15 @@ def at_infinity(values: np.ndarray) -> np.ndarray:
 def replicates_converge(
     last_R: np.ndarray, before_R: np.ndarray, last_step: int, before_step: int
 ) -> bool:
-    """Return True if the mean over replicates tends to 0 at least as fast as T^(-1/4).
+    """Return True if the mean over replicates approaches 0 significantly, at least like T^(-1/4).
 
-    The test is one-sided at level 5 %: for a mean that does not change with T, it returns True with
-    probability at most 5 %. It is paired, since both steps use the same replicates.
+    The test is one-sided at level 5 %. If the mean does not change with T, the test returns True
+    with probability at most 5 %. The test is paired, since the same replicates are measured at both
+    steps.
 
     Args:
-        last_R: values at the last step whose mean should tend to 0.
-        before_R: values at an earlier step.
+        last_R: value of each replicate at the last step; their mean should tend to 0.
+        before_R: value of each replicate at an earlier step.
     """
     share = (before_step / last_step) ** RATE_EXPONENT
     excess_R = np.sign(last_R.mean()) * (last_R - share * before_R)
@@ -113,14 +114,14 @@ def replicates_converge(
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
-    """Return the mean with the first of `among` simultaneous (Bonferroni) t intervals."""
+    """Return the mean with a t interval, Bonferroni-corrected for `among` intervals."""
     count = len(values_R)
     variance = float(values_R.var(ddof=1)) / count
     return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - CONFIDENCE) / among)
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
-    """Return the p-value of a mean of 0 or, with `above`, of a mean of at most 0.
+    """Return the p-value of the hypothesis mean = 0 or, with `above`, of mean <= 0.
 
     >>> round(mean_p_value(np.array([1.0, 2.0, 3.0])), 4)  # t_2 = 2 sqrt(3)
     0.0742
@@ -136,13 +137,13 @@ def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
 def interval_p_value(
     interval: Interval, dof: float, predicted: float, tolerance: float = 0.0
 ) -> float:
-    """Return the two-sided p-value of a predicted value, computed from an interval.
+    """Compute the two-sided p-value of a predicted value from a confidence interval.
 
-    The p-value is below 0.05 exactly if the distance between prediction and interval exceeds the
-    tolerance. With a tolerance above 0 the p-value is conservative.
+    The p-value is below 0.05 if and only if the distance between prediction and interval exceeds
+    the tolerance. With a tolerance above 0 the p-value is conservative.
 
     Args:
-        interval: interval of `t_interval` at level `CONFIDENCE`.
+        interval: interval from `t_interval` at level `CONFIDENCE`.
         dof: degrees of freedom of the interval.
         tolerance: largest distance at which a value counts as equal to the prediction.
 

@@ -5,13 +5,13 @@ every step satisfies
 
     E Delta_{t+1} <= ( 1 - 2 mu eta_t + mu L eta_t^2 ) E Delta_t  +  L eta_t^2 s2 / 2
 
-For a constant learning rate eta < 2/L the solution of this recursion is
-`r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`, with r the factor of `E Delta_t`. For
-`eta_t = c/t` with `2 mu c > 1` it tends to `L c^2 s2 / (2 (2 mu c - 1)) / T`.
+Let r be the factor of `E Delta_t`. For a constant learning rate eta < 2/L the solution of this
+recursion is `r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`. For `eta_t = c/t` with `2 mu c > 1`
+the solution approaches `L c^2 s2 / (2 (2 mu c - 1)) / T` as T grows.
 
-If J is exactly quadratic with curvature H, the second moment `m = E v v'` of the distance v to the
-maximiser obeys the equality `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, and
-`E Delta = tr(H m) / 2`.
+If J is exactly quadratic with curvature H, the second moment `m = E v v'` of the displacement v
+from the maximiser obeys the equality `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, and `E Delta =
+tr(H m) / 2`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from scipy.stats import chi2
 
 from grpo_ustat.records import Array
 
-# Number of points at which a distribution function is computed before interpolation.
+# Number of points at which a distribution function is computed; it is interpolated in between.
 DISTRIBUTION_POINTS = 400
-# Number of points between which quantiles are interpolated.
+# Number of points at which quantiles are computed; they are interpolated in between.
 QUANTILE_POINTS = 20_000
 
 
 def recursion(first: float, mu: float, smoothness: float, error: float, rates_T: Array) -> Array:
-    """Return the bound on E Delta after 0 ... T steps by exact recursion, [T + 1].
+    """Return the bounds on E Delta after 0 ... T steps, computed by the recursion, [T + 1].
 
     >>> recursion(1.0, 0.5, 1.0, 0.0, np.array([1.0, 1.0])).tolist()
     [1.0, 0.5, 0.25]
@@ -57,10 +57,10 @@ def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S
 def quadratic_recursion(
     first_K: Array, curvature_KK: Array, sigma_KK: Array, rates_T: Array
 ) -> Array:
-    """Return E Delta after 0 ... T steps, [T + 1], exact for quadratic J and constant noise.
+    """Return E Delta after 0 ... T steps, [T + 1]; exact if J is quadratic and noise constant.
 
     Args:
-        first_K: initial distance to the maximiser, v_0.
+        first_K: initial displacement v_0 from the maximiser.
         curvature_KK: curvature, H.
         sigma_KK: covariance of the gradient estimator, Sigma.
         rates_T: learning rates, eta_t.
@@ -75,7 +75,7 @@ def quadratic_recursion(
 
 
 def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
-    r"""Return the weights of the limit law of the gap, in descending order, [K].
+    r"""Return the weights of the gap's limit law, in descending order, [K].
 
     Theorem 8: for `eta_t = c/t`, `T Delta_T -> sum_j w_j chi2_1`. In the basis in which H is
     diag(lambda), `Gamma_ij = c^2 Sigma_ij / (c (lambda_i + lambda_j) - 1)`. The weights w are the
@@ -110,11 +110,11 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
     import gx2  # pyright: ignore[reportMissingTypeStubs]
 
     top = max(float(np.max(values)), float(weights_K.sum()))
-    # The points are denser near 0, where the density of chi2_1 grows like x^(-1/2).
+    # The points are denser near 0, where the density of chi2_1 diverges like x^(-1/2).
     points = top * np.linspace(0, 1, DISTRIBUTION_POINTS) ** 3
     count = len(weights_K)
     mixture = list(map(float, weights_K)), [1] * count, [0] * count, 0, 0
-    # The package gx2 has no types.
+    # The package gx2 has no type annotations.
     gx2_cdf: Callable[..., Array] = vars(gx2)["cdf"]
     cdf = np.array(gx2_cdf(points[1:], *mixture), dtype=float)
     cdf = np.maximum.accumulate(np.clip(np.concatenate([[0.0], cdf]), 0, 1))
@@ -123,7 +123,7 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
 
 def mixture_quantiles(weights_K: Array, levels: Array) -> Array:
     """Return quantiles of `sum_j w_j chi2_1`, interpolated from `mixture_cdf`."""
-    # The quantile is largest if all the weight is on a single chi2_1.
+    # For a given total weight the quantile is largest if a single chi2_1 has all the weight.
     top = float(weights_K.sum()) * float(chi2.ppf(np.max(levels), 1))
     points = 2 * top * np.linspace(0, 1, QUANTILE_POINTS) ** 3
     return np.interp(levels, mixture_cdf(weights_K, points), points)

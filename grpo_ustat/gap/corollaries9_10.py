@@ -1,4 +1,4 @@
-"""Corollaries 9 and 10: limits of GRPO, of the oracle and of other baselines."""
+"""Corollaries 9 and 10: limit laws of the gap with GRPO, the oracle and other baselines."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
-    "As G grows, GRPO's limit law converges to the oracle's: at fixed n = B G the difference "
-    "between their weights, times n, falls like 1/(G-1). If E[S S' (Z - V) | X] = 0, no baseline "
-    "that depends only on the prompt has smaller weights than V."
+    "As G grows, GRPO's limit law converges to the oracle's limit law. At fixed n = B G, n times "
+    "the difference between their weights falls like 1/(G-1). If E[S S' (Z - V) | X] = 0, V has "
+    "the smallest weights of all baselines that depend only on the prompt."
 )
-# Group sizes at which weights are enumerated.
+# Group sizes at which the limit weights are enumerated.
 ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))
-# Shifts of the baseline from V that are the same for all prompts.
+# Shifts from V that are common to all prompts.
 COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))
 # Number of random baselines, each with its own shift from V for every prompt.
 RANDOM_SHIFTS = 1000
@@ -37,14 +37,14 @@ RANDOM_SHIFTS = 1000
 OPTIMISER_STARTS = 8
 ROUNDING = 1e-9
 BASELINE_NAMES = ("leave_one_out", "oracle")
-# A shift below this is the accuracy of the optimiser and counts as 0.
+# A shift below this value is within the optimiser's accuracy and counts as 0.
 SHIFT_TOLERANCE = 1e-5
-# Alternative differences that the data are tested against, as multiples of the prediction.
+# Alternative differences against which the data are tested, as multiples of the prediction.
 OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 
 
 def plan(design: CorollariesConfig) -> list[Simulation]:
-    """Plan GRPO and the oracle at every G on the same draws, recorded at T/4 and T."""
+    """Plan GRPO and the oracle at every G with shared random numbers, recorded at T/4 and T."""
     (rate,), record = learning_rates(design), (design.steps // 4, design.steps)
     return [
         Simulation(Estimator(name, design.rollouts // size, size), rate, record)
@@ -54,7 +54,7 @@ def plan(design: CorollariesConfig) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectories]) -> Evidence:
-    """Enumerate the weights and compare the gaps of GRPO and the oracle."""
+    """Enumerate the limit weights and compare GRPO's gaps with the oracle's."""
     n, c = design.rollouts, design.decaying_rate
     claims, rows = _weight_claims(problem, c), []
     for grpo, oracle in zip(runs[::2], runs[1::2], strict=True):
@@ -81,23 +81,24 @@ def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectori
         answer=f"{agreement(claims)} predictions agree"
         + ("." if optimal else ". Assumption 2 fails here, so V need not be the best baseline."),
         notes=[
-            "At fixed B the relative distance falls like 1/G^2, because Cov g(X) does not depend "
-            "on G.",
-            "Assumption 2, as a matrix equation for each prompt, "
-            f"{'holds' if optimal else 'fails'} on this test problem ({failure:.3g} of E[S S']).",
+            "At fixed B the relative difference between the weights of GRPO and the oracle falls "
+            "like 1/G^2, because Cov g(X) does not depend on G.",
+            "As a matrix equation for each prompt, Assumption 2 "
+            f"{'holds' if optimal else 'fails'} on this test problem (relative violation "
+            f"{failure:.3g}).",
         ],
     )
 
 
 def weight_sum(problem: Problem, c: float, estimator: Estimator) -> float:
-    """Return the sum of the limit weights of an estimator with learning rate c / t."""
+    """Return the sum of an estimator's limit weights at learning rate c / t."""
     return float(
         limit_weights(problem.curvature_KK, noise(problem, problem.best_K, estimator), c).sum()
     )
 
 
 def weight_excess(problem: Problem, c: float, size: int) -> float:
-    """Return the sum of GRPO's weights minus that of the oracle's, at B = 1.
+    """Return the sum of GRPO's weights minus the sum of the oracle's weights, at B = 1.
 
     The difference is proportional to 1/B.
     """
@@ -106,9 +107,10 @@ def weight_excess(problem: Problem, c: float, size: int) -> float:
 
 
 def _weight_claims(problem: Problem, c: float) -> list[Claim]:
-    """Make claims on the dependence of enumerated weights on G.
+    """Make claims about how the enumerated weights depend on G.
 
-    Both n and B are set to 1, since the weights are proportional to 1/n or 1/B.
+    At fixed n the weights are proportional to 1/n, and at fixed B to 1/B. Both n and B are
+    therefore set to 1.
     """
     sizes = np.array(ENUMERATED_SIZES, dtype=float)
     excess = np.array([weight_excess(problem, c, size) for size in ENUMERATED_SIZES])
@@ -122,12 +124,13 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     how = f"enumerated, G = {ENUMERATED_SIZES[0]} ... {ENUMERATED_SIZES[-1]}"
     return [
         enumerated_claim(
-            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n, largest / smallest - 1", 0.0,
+            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n: largest / smallest value over G, "
+            "minus 1", 0.0,
             spread, spread < 1e-6, f"{how}; agrees below 1e-6",
         ),
         enumerated_claim(
-            "slope on log G of the log relative distance of the weights at fixed B", -2.0, slope,
-            abs(slope + 2) < 0.01, f"{how}, the two largest G; agrees within 0.01",
+            "slope of log(sum w_grpo / sum w_oracle - 1) on log G at fixed B", -2.0, slope,
+            abs(slope + 2) < 0.01, f"{how}, slope between the two largest G; agrees within 0.01",
         ),
     ]  # fmt: skip
 
@@ -135,7 +138,7 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
 def _difference_claim(
     grpo: Trajectories, predicted: float, differences: Sequence[np.ndarray]
 ) -> Claim:
-    """Make a claim on the mean difference of the scaled gaps at the last step and on its trend."""
+    """Make a claim about the mean difference of the scaled gaps at the last step and its trend."""
     (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
     return Claim(
@@ -143,9 +146,9 @@ def _difference_claim(
         predicted,
         *mean_interval(last_R),
         verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates on the "
-        f"same draws, T = {late}; if rejected, undecided if the difference approaches the "
-        "prediction significantly, at least as fast as T^(-1/4)",
+        how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates with "
+        f"shared random numbers, T = {late}; a rejected claim is undecided if the difference "
+        "approaches the prediction significantly, at least as fast as T^(-1/4)",
         p_value=mean_p_value(last_R - predicted),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives={
@@ -164,7 +167,7 @@ def second_moments(problem: Problem) -> np.ndarray:
 
 
 def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
-    """Return the covariance of `s (z - b(x))` at B = G = 1 for any baseline b(x), [K, K].
+    """Return the covariance of `s (z - b(x))` for any baseline b(x), at B = G = 1, [K, K].
 
     The covariance is taken at the maximiser, where grad J is 0.
 
@@ -177,20 +180,20 @@ def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
 
 
 def value_at(problem: Problem, baseline: str = "oracle") -> np.ndarray:
-    """Return the values b(x) of an exact baseline at the maximiser, [P]; V for `oracle`."""
+    """Return an exact baseline's values b(x) at the maximiser, [P]; for `oracle` these are V."""
     return baseline_values(*problem.law(problem.best_K[:, None]), problem.rewards_PY, baseline)[
         :, 0
     ]
 
 
 def shifted_sum(problem: Problem, c: float, shift_P: np.ndarray | float) -> float:
-    """Return the sum of the weights of the baseline V + shift, at B = G = 1."""
+    """Return the sum of the limit weights with the baseline V + shift, at B = G = 1."""
     sigma = covariance(second_moments(problem), value_at(problem) + shift_P)
     return float(np.trace(limit_weighting(problem.curvature_KK, c) @ sigma))
 
 
 def baseline_claims(problem: Problem, c: float) -> list[Claim]:
-    """Make claims that V has the smallest weights among baselines of the prompt.
+    """Make claims that V has the smallest weights of all baselines that depend on the prompt.
 
     The claims are undecided if Assumption 2 fails.
     """
@@ -202,7 +205,7 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
         return float(np.trace(weighting @ covariance(moments, value_P + shift_P)))
 
     def least_excess(baseline_P: np.ndarray) -> float:
-        """Return the least eigenvalue of Sigma(b) - Sigma(V); if >= 0, no weight is smaller."""
+        """Return the least eigenvalue of Sigma(b) - Sigma(V); if >= 0, b has no smaller weight."""
         return float(np.linalg.eigvalsh(covariance(moments, baseline_P) - oracle)[0])
 
     shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM_SHIFTS, len(value_P)))
@@ -230,16 +233,17 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
             abs(common) < ROUNDING, f"{how}, {len(COMMON_SHIFTS)} shifts",
         ),
         claim(
-            "largest shift from V at the smallest sum of weights, a shift per prompt", 0.0,
+            "largest |shift| from V over prompts at the smallest sum of weights, one shift per "
+            "prompt", 0.0,
             furthest, furthest < SHIFT_TOLERANCE,
-            f"{how}; BFGS over the shifts from {OPTIMISER_STARTS} random starts, agrees within "
+            f"{how}; shifts optimised by BFGS from {OPTIMISER_STARTS} random starts; agrees within "
             f"{SHIFT_TOLERANCE:g}",
         ),
         below(
-            "smallest eigenvalue of Sigma(V + shifts) - Sigma(V), a shift per prompt",
+            "smallest eigenvalue of Sigma(V + shifts) - Sigma(V), one shift per prompt",
             min(*least, float(worst.fun)),
-            f"{how}; minimum over {RANDOM_SHIFTS} random shifts, refined with Nelder-Mead from "
-            "the worst of them; B = G = 1",
+            f"{how}; minimum over {RANDOM_SHIFTS} random vectors of shifts, then refined by "
+            "Nelder-Mead; B = G = 1",
         ),
         *(
             below(
@@ -252,7 +256,7 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
 
 
 def _panels(problem: Problem, c: float, rows: Sequence[dict]) -> list[Panel]:
-    """Return panels of the difference against G and of the weights against the shift from V."""
+    """Return panels that plot the difference against G and the weights against the shift from V."""
     measured = line_of("GRPO - oracle", rows, "group_size", "difference")
     line = [size * weight_excess(problem, c, size) for size in map(int, measured.x)]
     weights = [shifted_sum(problem, c, shift) for shift in COMMON_SHIFTS]
@@ -261,7 +265,12 @@ def _panels(problem: Problem, c: float, rows: Sequence[dict]) -> list[Panel]:
     ylabel = "n T x difference of mean gaps"
     return [
         Panel("fixed n = B G", "group size G", ylabel, differences, "xy"),
-        Panel("any baseline of the prompt", "shift from V", "sum of weights, B = G = 1", shifted),
+        Panel(
+            "any baseline b(x)",
+            "shift from V",
+            "sum of weights, B = G = 1",
+            shifted,
+        ),
     ]
 
 

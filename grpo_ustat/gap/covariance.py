@@ -1,12 +1,12 @@
 r"""Exact covariance matrices of gradient estimators (paper, Lemma 1, Theorem 2, Proposition 3).
 
-For one prompt with scores s, rewards z, value V and reward variance sigma^2, the covariances are
+The covariances for a prompt with scores s, rewards z, value V and reward variance sigma^2 are
 
     any b(x)         ( E[s s' (z - b)^2] - g g' ) / G
     leave-one-out    ( E[s s' (z - V)^2] - g g' ) / G  +  ( E[s s'] sigma^2 + g g' ) / ( G (G-1) )
 
-For B prompts drawn independently the covariance is `( Cov g(X) + E cov_X ) / B`. The traces are the
-errors computed by `estimators.moments`.
+For B prompts drawn independently the covariance is `( Cov g(X) + E cov_X ) / B`. The traces of
+these matrices are the errors that `estimators.moments` computes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from grpo_ustat.records import Array
 
 @dataclass(frozen=True)
 class CovarianceParts:
-    """Parts of `( prompts + completions / G + pairs / (G (G-1)) ) / B`, each [K, K, R]."""
+    """Parts of the covariance `( prompts + completions / G + pairs / (G (G-1)) ) / B`."""
 
     # Cov g(X), whose trace is C1.
     prompts: Array
     # Coefficient of 1/G, whose trace is C2.
     completions: Array
-    # Coefficient of 1/(G (G-1)), whose trace is C3. It is zero for baselines that use exact values.
+    # Coefficient of 1/(G (G-1)), whose trace is C3. It is zero for baselines that are computed from
+    # exact values.
     pairs: Array
 
     def covariance(self, num_prompts: int, group_size: int) -> Array:
-        """Return the covariance matrix of a batch of B prompts in groups of G, [K, K, R]."""
+        """Return the covariance for B prompts with G completions each, [K, K, R]."""
         pairs = self.pairs / (group_size * (group_size - 1)) if group_size > 1 else 0 * self.pairs
         return (self.prompts + self.completions / group_size + pairs) / num_prompts
 
@@ -39,21 +40,21 @@ class CovarianceParts:
 def covariance_parts(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> CovarianceParts:
-    """Return the parts of an estimator's covariance for the policy of every replicate.
+    """Return the parts of an estimator's covariance at every replicate's policy.
 
     Args:
         probability_PYR: probabilities, pi(y|x).
         score_PYKR: scores, d log pi(y|x) / du.
         rewards_PY: rewards, r(x, y).
         baseline: one of `SIMULATED_BASELINES`. `optimal` is `b* = E[q z] / E q` with `q = ||s||^2`,
-            the value per prompt that minimises the trace.
+            the baseline for each prompt that minimises the trace.
 
     Raises:
-        ValueError: If the baseline is not one of these.
+        ValueError: If the baseline is not in `SIMULATED_BASELINES`.
     """
     if baseline not in SIMULATED_BASELINES:
         raise ValueError(
-            f"baseline {baseline!r} has no covariance here: use {', '.join(SIMULATED_BASELINES)}"
+            f"baseline {baseline!r} has no exact covariance: use {', '.join(SIMULATED_BASELINES)}"
         )
     z_PYR = np.broadcast_to(rewards_PY[..., None], probability_PYR.shape)
     value_PR = (probability_PYR * z_PYR).sum(axis=1)
@@ -72,7 +73,7 @@ def covariance_parts(
 def baseline_values(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> Array:
-    """Return the exact values b(x) of a baseline, [P, R]; for leave_one_out the expectation, V."""
+    """Return the exact baseline b(x), [P, R]; for leave_one_out return its expectation V."""
     if baseline == "none":
         return np.zeros((len(rewards_PY), probability_PYR.shape[-1]))
     weight_PYR = probability_PYR

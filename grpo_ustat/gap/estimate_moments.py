@@ -4,20 +4,20 @@ For one prompt the estimate is
 
     N = 1/G sum_i { A_i w_i + a_i }      A_i = (z_i - mean of the group's others) / d(std)
 
-Here std has divisor G-1, and d is a function of std; see `Normalisation`. The vectors w and a of a
-completion are arbitrary. All expectations are under the policy that wrote the completions.
+Here std is the standard deviation of the group's rewards z, with divisor G-1, and d is a function
+of std; see `Normalisation`. Each completion has two arbitrary vectors, w and a. All expectations
+are under the policy that wrote the completions.
 
-Without normalisation (d = 1), and if the vectors w have mean zero like scores, N has the Hoeffding
-decomposition of the U-statistic (paper, Lemma 1). The vectors a are averaged unchanged and
-contribute only to the first-order part. With mu = E[w z],
+If there is no normalisation (d = 1) and the vectors w have mean zero, as scores do, N has the
+Hoeffding decomposition of the U-statistic (paper, Lemma 1). The vectors a are averaged without an
+advantage and contribute only to the first-order part. With mu = E[w z],
 
     mean        mu + E a
     variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
                 + ( E||w||^2 sigma^2 + ||mu||^2 ) / ( G (G-1) )
 
-With importance ratios w still has mean zero: both `sum_t rho_t grad log pi(y_t)` with the ratios of
-tokens and `rho grad log pi(y)` with the ratio of the completion have mean zero under the policy
-that wrote the completions.
+The vectors w have mean zero also with importance ratios. This is true of `sum_t rho_t grad log
+pi(y_t)`, with token ratios, and of `rho grad log pi(y)`, with completion ratios.
 
 With normalisation, A_i depends on the other completions of the group only through `sum z` and
 `sum z^2`. For rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n
@@ -27,9 +27,9 @@ transform. Then
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
 
-need only the moments of A given z, and of A and A' given z and z'. If rejected groups are redrawn,
-all expectations are conditional on acceptance of the group. As G grows, with mu = E[w z], the
-central moments mu_k of z, sigma = std of z and d(std) = std,
+need only the moments of A given z, and the joint moments of A and A' given z and z'. If rejected
+groups are redrawn, all expectations are conditional on acceptance of the group. As G grows, with mu
+= E[w z], the central moments mu_k of z, sigma = std of z and d(std) = std,
 
     G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
                                 + 3 mu (mu_4 - sigma^4) / (8 sigma^5)
@@ -52,29 +52,29 @@ from scipy import fft
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-# Norm of a mean, relative to the root mean square norm, below which it is rounding error.
+# A mean counts as 0 if its norm, relative to the root mean square norm, is below this value.
 MEAN_ROUNDING = 1e-9
-# Distance from the grid of rewards, in steps, below which it is rounding error.
+# A reward counts as lying on the grid if its distance from the grid, in steps, is below this value.
 GRID_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class EstimateMoments:
-    """Mean and variance of an estimate at one group size, by prompt."""
+    """Mean and variance of an estimate for each prompt, at one group size."""
 
     mean_PD: Array
     # Trace of the covariance of the estimate given the prompt.
     within_P: Array
 
     def variance(self, num_prompts: int) -> float:
-        """Return the trace of the covariance for B prompts drawn independently."""
+        """Return the trace of the estimate's covariance for B prompts drawn independently."""
         between_P = np.square(self.mean_PD - self.mean_PD.mean(axis=0)).sum(axis=1)
         return float((between_P + self.within_P).mean() / num_prompts)
 
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """Mean and variance of the estimate as functions of the group size, by prompt."""
+    """Mean and variance of the estimate for each prompt, as functions of the group size."""
 
     mean_PD: Array
     # Coefficient of 1/G in the variance.
@@ -99,13 +99,13 @@ def group_moments(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> GroupMoments:
-    """Compute the exact moments of the estimate from all Y outcomes of each prompt.
+    """Compute the exact moments of the estimate by summing over all Y outcomes of each prompt.
 
     Args:
-        probability_PY: probabilities of the outcomes under the policy that writes them.
-        weight_PYD: vector of each outcome, w.
+        probability_PY: probabilities of the outcomes under the sampling policy.
+        weight_PYD: vector w of each outcome.
         reward_PY: rewards, z.
-        beside_PYD: vectors that are added without an advantage, a.
+        beside_PYD: vectors a, which are added without an advantage.
 
     Raises:
         ValueError: If the mean of w is not zero.
@@ -141,17 +141,17 @@ def group_moments(
 class Normalisation:
     """Divisor of leave-one-out advantages; the advantages of a zero-variance group are 0."""
 
-    # `none`: 1; `sigma`: standard deviation of the prompt's rewards; `group_std`: std + epsilon;
-    # `group_std_floor`: max(std, floor); `group_std_redrawn`: std, and groups with std < floor are
-    # redrawn.
+    # Kind of divisor. `none`: 1; `sigma`: exact standard deviation of the prompt's rewards;
+    # `group_std`: std + epsilon; `group_std_floor`: max(std, floor); `group_std_redrawn`: std, with
+    # groups redrawn until std >= floor.
     kind: str = "none"
-    # Added to the standard deviation.
+    # Constant added to the group's standard deviation.
     epsilon: float = 0.0
-    # Smallest standard deviation, positive.
+    # Lower bound on the group's standard deviation; positive.
     floor: float = 0.0
 
     def factor(self, std: Array) -> Array:
-        """Return 1/d for kinds that divide by the group's std; 0 for a zero-variance group.
+        """Return 1/d for the kinds that divide by the group's std; 0 for a zero-variance group.
 
         >>> Normalisation("group_std", epsilon=0.5).factor(np.array([0.0, 0.5])).tolist()
         [0.0, 1.0]
@@ -170,20 +170,21 @@ class Normalisation:
 
 @dataclass(frozen=True)
 class AdvantageMoments:
-    """Moments of one prompt's advantages, by the K levels of its rewards.
+    """Moments of one prompt's advantages, conditional on the K levels of its rewards.
 
-    Every expectation contains the factor 1{group accepted} / P(group accepted).
+    Every expectation includes the factor 1{group accepted} / P(group accepted).
     """
 
-    # Level of each outcome's reward.
+    # Index of each outcome's reward among the K levels.
     level_Y: Integers
     # Probability that a group is accepted.
     acceptance: float
-    # E[1], E[A], E[A^2] given the level of the completion.
+    # E[1], E[A], E[A^2] given the completion's level.
     zeroth_K: Array
     first_K: Array
     second_K: Array
-    # E[1], E[A], E[A A'] given the levels of the completion and of another one in the group.
+    # E[1], E[A], E[A A'] given the levels of the completion and of a second completion in the
+    # group.
     zeroth_KK: Array
     first_KK: Array
     cross_KK: Array
@@ -194,11 +195,11 @@ def advantage_moments(
 ) -> AdvantageMoments:
     """Compute the moments of one prompt's advantages in groups of G.
 
-    The law of the sums over the other completions of a group is enumerated.
+    The law of the sums over the group's other completions is enumerated.
 
     Args:
-        probability_Y: probabilities of the outcomes under the policy that writes them.
-        reward_Y: rewards of the outcomes, on a grid.
+        probability_Y: probabilities of the outcomes under the sampling policy.
+        reward_Y: rewards of the outcomes, which must lie on a grid.
         group_size: number of completions per prompt, G >= 2.
         normalisation: normalisation that divides by the group's standard deviation.
 
@@ -214,10 +215,10 @@ def advantage_moments(
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 
     def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
-        """Describe groups in which the given completions have these sums of j and j^2.
+        """Describe groups in which given completions have sums `own_1` of j and `own_2` of j^2.
 
-        Return the acceptance, the scale of the advantage and the sum of all j, each [sums given,
-        sums of the others], and the probabilities of the sums of the others.
+        Return acceptance, advantage scale and sum of all j, each [given sums, sums of the other
+        completions], and the probabilities of the other completions' sums.
         """
         law, sum_1, sum_2 = _law_of_sums(chance_K, grid_K, others)
         sum_1, sum_2 = sum_1 + own_1[:, None], sum_2 + own_2[:, None]
@@ -257,7 +258,7 @@ def advantage_moments(
 
 
 def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
-    """Return the level of each reward, the levels j on the grid `minimum + step j`, and the step.
+    """Return each reward's level, the levels j on the grid `minimum + step j`, and the step.
 
     Raises:
         ValueError: If the rewards are all equal or not on a grid.
@@ -265,7 +266,7 @@ def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
     levels, level_Y = np.unique(reward_Y, return_inverse=True)
     if len(levels) < 2:
         raise ValueError(
-            f"all rewards are {levels[0]}, so every group has zero variance: leave the prompt out"
+            f"all rewards are {levels[0]}, so every group has zero variance: remove the prompt"
         )
     step = float(np.diff(levels).min())
     steps_K = (levels - levels[0]) / step
@@ -276,12 +277,13 @@ def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
 
 
 def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Array, Array]:
-    """Return the probabilities of all pairs (sum j, sum j^2) and both sums, each [S].
+    """Return the probability, sum j and sum j^2 of every possible pair of sums, each [S].
 
     Args:
         chance_K: probabilities of the levels of one completion.
         grid_K: levels, integers j.
-        count: number of completions over which the sums run; 0 gives empty sums with probability 1.
+        count: number of completions over which the sums run; if 0, the sums are empty and have
+            probability 1.
     """
     if count == 0:
         return np.ones(1), np.zeros(1), np.zeros(1)
@@ -292,7 +294,7 @@ def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Arr
     single[grid_K.astype(int), (grid_K**2).astype(int)] = chance_K
     law = fft.irfft2(fft.rfft2(single) ** count, padded)[: shape[0], : shape[1]]
     sum_1, sum_2 = np.indices(shape)
-    # Impossible pairs have nonzero probability only because of rounding.
+    # Pairs that cannot occur have a nonzero probability only because of rounding.
     possible = (sum_1 <= sum_2) & (sum_1**2 <= count * sum_2) & (law > 0)
     return law[possible], sum_1[possible].astype(float), sum_2[possible].astype(float)
 
@@ -304,7 +306,7 @@ def estimate_moments(
     group_size: int,
     beside_PYD: Array | float = 0.0,
 ) -> EstimateMoments:
-    """Compute the exact mean and variance of the estimate; shapes are those of `group_moments`.
+    """Compute the estimate's exact mean and variance; shapes are as in `group_moments`.
 
     Args:
         moments: moments of each prompt's advantages, from `advantage_moments`. probability_PY:
@@ -339,13 +341,13 @@ def estimate_moments(
 
 @dataclass(frozen=True)
 class LargeGroups:
-    """Limits for each prompt as G grows."""
+    """Limits as G grows, for each prompt."""
 
     # Limit of G times the bias relative to mu/sigma + E a.
     bias_PD: Array
     # Limit of G times the trace of the covariance.
     variance_P: Array
-    # The same limit for the U-statistic, which divides by sigma.
+    # Limit of the same quantity for the U-statistic, which is divided by sigma.
     sigma_variance_P: Array
 
 
@@ -358,7 +360,7 @@ def large_groups(
     """Compute the limits for d(std) = std by the delta method; shapes as in `group_moments`.
 
     Args:
-        probability_PY: probabilities of the outcomes under the policy that writes them.
+        probability_PY: probabilities of the outcomes under the sampling policy.
         weight_PYD: vectors w.
         reward_PY: rewards, z.
         beside_PYD: vectors a.

@@ -1,4 +1,4 @@
-"""Record of a theorem and the results of its test: claims, curves and table rows."""
+"""Data classes for a theorem and the results of its test: claims, curves and table rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Points = Sequence[float] | np.ndarray
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A line of a figure."""
+    """A curve in a figure."""
 
     # Label in the legend.
     label: str
@@ -41,7 +41,7 @@ def line_of(
     predicted: bool = False,
     bound: bool = False,
 ) -> PlotLine:
-    """Make a line from two columns; a measurement has an interval in columns `low` and `high`.
+    """Make a curve from two columns; a measurement's interval is in the columns `low` and `high`.
 
     Args:
         label: label in the legend.
@@ -65,25 +65,25 @@ class Panel:
     ylabel: str
     # A prediction and a measurement with the same label share a colour.
     curves: Sequence[PlotLine]
-    # Logarithmic axes: "x", "y", "xy" or "".
+    # Names of the logarithmic axes: "x", "y", "xy" or "".
     log: str = ""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Results of the test of a theorem."""
+    """Results of a theorem's test."""
 
     # Claims in order of importance. `correct_family` corrects their verdicts for multiple testing.
     claims: Sequence[Claim]
     # Panels of the figure.
     panels: Sequence[Panel]
-    # Rows of curves.csv, which contain the values in the panels and more.
+    # Rows of curves.csv, which contain the values in the panels and further values.
     rows: Sequence[Mapping[str, Any]]
     # Result of the test in one sentence.
     answer: str
-    # Limitations, surprises and reasons, one per line.
+    # Limitations, unexpected results and explanations, one per entry.
     notes: Sequence[str] = ()
-    # Names and values of the facts about the test problem.
+    # Facts about the test problem by name.
     problem: Mapping[str, float | str] = field(default_factory=dict)
     # Number of completions drawn; 0 if everything was enumerated.
     rollouts: int = 0
@@ -93,17 +93,17 @@ class Evidence:
 
     @property
     def verdict(self) -> str:
-        """Worst verdict of all claims; see `worst_verdict`."""
+        """Worst verdict among the claims; see `worst_verdict`."""
         return worst_verdict(self.claims)
 
 
 @dataclass(frozen=True)
 class Theorem:
-    """Result of the paper and its test; each theorem's module defines one as `THEOREM`."""
+    """Theorem of the paper with its test; each theorem's module defines one as `THEOREM`."""
 
     # Schema of the configuration, which contains the title and the admissible kinds of problem.
     schema: type[TheoryConfig]
-    # Claim of the paper in one or two sentences.
+    # The paper's claim in a few sentences.
     statement: str
     # Function that runs the test for a configuration.
     run: Callable[[Experiment], Evidence]
@@ -119,5 +119,5 @@ class Theorem:
 
 
 def theorem(kind: str) -> Theorem:
-    """Return the record `THEOREM` from the module with the name of the theorem's kind."""
+    """Return `THEOREM` from the module named `kind`."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM

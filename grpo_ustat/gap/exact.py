@@ -11,13 +11,13 @@ from grpo_ustat.gap.simulate import Estimator
 
 
 def noise_everywhere(problem: Problem, u_KR: np.ndarray, estimator: Estimator) -> np.ndarray:
-    """Return the estimator's covariance at the coordinates u of every replicate, [K, K, R]."""
+    """Return the estimator's covariance at each replicate's coordinates u, [K, K, R]."""
     split = covariance_parts(*problem.law(u_KR), problem.rewards_PY, estimator.baseline)
     return split.covariance(estimator.num_prompts, estimator.group_size)
 
 
 def noise(problem: Problem, u_K: np.ndarray, estimator: Estimator) -> np.ndarray:
-    """Return the estimator's covariance at one u, [K, K]."""
+    """Return the estimator's covariance at a single u, [K, K]."""
     return noise_everywhere(problem, u_K[:, None], estimator)[..., 0]
 
 
@@ -42,18 +42,18 @@ def scaling_at(
 def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
     """Return W such that `sum_j w_j = tr(W Sigma)` for the limit weights w_j.
 
-    W is the contribution of noise in each direction to the limit.
+    W weights the noise in each direction by its contribution to the limit.
     """
     lambda_K, basis = np.linalg.eigh(curvature_KK)
     return basis @ np.diag(c**2 * lambda_K / (2 * (2 * c * lambda_K - 1))) @ basis.T
 
 
 def assumption2(problem: Problem, u_K: np.ndarray) -> float:
-    """Return the relative violation of Assumption 2 at u; 0 if it holds for each prompt.
+    """Return the relative violation of Assumption 2 at u; 0 if it holds for every prompt.
 
     The violation is the root mean square over prompts of ||E[S S' (Z - V) | x]||, divided by ||E[S
-    S']||, with Frobenius norms. A plain mean would be 0 for prompts that violate the assumption in
-    opposite directions, although there are baselines better than V.
+    S']||, with Frobenius norms. A plain mean over prompts could be 0 because prompts violate the
+    assumption in opposite directions, although some baseline is better than V.
     """
     probability_PYR, score_PYKR = problem.law(u_K[:, None])
     probability_PY, score = probability_PYR[..., 0], score_PYKR[..., 0]

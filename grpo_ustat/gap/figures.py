@@ -1,4 +1,4 @@
-"""Figure of a theorem with measurements as markers and predictions as lines."""
+"""Figure of a theorem's test, with measurements as markers and predictions as lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_ustat.pages.figures import (
 )
 
 BASELINE_NAMES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle"}
-# Largest number of panels side by side.
+# Largest number of panels in a row of the figure.
 PANELS_ACROSS = 3
 # Width and height of a panel in inches.
 PANEL_INCHES = (4.6, 3.8)
@@ -72,7 +72,7 @@ def draw(axes: Axes, panel: Panel) -> None:
         axes.plot(x, y, color=colour, marker=marker, markersize=4, linestyle="none", label=label)
         if curve.low is not None and curve.high is not None:
             low, high = np.array(curve.low, dtype=float), np.array(curve.high, dtype=float)
-            # A log axis cannot show a bar that reaches 0.
+            # A log axis cannot show an interval that reaches 0.
             if "y" in panel.log:
                 low = np.maximum(low, np.where(y > 0, y, np.nan) / 100)
             axes.vlines(x, low, high, color=colour, alpha=0.6, linewidth=1.2)

@@ -1,8 +1,8 @@
-r"""Lemma 11: enumeration of the normalised estimator in large groups.
+r"""Lemma 11: exact comparison of the normalised estimator with a U-statistic in large groups.
 
 The lemma says that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the U-statistic
-with kernel h / sigma(x). The test computes the rate of convergence and compares the difference with
-the error of the estimator. It uses the formulas of `grpo_ustat.gap.normalised` and draws nothing.
+with kernel h / sigma(x). The test computes the rate of convergence and compares N - U with the
+variance of U. It uses the formulas in `grpo_ustat.gap.normalised` and draws no samples.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ LIMIT_SIZES = (2**14, 2**15, 2**16)
 MAX_CURVES = 6
 
 STATEMENT = (
-    "Lemma 11: as the group grows, the estimate divided by the standard deviation of the group's "
-    "rewards tends to the U-statistic with kernel h / sigma(x)."
+    "Lemma 11: as the group grows, the gradient estimate divided by the standard deviation of the "
+    "group's rewards tends to the U-statistic with kernel h / sigma(x)."
 )
 
 
 @dataclass(frozen=True)
 class ExactValues:
-    """Exact values at every group size."""
+    """Exact moments at every group size."""
 
-    # Moments of the prompts.
+    # Moments of each prompt's scores and rewards.
     moments: RightAndWrong
     # Group sizes in ascending order.
     sizes: Sequence[int]
-    # Constant added to the standard deviation.
+    # Constant added to the group's standard deviation.
     epsilon: float
-    # Moments at each group size.
+    # Moments of N and U with `epsilon`, at each group size.
     with_epsilon: Sequence[NormalisedMoments]
-    # Moments at each group size with epsilon = 0, as in the lemma.
+    # Moments of N and U with epsilon = 0, as in the lemma, at each group size.
     without: Sequence[NormalisedMoments]
-    # Moments with epsilon and with epsilon = 0 at `LIMIT_SIZES`.
+    # Moments at `LIMIT_SIZES`, first with `epsilon` and then with epsilon = 0.
     far_with_epsilon: Sequence[NormalisedMoments]
     far_without: Sequence[NormalisedMoments]
 
@@ -67,13 +67,13 @@ class ExactValues:
         return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
 
     def far(self, name: str) -> np.ndarray:
-        """Return G times a quantity with epsilon = 0 at `LIMIT_SIZES`, [3, P]."""
+        """Return G times a moment at epsilon = 0 and `LIMIT_SIZES`, [3, P]."""
         pairs = zip(LIMIT_SIZES, self.far_without, strict=True)
         return np.array([size * getattr(values, name) for size, values in pairs])
 
 
 def mean_by_size(values: Sequence[NormalisedMoments], name: str) -> np.ndarray:
-    """Return the mean of a quantity over prompts at every group size."""
+    """Return a moment's mean over prompts at every group size."""
     return np.array([getattr(at_size, name).mean() for at_size in values])
 
 
@@ -126,7 +126,7 @@ def lemma11(
 
 
 def _claims(exact: ExactValues) -> list[Claim]:
-    """Make claims on the rate, the delta-method constants, the bound 1/4 and epsilon."""
+    """Make claims about the rate, the delta-method constants, the bound 1/4 and epsilon."""
     moments, u_variance = exact.moments, exact.u_variance
     shift = float(moments.shift.mean())
     names = ("difference", "plain_variance", "variance", "bias")
@@ -143,7 +143,7 @@ def _claims(exact: ExactValues) -> list[Claim]:
             "<= 0.25",
             largest,
             largest <= 0.25 + TOLERANCE**2,
-            f"exact, extrapolated as above; largest of {len(share_P)} prompts",
+            f"exact, extrapolated in 1/G; largest value over {len(share_P)} prompts",
         ),
         _limit_claim("limit of Var N / Var U", ratio, variance / plain, 1.0),
         _limit_claim(
@@ -159,7 +159,7 @@ def _claims(exact: ExactValues) -> list[Claim]:
                 floor,
                 limit,
                 abs(limit - floor) <= TOLERANCE * floor + 1e-12,
-                f"exact, extrapolated as above with epsilon = {exact.epsilon:g}; agrees within "
+                f"exact, extrapolated in 1/G, epsilon = {exact.epsilon:g}; agrees within "
                 f"{percentage(TOLERANCE)}",
             )
         )
@@ -175,8 +175,8 @@ def _rate_claim(exact: ExactValues) -> Claim:
     agrees = abs(slope - predicted) <= SLOPE_TOLERANCE
     agrees = agrees or enumeration_converges(distances[1], distances[0], 0.0)
     how = (
-        f"exact at G = {comma_list(sizes)}, epsilon = 0, least squares; agrees within "
-        f"{SLOPE_TOLERANCE}, otherwise undecided if approaching the prediction"
+        f"exact at G = {comma_list(sizes)}, epsilon = 0, least-squares fit; agrees within "
+        f"{SLOPE_TOLERANCE}, otherwise undecided if the slopes approach the prediction"
     )
     what = "slope of log E||N - U||^2 on log G, mean over prompts"
     return enumerated_claim(what, predicted, slope, agrees, how)
@@ -187,14 +187,14 @@ def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) 
     how = (
         f"exact at G = {comma_list(LIMIT_SIZES)}, epsilon = 0, mean over prompts, extrapolated in "
         f"1/G; agrees within {percentage(TOLERANCE)} of the delta-method value, otherwise "
-        "undecided if approaching it"
+        "undecided if the values approach it"
     )
     tolerance = TOLERANCE * abs(predicted) + 1e-6 * scale
     return limit_claim(what, predicted, values, tolerance, how)
 
 
 def _panels(exact: ExactValues) -> list[Panel]:
-    """Return panels of the difference and variances, their ratio by prompt, and the bias."""
+    """Return panels of the difference and variances, of their ratio by prompt, and of the bias."""
     moments, sizes = exact.moments, np.array(exact.sizes, dtype=float)
     limits = {
         "E||N - U||^2": ("difference", moments.shift, moments.floor(exact.epsilon).mean()),
@@ -253,8 +253,8 @@ def _answer(exact: ExactValues) -> str:
     """Summarise the sense in which the lemma holds."""
     if not exact.first_order:
         return (
-            "On this policy the lemma also holds for limits scaled by sqrt(G), because every "
-            "prompt has V = 1/2 or g = 0: the squared difference falls like 1/G^2."
+            "On this policy the lemma also holds for limits scaled by sqrt(G). Every prompt has "
+            "V = 1/2 or g = 0, so the squared difference falls like 1/G^2."
         )
     moments, u_variance = exact.moments, exact.u_variance
     share, ratio = (
@@ -275,34 +275,35 @@ def _notes(exact: ExactValues) -> list[str]:
     moments = exact.moments
     fast = moments.shift <= 1e-9 * (moments.within + 4 * moments.shift)
     notes = [
-        "At epsilon = 0 the only difference of order 1/sqrt(G) is the expectation of U times the "
-        "noise of the group's standard deviation. G times its mean square tends to "
+        "At epsilon = 0 the only part of N - U of order 1/sqrt(G) is the expectation of U times "
+        "the noise of the group's standard deviation. G times its mean square tends to "
         "||g||^2 (mu4 - sigma^4)/(4 sigma^6) for each prompt.",
-        "This noise cancels part of the noise of U: N retains a quarter of the variance that U has "
-        "from the number of right answers. In the limit N therefore has the smaller variance, "
-        "unless V = 1/2 or g = 0.",
-        "With 0/1 rewards the squared difference is at most a quarter of the variance of U. It "
-        "reaches a quarter in the limit if the scores depend only on the reward.",
+        "This noise cancels part of the noise of U. Of the variance that the number of right "
+        "answers causes in U, only a quarter remains in N. In the limit N therefore has a smaller "
+        "variance than U, unless V = 1/2 or g = 0.",
+        "With 0/1 rewards the squared difference is, in the limit, at most a quarter of the "
+        "variance of U. It equals a quarter if the scores depend only on the reward.",
         "If the baseline is the mean of the whole group, as in most code, N is multiplied by "
-        "(G-1)/G. The limits are the same except that the bias changes by -g/(sigma G).",
+        "(G-1)/G. The limits stay the same, except that the bias changes by -g/(sigma G).",
     ]
     if fast.any():
         notes.append(
-            f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0: for them the squared "
-            "difference falls like 1/G^2, and N and U have the same limit scaled by sqrt(G)."
+            f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0. For these prompts the "
+            "squared difference falls like 1/G^2, and N and U have the same limit scaled by "
+            "sqrt(G)."
         )
     if exact.epsilon and exact.first_order:
         floor = float(moments.floor(exact.epsilon).mean())
         notes.append(
-            "With a fixed epsilon the difference does not vanish as G grows: at epsilon = "
-            f"{exact.epsilon:g} the squared difference tends to {floor:.3g}, which equals the "
-            f"remaining term at G = {moments.shift.mean() / floor:.3g}."
+            "With a fixed epsilon the difference does not vanish as G grows. At epsilon = "
+            f"{exact.epsilon:g} the squared difference tends to {floor:.3g}. The term of order 1/G "
+            f"has the same size at G = {moments.shift.mean() / floor:.3g}."
         )
     return notes
 
 
 def run(experiment: Experiment) -> Evidence:
-    """Run `lemma11` on the initial policy of the test problem."""
+    """Run `lemma11` on the test problem's initial policy."""
     problem, design = build_problem(experiment.problem), experiment.theorem
     probability_PYR, score_PYKR = problem.law(problem.start_K[:, None])
     law = probability_PYR[..., 0], score_PYKR[..., 0], problem.rewards_PY

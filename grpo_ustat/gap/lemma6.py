@@ -1,4 +1,4 @@
-"""Lemma 6: comparison of the mean gap of Algorithm 1 with its recursion and bounds."""
+"""Lemma 6: comparison of Algorithm 1's mean gap with the lemma's recursion and bounds."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
-# T counts as large if the bound of the recursion is at most this multiple of the bound of order
-# 1/T.
+# T counts as large if the recursion's bound is at most this multiple of the 1/T bound.
 LARGE_T_RATIO = 1.1
-# Alternative bounds as multiples of the bound.
+# Alternative bounds, as multiples of the predicted bound.
 OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)
-# Alternative noise as multiples of the noise.
+# Alternative noise variances, as multiples of the predicted variance.
 OTHER_NOISE = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.4, 2.0)
 STATEMENT = (
     "If J is L-smooth and satisfies a Polyak-Lojasiewicz inequality with constant mu, and the "
     "gradient's mean squared error is at most s2, the mean gap J* - J of Algorithm 1 obeys a "
-    "linear recursion. For a constant learning rate the gap is at most the solution of the "
-    "recursion at every T; for c/t it is at most a constant over T when T is large."
+    "linear recursion. For a constant learning rate the mean gap is at most the recursion's "
+    "solution at every T. For the learning rate c/t the mean gap is at most a constant divided by "
+    "T when T is large."
 )
 
 
 def plan(design: Lemma6Config) -> list[Simulation]:
     """Plan every estimator at every learning rate.
 
-    The recorded steps are those of the curve and the steps that follow them.
+    The recorded steps are the start, the steps of the curve, and the step after each step of the
+    curve.
     """
     curve, prompts = log_spaced_steps(design.steps), design.rollouts // design.group_size
     with_next = tuple(sorted({0, *curve, *(step + 1 for step in curve)}))
@@ -54,7 +55,7 @@ def plan(design: Lemma6Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the mean gap with the recursion and the bounds."""
+    """Compare the mean gap with the recursion's solution and the 1/T bounds."""
     curve, (mu, smoothness) = log_spaced_steps(design.steps), problem.constants
     claims, rows = [], []
     for run in runs:
@@ -62,7 +63,7 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
         s2 = largest_error(problem, run.estimator)
         bound = recursion(float(run.gap_SR[0, 0]), mu, smoothness, s2, run.simulation.rates_T)
         rows += _rows(problem, run, curve, bound, s2)
-        what = f"{name}: largest ratio over T of the mean gap to the recursion"
+        what = f"{name}: largest ratio over T of the mean gap to the recursion's bound"
         claims.append(_bound_claim(what, run, bound, curve))
         if run.rate.kind == "decaying":
             limit = np.full(len(bound), np.inf)
@@ -79,9 +80,9 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
         rows=rows,
         answer=f"{agreement(claims)} predictions of the recursion and its bounds agree.",
         notes=[
-            f"{exits_text(runs)}. All means include them.",
-            "s2 is the largest error on the sublevel set. The bounds are therefore loose where "
-            "the error is smaller.",
+            f"{exits_text(runs)}. All means include these replicates.",
+            "s2 is the largest mean squared error of the gradient on the sublevel set. The bounds "
+            "are therefore loose at points with a smaller error.",
         ],
     )
 
@@ -89,7 +90,7 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
 def _rows(
     problem: Problem, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
 ) -> list[dict]:
-    """Return one row per step of the curve."""
+    """Return one row for each step of the curve."""
     estimator = run.estimator
     first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
     model = quadratic_recursion(first, problem.curvature_KK, sigma, run.simulation.rates_T)
@@ -110,12 +111,11 @@ def _rows(
 def _bound_claim(
     what: str, run: Trajectories, bound: np.ndarray, steps: list[int], holds: bool = True
 ) -> Claim:
-    """Make a claim on the largest ratio of the mean to the bound, with simultaneous intervals.
+    """Make a claim about the largest ratio of mean gap to bound, with simultaneous intervals.
 
-    The p-value combines one-sided t tests of "the mean is at most the bound" at all steps by
-    Bonferroni's correction. If the theory does not guarantee the bound (`holds` is False, for
-    example for the bound of order 1/T at small T), a mean above the bound leaves the claim
-    undecided.
+    The p-value combines the steps' one-sided t tests of "the mean is at most the bound" by
+    Bonferroni's correction. At small T the theory does not guarantee the 1/T bound; `holds` is then
+    False and a mean above the bound leaves the claim undecided.
     """
     places = [list(run.steps_S).index(step) for step in steps]
     intervals = [mean_interval(run.gap_SR[place], among=len(steps)) for place in places]
@@ -127,9 +127,11 @@ def _bound_claim(
         return min(1.0, len(steps) * min(mean_p_value(over_R, above=True) for over_R in excess))
 
     how = f"{percentage(CONFIDENCE)} intervals over {run.replicates} replicates"
-    how += f", {len(steps)} steps at once (Bonferroni)" if len(steps) > 1 else ""
-    how += "; undecided if an interval contains the bound"
-    how += "" if holds else "; T is too small for this bound, which is below the recursion's bound"
+    how += f", simultaneous over {len(steps)} steps (Bonferroni)" if len(steps) > 1 else ""
+    how += "; undecided if an interval reaches above the bound"
+    how += (
+        "" if holds else "; T is too small for the 1/T bound, which is below the recursion's bound"
+    )
     return Claim(
         what=what,
         predicted="<= 1",
@@ -147,11 +149,11 @@ def _bound_claim(
 
 
 def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) -> Claim:
-    """Test the conditional mean of the next gap given the current parameters.
+    """Test the mean of the next gap conditional on the current parameters.
 
-    Since J is exactly quadratic, `E[Delta_{t+1} | theta_t]` is known for the theta_t of every
-    replicate. The residuals have mean zero and are uncorrelated between steps, so the sum of their
-    squared t statistics is chi-square distributed.
+    Since J is exactly quadratic, `E[Delta_{t+1} | theta_t]` is known exactly for every replicate.
+    The residuals have mean zero and are uncorrelated between steps. The sum over steps of their
+    squared t statistics is therefore approximately chi-square distributed.
     """
     rates_T, places = run.simulation.rates_T, list(run.steps_S)
     shares_F = np.array([1.0, *OTHER_NOISE])
@@ -172,20 +174,21 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
     high = stats.chi2.ppf(CONFIDENCE, count)
     return Claim(
         what=f"{run.estimator.name}, {run.rate.name}: E[next gap | current parameters] "
-        f"against the exact recursion, chi-square of {count} steps",
+        f"against the exact recursion, chi-square statistic over {count} steps",
         predicted=f"<= {high:.3g}",
         measured=float(total_F[0]),
         low=None,
         high=None,
         verdict=AGREES,
-        how=f"chi-square, {percentage(CONFIDENCE)} quantile, {run.replicates} replicates",
+        how=f"compared with the {percentage(CONFIDENCE)} quantile of chi-square, {run.replicates} "
+        "replicates",
         p_value=float(p_F[0]),
         alternatives={f"noise x {x}": float(p) for x, p in zip(shares_F[1:], p_F[1:], strict=True)},
     )
 
 
 def _panel(rate: str, rows: list[dict]) -> Panel:
-    """Return the panel of a learning rate with mean gap, recursion and bound of every estimator."""
+    """Return a learning rate's panel with each estimator's mean gap, recursion and bound."""
     curves = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate)]
@@ -197,9 +200,9 @@ def _panel(rate: str, rows: list[dict]) -> Panel:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse learning rates that violate the assumptions, with mu of the inequality.
+    """Refuse learning rates that violate the assumptions.
 
-    See `check_rates`.
+    See `check_rates`; mu is the constant of the Polyak-Lojasiewicz inequality.
     """
     problem = build_problem(experiment.problem)
     check_rates(experiment, problem, problem.constants[0])

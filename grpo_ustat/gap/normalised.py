@@ -1,10 +1,11 @@
 r"""Exact effect of division by the group's standard deviation for 0/1 rewards (Lemma 11).
 
-For one prompt let `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)`, with std of divisor G-1,
-and let `U = 1/G sum_i s_i (z_i - zbar_{-i}) / sigma`, the U-statistic with kernel h / sigma. If a
-group has n right answers, `std^2 = n (G-n) / (G (G-1))`. Given n, the scores are independent. The
-scores of right answers have mean g / V and covariance trace t_1; the scores of wrong answers have
-mean -g / (1-V) and covariance trace t_0. Hence, given n,
+For one prompt let `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)`, where std is the
+standard deviation of the group's rewards with divisor G-1, and let `U = 1/G sum_i s_i (z_i -
+zbar_{-i}) / sigma`, the U-statistic with kernel h / sigma. If a group has n right answers, `std^2 =
+n (G-n) / (G (G-1))`. Given n, the scores are independent. The score of a right answer has mean g /
+V and covariance trace t_1. The score of a wrong answer has mean -g / (1-V) and covariance trace
+t_0. Hence, given n,
 
     E[sigma U | n] = std^2 g / sigma^2
     tr Cov(sigma U | n) = ( (G-n)^2 n t_1 + n^2 (G-n) t_0 ) / (G (G-1))^2
@@ -17,9 +18,11 @@ v = sigma^2 = V (1-V):
     G E||N - U||^2 ->     shift             = ||g||^2 (mu_4 - sigma^4) / (4 sigma^6)
     G (E N - g/sigma) -> -g (1 - 4v) / (8 v^(3/2))
 
-So the squared difference is at most a quarter of the variance of U, and N has the smaller variance.
-The mean over prompts reduces the variance but not the bias, `b = E b_x` with b_x the last limit. At
-n = B G rollouts, with tau = E[g/sigma] and C1 the variance of g/sigma over prompts,
+In the limit the mean squared difference between N and U is therefore at most a quarter of the
+variance of U, and the variance of N is at most that of U. Averaging over prompts reduces the
+variance but not the bias. Let b_x be the last limit above, for prompt x, and `b = E b_x`. With n =
+B G rollouts, tau = E[g/sigma], and C1 the variance of g/sigma over prompts, the mean squared errors
+are
 
     MSE_N = ||b||^2 / G^2 + ( G C1 + 2 Cov(g/sigma, b_X) + within + shift ) / n + ...
     MSE_U =                 ( G C1                       + within + 4 shift ) / n + ...
@@ -52,9 +55,9 @@ class RightAndWrong:
     value: Array
     # Squared norm of the gradient, ||g||^2.
     g_sq: Array
-    # Trace of the covariance of the score given reward 1, t_1.
+    # Trace t_1 of the score's covariance given reward 1.
     right: Array
-    # Trace of the covariance of the score given reward 0, t_0.
+    # Trace t_0 of the score's covariance given reward 0.
     wrong: Array
 
     @property
@@ -64,13 +67,13 @@ class RightAndWrong:
 
     @property
     def within(self) -> Array:
-        """Limit of G times the expected variance of either estimate given the rewards."""
+        """Limit of G times the expected conditional variance of N, or of U, given the rewards."""
         v, p = self.var_z, self.value
         return ((1 - p) ** 2 * p * self.right + p**2 * (1 - p) * self.wrong) / v
 
     @property
     def shift(self) -> Array:
-        """Limit of `G E||N - U||^2` at epsilon = 0; it is 0 if V = 1/2 or g = 0."""
+        """Limit of `G E||N - U||^2` at epsilon = 0; the limit is 0 if V = 1/2 or g = 0."""
         return self.g_sq * (1 - 4 * self.var_z) / (4 * self.var_z**2)
 
     @property
@@ -125,7 +128,7 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
     ):
         raise ValueError(
             f"prompt {prompt} has V={value_P[prompt]}, so sigma is 0 and every group has zero "
-            "variance: leave the prompt out"
+            "variance: remove the prompt"
         )
     g_PK = np.einsum("py,pyk->pk", probability_PY * reward_PY, score_PYK)
     traces: list[Array] = []
@@ -142,7 +145,7 @@ def mean_weight(value: Array, group_size: int, epsilon: float) -> Array:
     """Return the factor w(V) in `E N = w grad V`, `w = E[ std^2 / (std + epsilon) ] / sigma^2`.
 
     Args:
-        value: expected rewards V, of any shape.
+        value: expected rewards V, as an array of any shape.
         group_size: number of completions per prompt, G >= 2.
         epsilon: constant added to std.
 

@@ -1,7 +1,7 @@
 r"""Algorithm 2's gradient estimate from completions of an earlier policy (section 8).
 
-A minibatch has B prompts, drawn independently, with G completions of pi_old each. The estimate at
-theta is
+A minibatch has B prompts, drawn independently, with G completions each, sampled from pi_old. The
+estimate at theta is
 
     1/(B G) sum_b sum_i { A_i w_i + beta k_i }      A_i = (z_i - mean of the group's others) / d
 
@@ -9,25 +9,28 @@ theta is
     token      sum_t rho_t grad log pi(y_t)         sum_t (pi_ref/pi - 1) grad log pi(y_t)
     sequence   rho grad log pi(y)                   rho times the same
 
-Here rho_t is the ratio pi_theta / pi_old of the token, rho is the ratio of the completion, and d is
-the group's standard deviation, or 1 without normalisation (see `Normalisation`). `token` is
-Algorithm 2. `sequence` also puts the ratio on the penalty and is the unbiased reference.
+Here rho_t is the ratio pi_theta / pi_old of token t, and rho is the ratio of the whole completion.
+The divisor d is the group's standard deviation, or 1 without normalisation (see `Normalisation`).
+The level `token` is Algorithm 2. The level `sequence` also multiplies the penalty by the
+completion's ratio; it serves as the unbiased reference.
 
-Without normalisation the target is the expectation of both levels at theta = theta_old. With
-normalisation it is the limit of this expectation as G grows. For all theta the target is
+At theta = theta_old both levels have the same expectation. Without normalisation the target at
+theta_old is this expectation. With normalisation the target there is the limit of this expectation
+as G grows. For all theta the target is
 
     E[ grad V(x) / d(x) ]
         - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
 
 where d(x) is 1 without normalisation, and otherwise sigma(x), the standard deviation of the rewards
-of pi_old. If sigma(x) were that of pi_theta, the target would change by order eta; see
-`token_bias2_own_sigma`. In the penalty, grad acts only on the divergence of the next token. The
-prefixes follow pi_theta, the current policy, so that the penalty's target does not depend on the
-policy that wrote the completions. With prefixes of pi_old the target would hide a part of the
-penalty's bias; see `token_bias2_kl_old_prefixes`.
+of pi_old. With the standard deviation of pi_theta's rewards instead, the target would differ by
+order eta; see `token_bias2_own_sigma`. In the penalty, grad acts only on the divergence of the next
+token. The prefixes are distributed according to the current policy pi_theta, so that the penalty's
+target does not depend on the policy that wrote the completions. With prefixes from pi_old the
+target would hide a part of the penalty's bias; see `token_bias2_kl_old_prefixes`.
 
-Biases and variances are enumerated at theta_old by group size, along paths of updates by learning
-rate, and by completion length. Only theta_k on a path is random.
+Biases and variances are computed exactly: at theta_old as functions of the group size, along paths
+of updates as functions of the learning rate, and as functions of the completion length. Only
+theta_k on a path of minibatch updates is random.
 """
 
 from __future__ import annotations
@@ -64,9 +67,10 @@ from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
 
 LEVELS = ("token", "sequence")
-# Ratio of squared bias to variance below which the bias is rounding error.
+# Ratio of squared bias to variance below which the bias counts as rounding error.
 ROUNDING = 1e-20
-# Largest change of a parameter. Beyond it squares of pi_ref/pi_theta may overflow.
+# Largest permitted change of a parameter. After a larger change, squares of pi_ref/pi_theta could
+# overflow.
 MAX_CHANGE = 100.0
 
 
@@ -80,7 +84,7 @@ class Setting:
     reference: SequencePolicy
     # Rewards of all completions.
     reward_PY: np.ndarray
-    # Weight of the penalty.
+    # Weight of the KL penalty.
     beta: float
     # Number of prompts in a minibatch, B.
     num_prompts: int
@@ -100,17 +104,17 @@ class Setting:
 
     @cached_property
     def advantages(self) -> list[AdvantageMoments]:
-        """Moments of the advantages in each prompt's groups, which pi_old writes.
+        """Moments of the advantages in each prompt's groups of completions from pi_old.
 
         Raises:
-            ValueError: If a prompt's rewards are all equal or not on a grid, or no group is
+            ValueError: If a prompt's rewards are all equal or not on a grid, or if no group is
                 accepted.
         """
         pairs = zip(self.old.probabilities_PY, self.reward_PY, strict=True)
         return [advantage_moments(*pair, self.group_size, self.normalisation) for pair in pairs]
 
     def scale_P(self, policy: SequencePolicy) -> np.ndarray:
-        """Return 1/d(x), where sigma(x) is that of the given policy; 1 without normalisation."""
+        """Return 1/d(x) with sigma(x) computed for `policy`; 1 without normalisation."""
         if not self.normalised:
             return np.ones(len(self.reward_PY))
         centred_PY = self.reward_PY - policy.value_P(self.reward_PY)[:, None]
@@ -119,7 +123,7 @@ class Setting:
     def moments(
         self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
     ) -> EstimateMoments:
-        """Compute the mean and variance of the estimate for vectors w and beta k, by prompt."""
+        """Compute each prompt's mean and variance of the estimate for the vectors w and beta k."""
         law_PY, size = self.old.probabilities_PY, self.group_size
         if self.normalisation.kind in ("none", "sigma"):
             reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]
@@ -146,7 +150,7 @@ class Setting:
 
         Args:
             current: current policy, pi_theta.
-            prefixes: policy that writes the prefixes, by default pi_theta.
+            prefixes: policy that generates the prefixes, by default pi_theta.
             spread: policy whose rewards define sigma(x), by default pi_old.
         """
         law_PY = (prefixes or current).probabilities_PY
@@ -165,10 +169,11 @@ class Setting:
     def quality(self, current: SequencePolicy) -> dict[str, float]:
         """Compute squared biases, variances and mean squared errors of both levels.
 
-        Names with `_kl` are the penalty's part, and names with `_policy` exclude the penalty.
-        `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, `_drift2` is
-        the squared change of the bias since theta_old, and `token_bias2_own_sigma` is the squared
-        bias relative to the target with the sigma(x) of pi_theta.
+        Names that contain `_kl` refer to the penalty's part; names with `_policy` exclude the
+        penalty. `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, names
+        with `_drift2` give the squared change of the bias since theta_old, and
+        `token_bias2_own_sigma` is the squared bias relative to a target with the sigma(x) of
+        pi_theta.
         """
         values = {}
         policy_target_D, penalty_target_D = self.target(current)
@@ -203,19 +208,20 @@ class Setting:
 
     @cached_property
     def bias_at_start_D(self) -> np.ndarray:
-        """Bias at theta_old, where both levels coincide, [D]."""
+        """Bias at theta_old, which is the same for both levels, [D]."""
         return self.bias(self.old, "token")
 
     def bias(self, current: SequencePolicy, level: str) -> np.ndarray:
-        """Return the expectation of the estimate minus the whole target, [D]."""
+        """Return the estimate's expectation minus the whole target, [D]."""
         mean_D = self.moments(*self.tables(current, level)).mean_PD.mean(axis=0)
         return mean_D - self.whole_target(current)
 
     @property
     def divergence_cosines(self) -> list[float]:
-        """Cosines of the penalty's gradient with two other gradients at theta_old.
+        """Cosines at theta_old between the penalty's gradient and two other gradients.
 
-        The other gradients are those of KL(pi_ref || pi) and KL(pi || pi_ref) of completions.
+        The other gradients are the gradients of KL(pi_ref || pi) and of KL(pi || pi_ref), both over
+        completions.
         """
         old, reference = self.old, self.reference
         penalty_D = old.token_kl_gradient_PD(reference, old.probabilities_PY).mean(axis=0)
@@ -231,8 +237,8 @@ class Setting:
 
         Advantages must not be normalised. Let u_t be the derivative of the log-probability of token
         t, and u the sum of u_t over the completion. The derivative is `E[ z sum_t (u_t - u) grad
-        log pi(y_t) ] - beta E[ u k ]`. The first term arises because the ratios of the other tokens
-        are missing, the second because the penalty has no ratio.
+        log pi(y_t) ] - beta E[ u k ]`. The first term arises because the other tokens' ratios are
+        missing, the second because the penalty is not multiplied by a ratio.
         """
         assert not self.normalised
         change_PYL = self.old.token_scores_PYLD @ direction_D
@@ -250,10 +256,10 @@ def estimate(
     """Compute Algorithm 2's gradient estimate from one minibatch, [D].
 
     Args:
-        setting: setting whose normalisation does not redraw groups.
+        setting: setting with a normalisation that does not redraw groups.
         current: current policy, pi_theta.
         prompt_B: prompts of the minibatch.
-        outcome_BG: completions of the prompts, written by pi_old.
+        outcome_BG: completions of the prompts, sampled from pi_old.
     """
     weight_PYD, penalty_PYD = setting.tables(current, "token")
     rows = prompt_B[:, None], outcome_BG
@@ -263,7 +269,8 @@ def estimate(
     if normalisation.kind == "sigma":
         advantage_BG = advantage_BG * setting.scale_P(setting.old)[prompt_B, None]
     elif setting.normalised:
-        # The difference makes the values exactly 0 if all rewards of a group are equal.
+        # Subtracting the first reward makes all values, and thus the std, exactly 0 if a group's
+        # rewards are all equal.
         centred_BG = reward_BG - reward_BG[:, :1]
         advantage_BG = advantage_BG * normalisation.factor(
             centred_BG.std(axis=1, ddof=1, keepdims=True)
@@ -272,10 +279,11 @@ def estimate(
 
 
 def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
-    """Return the B at which both levels have the same error, given variances at `num_prompts`.
+    """Return the B at which both levels have the same mean squared error.
 
-    For larger B the ratio of the completion has the smaller error. The result is negative if it has
-    the smaller error for every B, and NaN without bias.
+    The given variances are those for `num_prompts` prompts. For larger B, completion ratios have
+    the smaller error. The result is negative if completion ratios have the smaller error for every
+    B, and NaN if token ratios have no bias.
 
     >>> values = {"sequence_variance": 3.0, "token_variance": 1.0, "token_bias2": 0.5}
     >>> tie({name: np.array([x]) for name, x in values.items()}, 8).item()
@@ -296,31 +304,29 @@ def squared_norm(vector_D: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Exact values of every normalisation by group size."""
+    """Exact values for every normalisation and group size."""
 
     # Group sizes, G.
     sizes: Sequence[int]
-    # Group sizes G, 2G and 4G from which limits are extrapolated.
+    # Group sizes G, 2G and 4G from which limits as G grows are extrapolated.
     limit_sizes: Sequence[int]
-    # For each kind of normalisation and each name, an array over the sizes:
-    # `bias2_share`, ||bias||^2 / ||target||^2 without the KL term;
-    # `bias2_share_kl`, ||bias||^2 / ||target||^2 with the KL term;
-    # `bias`, ||bias|| without the KL term;
-    # `variance`, B times the variance without the KL term;
-    # `between`, C1 of the oracle;
-    # `oracle`, B times the variance of the oracle, C1 + (variance given the prompt) / G;
-    # `exceeded`, the B above which ||bias||^2 exceeds the variance, infinite without bias;
-    # `zero_variance`, probability of a group with equal rewards, averaged over prompts.
+    # For each kind of normalisation and each of these names, an array over `sizes`: `bias2_share`,
+    # ||bias||^2 / ||target||^2 without the KL term; `bias2_share_kl`, ||bias||^2 / ||target||^2
+    # with the KL term; `bias`, ||bias|| without the KL term; `variance`, B times the variance
+    # without the KL term; `between`, the oracle's C1; `oracle`, B times the oracle's variance, C1 +
+    # (variance given the prompt) / G; `exceeded`, the B above which ||bias||^2 exceeds the
+    # variance, infinite without bias; `zero_variance`, probability of a group with equal rewards,
+    # averaged over prompts.
     values: dict[str, dict[str, np.ndarray]]
-    # The same values at `limit_sizes` for `none`, `sigma` and `group_std`, with epsilon = 0.
+    # The same quantities at `limit_sizes`, for `none`, `sigma` and `group_std` with epsilon = 0.
     limits: dict[str, dict[str, np.ndarray]]
     # Limit of G ||bias|| for `group_std` at epsilon = 0, computed by the delta method.
     bias_limit: float
-    # Norm of the target with normalisation.
+    # Norm of the target with normalisation, ||target||.
     target_norm: float
 
     def variance_ratio(self, kind: str) -> float:
-        """Return the limit as G grows of (B variance - C1) relative to that of the oracle."""
+        """Return the limit, as G grows, of (B variance - C1) relative to the oracle's value."""
         values, sizes = self.limits[kind], np.array(self.limit_sizes)
         oracle = sizes * (values["oracle"] - values["between"])
         return float(at_infinity(sizes * (values["variance"] - values["between"]) / oracle))
@@ -336,7 +342,7 @@ def on_policy(
     """Compute exact values of every normalisation at theta_old.
 
     Args:
-        setting: setting, whose group size and normalisation are not used.
+        setting: setting; its group size and normalisation are not used.
         group_sizes: group sizes, G.
         limit_sizes: three group sizes, each twice the previous one.
         epsilon: constant added to the group's standard deviation.
@@ -406,19 +412,19 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Minibatches of one path: parts of a batch of completions of pi_old.
+    """Minibatches of one path, which are parts of a batch of completions from pi_old.
 
-    The minibatches are the same at every learning rate.
+    The same minibatches are used at every learning rate.
     """
 
     # Prompts of each update, drawn independently and uniformly.
     prompt_UB: np.ndarray
-    # Completions of these prompts.
+    # Completions sampled for these prompts.
     outcome_UBG: np.ndarray
 
 
 def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """Draw the minibatches of one replicate from a generator keyed by seed and replicate."""
+    """Draw one replicate's minibatches from a generator keyed by seed and replicate number."""
     rng = generator(seed, "theorem12", replicate)
     law_PY = setting.old.probabilities_PY
     prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))
@@ -443,7 +449,7 @@ def update(
 
 
 def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """Return the policy after one update of plain gradient ascent on each minibatch."""
+    """Return the policy after one gradient-ascent update on each minibatch in turn."""
     current = setting.old
     for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
         step_D = estimate(setting, current, prompt_B, outcome_BG)
@@ -452,7 +458,7 @@ def random_path(setting: Setting, draws: Draws, learning_rate: float) -> Sequenc
 
 
 def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[SequencePolicy]:
-    """Return theta_old and the policy after every update along the exact target."""
+    """Return the old policy and the policy after every update along the exact target."""
     path = [setting.old]
     for _ in range(updates):
         target_D = setting.whole_target(path[-1])
@@ -462,11 +468,11 @@ def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[Seq
 
 @dataclass(frozen=True)
 class LeadingTerms:
-    """Limits of errors without normalisation as the learning rate eta tends to 0."""
+    """Limits of errors as the learning rate eta tends to 0, without normalisation."""
 
     # Limit of bias^2 / eta^2 along the exact path, computed from the derivative of the bias.
     exact: float
-    # Limit of bias^2 / eta^2 along every random path.
+    # Limit of bias^2 / eta^2 along each random path.
     random_R: np.ndarray
     # C1, C2, C3 of Proposition 3 at theta_old, without the KL term.
     law: ScalingLaw
@@ -474,7 +480,7 @@ class LeadingTerms:
 
 @dataclass(frozen=True)
 class PathErrors:
-    """Exact errors at the last policy of every path."""
+    """Exact errors of the estimate at each path's last policy."""
 
     # Policies, rewards and shape of a minibatch.
     setting: Setting
@@ -482,14 +488,14 @@ class PathErrors:
     rates: np.ndarray
     # Errors at theta_old.
     start: dict[str, float]
-    # Errors after steps along the target, each [E].
+    # Errors after updates along the exact target, each [E].
     exact: dict[str, np.ndarray]
-    # Errors after steps on minibatches, each [E, R].
+    # Errors after updates on minibatches, each [E, R].
     random: dict[str, np.ndarray]
-    # Squared bias with token ratios for every minibatch of the batch, along the exact path, [E, k +
+    # Squared bias with token ratios on every minibatch of the batch, along the exact path, [E, k +
     # 1].
     exact_by_place: np.ndarray
-    # Limits as eta tends to 0. They are None with normalisation, for which the bias has another
+    # Limits as eta tends to 0; None with normalisation, because the bias then has a different
     # limit.
     leading: LeadingTerms | None = None
 
@@ -501,9 +507,9 @@ class PathErrors:
         return [positive_interval(float(mean), float(var), count - 1) for mean, var in pairs]
 
     def slope(self, name: str, at: int = 0) -> Interval:
-        """Return the slope of the log mean of a quantity on log eta between rate `at` and the next.
+        """Return the slope of log(mean error) on log(eta) between the rates `at` and `at + 1`.
 
-        The interval is from the delete-one-path jackknife.
+        The interval is computed with the delete-one-path jackknife.
         """
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
@@ -521,7 +527,7 @@ class PathErrors:
     def crossing(self) -> float | None:
         """Learning rate at which `bias_share_E` is 1, interpolated on the log scale.
 
-        None if the share is below 1 at every learning rate or at least 1 at the first.
+        None if the ratio is below 1 at every learning rate, or at least 1 at the smallest.
         """
         above = np.flatnonzero(self.bias_share_E >= 1)
         if not len(above) or above[0] == 0:
@@ -531,7 +537,7 @@ class PathErrors:
         return float(np.exp(np.interp(0.0, logs, rates)))
 
     def tie(self) -> np.ndarray:
-        """Return the B at which both levels have the same error at theta_k, for every rate, [E]."""
+        """Return the B at which both levels have the same error, by learning rate, [E]."""
         mean = {name: values_ER.mean(axis=1) for name, values_ER in self.random.items()}
         return tie(mean, self.setting.num_prompts)
 
@@ -539,7 +545,7 @@ class PathErrors:
 def path_errors(
     setting: Setting, rates_E: np.ndarray, updates: int, replicates: int, seed: int
 ) -> PathErrors:
-    """Compute errors at the last policies of exact and random paths.
+    """Compute errors of the estimate at the last policies of exact and random paths.
 
     Args:
         setting: policies, rewards and shape of a minibatch.
@@ -572,12 +578,12 @@ def path_errors(
 
 
 def leading_term(setting: Setting, direction_D: np.ndarray) -> float:
-    """Return the limit of bias^2 / eta^2 along a path that leaves theta_old in this direction."""
+    """Return the limit of bias^2 / eta^2 on a path that leaves theta_old in `direction_D`."""
     return float(np.square(setting.first_order_bias(direction_D)).sum())
 
 
 def sum_of_steps(setting: Setting, draws: Draws) -> np.ndarray:
-    """Return the sum of a path's gradient estimates at theta_old, [D]."""
+    """Return the sum of the minibatches' gradient estimates at theta_old, [D]."""
     pairs = zip(draws.prompt_UB, draws.outcome_UBG, strict=True)
     return np.sum([estimate(setting, setting.old, *pair) for pair in pairs], axis=0)
 
@@ -596,7 +602,7 @@ def on_policy_law(setting: Setting) -> ScalingLaw:
 
 @dataclass(frozen=True)
 class ByLength:
-    """Exact values at every length."""
+    """Exact values at every completion length."""
 
     # Number of prompts, B.
     num_prompts: int
@@ -604,7 +610,7 @@ class ByLength:
     lengths: np.ndarray
     # Second moment of a token's ratio, c = E rho_t^2.
     growth: float
-    # An array over the lengths for each name of `Setting.quality`.
+    # For each name in `Setting.quality`, an array over the lengths.
     values: dict[str, np.ndarray]
 
     @property
@@ -620,14 +626,14 @@ class ByLength:
 
     @property
     def tie(self) -> np.ndarray:
-        """Number of prompts B at which both levels have the same error; NaN for one token."""
+        """Number of prompts B at which both levels have the same error; NaN if L = 1."""
         return tie(self.values, self.num_prompts)
 
 
 def by_length(lengths: Sequence[int], shift: float, num_prompts: int, group_size: int) -> ByLength:
     """Compute bias and variance of both levels at every length without a penalty.
 
-    There is one prompt and a vocabulary of two tokens. pi_old writes either token with probability
+    There is one prompt and a vocabulary of two tokens. Under pi_old both tokens have probability
     1/2. The reward is the square of the fraction of tokens that are token 1.
 
     Args:

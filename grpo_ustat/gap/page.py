@@ -1,4 +1,4 @@
-"""Page of the test of a theorem, with claims and verdicts."""
+"""Page that shows a theorem's test with its claims and verdicts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ MAX_ROWS = 200
 
 
 def title(run: RunRecord) -> str:
-    """Return the theorem, test problem and seed."""
+    """Return a title that names the theorem, the test problem and the seed."""
     kind, problem = str(run.value("theorem.kind")), run.value("problem.name")
     return f"{TITLES.get(kind, kind)}, on {problem}, seed {run.value('seed')}"
 
 
 def answer(run: RunRecord) -> str:
-    """Return the verdict and the answer."""
+    """Return the overall verdict and the answer."""
     if run.result is None:
         return "Unfinished: there are no results yet."
     return f"{VERDICT_WORDS[run.result['verdict']]} {run.result['answer']}"
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Return the test problem and the cost."""
+    """Return facts about the test problem and the cost of the run."""
     if run.result is None:
         return []
     problem = "\n".join(
@@ -53,14 +53,14 @@ def tables(run: RunRecord) -> list[Table]:
     tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
     numbers = run.csv_rows("curves.csv")
     if numbers:
-        note = f"The first {MAX_ROWS} of {len(numbers)} rows; curves.csv contains all."
+        note = f"The first {MAX_ROWS} of {len(numbers)} rows; curves.csv contains all rows."
         note = note if len(numbers) > MAX_ROWS else ""
         tables.append(rows_table("Numbers", numbers[:MAX_ROWS], note))
     return tables
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the theorem's statement and notes."""
+    """Return the theorem's statement and the notes."""
     result = run.result or {}
     return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
 

@@ -1,10 +1,10 @@
-r"""Test problems whose J, maximum, gradient, curvature and covariances are enumerated.
+r"""Test problems with exactly computable J, maximum, gradient, curvature and covariances.
 
 A problem has parameters theta in R^D. The policy depends only on `u = Q theta` in R^K, where Q has
 orthonormal rows. The maximisers therefore form a flat set of dimension D - K. For any Q, all
-quantities are functions of u and are enumerated over the outcomes y of the prompts x. Prompts are
-drawn uniformly. The replicate axis R is the last axis of every array, which makes arithmetic
-fastest.
+quantities are functions of u and are computed exactly by enumerating every outcome y of every
+prompt x. Prompts are drawn uniformly. The replicate axis R is the last axis of every array, because
+this makes the arithmetic fastest.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from grpo_ustat.config.problems import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
-# Smallest probability of each side of a coin within the box.
+# Smallest probability of either side of a coin within the box (see `box_K`).
 MIN_PROBABILITY = 0.02
-# Number of grid points along each coordinate.
+# Number of points of the sublevel grid along each coordinate.
 GRID_POINTS = 41
 
 
@@ -30,7 +30,7 @@ GRID_POINTS = 41
 class Problem(ABC):
     """Base class of test problems; subclasses define `law` and `curvature_at`."""
 
-    # Name of the kind in the run folder's `result.json`.
+    # Name of this kind of problem in the run folder's `result.json`.
     kind: ClassVar[str]
     # Rewards r(x, y).
     rewards_PY: np.ndarray
@@ -38,7 +38,8 @@ class Problem(ABC):
     parameters: int
     # Coordinates u of the initial policy.
     start_K: np.ndarray
-    # Largest gap in the sublevel set `J* - J <= reach`, on which the theory is tested.
+    # Bound on the gap that defines the sublevel set `J* - J <= reach`, on which the theory is
+    # tested.
     reach: float
 
     @property
@@ -74,7 +75,7 @@ class Problem(ABC):
 
     @cached_property
     def best_K(self) -> np.ndarray:
-        """Maximiser found by Newton's method from 0."""
+        """Maximiser of J, computed by Newton's method starting at 0."""
         u_K = np.zeros(len(self.start_K))
         for _ in range(50):
             u_K = u_K + np.linalg.solve(self.curvature_at(u_K), self.gradient(u_K[:, None])[:, 0])
@@ -94,12 +95,12 @@ class Problem(ABC):
 
     @property
     def least_curvature(self) -> float:
-        """Smallest curvature at any maximiser, along the coordinates along which J curves."""
+        """Smallest curvature at any maximiser, over the coordinates along which J curves."""
         return float(np.linalg.eigvalsh(self.curvature_KK)[0])
 
     @cached_property
     def highest(self) -> float:
-        """Maximum of J, J*."""
+        """The maximum J* of J."""
         return float(self.objective(self.best_K[:, None])[0])
 
     @cached_property
@@ -110,8 +111,8 @@ class Problem(ABC):
     def sublevel_grid(self) -> np.ndarray:
         """Return points of the sublevel set on a grid around the maximiser, [K, points].
 
-        The half-widths of the grid are those of the quadratic model. They are increased until no
-        border point of the grid is in the sublevel set.
+        The grid's half-widths are computed from the quadratic approximation of J and increased
+        until no border point of the grid is in the sublevel set.
         """
         half_K = np.sqrt(2 * self.reach * np.diag(np.linalg.inv(self.curvature_KK)))
         for _ in range(60):
@@ -144,21 +145,21 @@ class Problem(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CoinProblem(Problem):
-    r"""Coin problem: right with probability `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
+    r"""Coin problem: an answer is right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
 
     Besides the answer, a completion has a style, which is heads with probability `1/2 + n_x' u`.
-    The style earns no reward and only adds noise to the score. The outcomes are right or wrong with
-    heads or tails. Since the slopes a_x have mean zero, J is exactly quadratic,
-    `J = mean v - u' diag(lambda) u / 2`, where mu is the smallest and L the largest lambda. If all
+    The style earns no reward and only adds noise to the score. There are four outcomes: right or
+    wrong, each with heads or tails. Since the slopes a_x have mean zero, J is exactly quadratic, `J
+    = mean v - u' diag(lambda) u / 2`, where mu is the smallest and L the largest lambda. If all
     `v_x = 1/2` and there is no style, Assumption 2 holds exactly at the maximiser.
     """
 
     kind: ClassVar[str] = "Coins"
-    # Probability of a right answer at u = 0, v.
+    # Probability v of a right answer at u = 0.
     value_P: np.ndarray
-    # Slopes of the probability of a right answer, a.
+    # Slopes a of the probability of a right answer.
     slope_PK: np.ndarray
-    # Slopes of the probability of heads, n.
+    # Slopes n of the probability of heads.
     style_PK: np.ndarray
     # Curvatures, lambda.
     lambda_K: np.ndarray
@@ -171,7 +172,7 @@ class CoinProblem(Problem):
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
-                f"reach={self.reach} gives a probability as small as {probability.min():.3g}: "
+                f"reach={self.reach} gives a smallest probability of {probability.min():.3g}: "
                 "lower reach"
             )
 
@@ -190,7 +191,7 @@ class CoinProblem(Problem):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """Return the curvature, which is the same at every u."""
+        """Return the curvature, which does not depend on u."""
         return np.diag(self.lambda_K)
 
     @cached_property
@@ -212,19 +213,19 @@ class RidgeCoinProblem(Problem):
     """
 
     kind: ClassVar[str] = "RidgeCoins"
-    # Probability of a right answer at v = 0, v_x.
+    # Probability v_x of a right answer at v = 0.
     value_P: np.ndarray
-    # Slopes of the probability of a right answer along v, a.
+    # Slopes a of the probability of a right answer along v.
     slope_P: np.ndarray
-    # Slopes of the probability of heads along v, n.
+    # Slopes n of the probability of heads along v.
     style_P: np.ndarray
-    # Slopes of the probability of heads along w, m.
+    # Slopes m of the probability of heads along w.
     along_P: np.ndarray
-    # Curvature at w = 0, lambda.
+    # Curvature lambda at w = 0.
     curvature: float
-    # Relative change of the curvature along w, rho.
+    # Relative change rho of the curvature along w.
     bend: float
-    # Relative change of the style slopes along w, kappa.
+    # Relative change kappa of the style slopes along w.
     spread: float
     # Largest |w|, enforced by projection.
     width: float
@@ -242,17 +243,17 @@ class RidgeCoinProblem(Problem):
         probability = self.law(corners_KR)[0]
         if probability.min() < MIN_PROBABILITY**2:
             raise ValueError(
-                f"reach={self.reach} and width={self.width} give a probability as small as "
+                f"reach={self.reach} and width={self.width} give a smallest probability of "
                 f"{probability.min():.3g}: lower them"
             )
 
     @property
     def curved(self) -> int:
-        """1, since J curves along v and is flat along w."""
+        """Always 1, since J curves along v and is flat along w."""
         return 1
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return the maximiser nearest to each u, which has v = 0 and the same w."""
+        """Return the maximiser nearest to each u: v is 0 and w is unchanged."""
         return np.stack([np.zeros_like(u_KR[1]), u_KR[1]])
 
     @property
@@ -305,9 +306,10 @@ class RidgeCoinProblem(Problem):
 
 
 def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """Return the law of two independent coins.
+    """Return probabilities and scores of the joint outcomes of two independent coins.
 
-    Each coin is a probability [P, R] and its derivative [P, K, R].
+    Each coin is given by the probability of its first side, [P, R], and the derivative of this
+    probability, [P, K, R].
     """
     (right_PR, slope_PKR), (heads_PR, style_PKR) = answer, style
     answers = [(right_PR, slope_PKR), (1 - right_PR, -slope_PKR)]
@@ -320,12 +322,12 @@ def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxProblem(Problem):
-    r"""A tabular softmax policy, `pi(y|x) ~ exp( phi_y' u + o_xy )`.
+    r"""Problem with the softmax policy `pi(y|x)` proportional to `exp( phi_y' u + o_xy )`.
 
     All prompts share the features phi but have different offsets o. No u is optimal for all
     prompts, so the maximiser is finite. No Polyak-Lojasiewicz inequality holds for all u, because J
-    is bounded on R^K. mu and L are therefore those of the sublevel set, and the replicates that
-    leave it are counted.
+    is bounded on R^K. The constants mu and L are therefore computed on the sublevel set, and
+    replicates that leave the set are counted.
     """
 
     kind: ClassVar[str] = "Softmax"
@@ -355,8 +357,8 @@ def build_problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Pro
     """Return the test problem for a configuration.
 
     Raises:
-        ConfigError: If the problem is invalid, has no finite maximum or starts outside the sublevel
-            set.
+        ConfigError: If the problem is invalid, has no finite maximiser or starts outside the
+            sublevel set.
     """
     try:
         problem = _problem(config)

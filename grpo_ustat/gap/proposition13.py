@@ -2,9 +2,10 @@
 
 In the proposition T grows while G and everything else are fixed. At a fixed G the normalised
 estimator follows the mean over prompts of w_G(V) grad V, where w_G is enumerated. Training ends at
-the root of this field, which tends to the arcsin maximiser as G grows. Variants add the KL term,
-whose expectation is -beta grad KL(pi_ref || pi), or minibatches with importance ratios. Minibatches
-do not change the root, because pi_old tends to pi_theta as the learning rate falls.
+the root of this field. As G grows, the root tends to the maximiser of E[2 arcsin sqrt V]. Variants
+of the estimator add the KL term, which has expectation -beta grad KL(pi_ref || pi), or minibatches
+with importance ratios, or both. Minibatches do not change the root, because pi_old tends to
+pi_theta as the learning rate falls.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
 from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
 from grpo_ustat.terminal.streams import percentage
 
-# Distance at which a limit counts as reached, relative to the distance between the two maximisers.
+# Largest distance at which a limit counts as reached, relative to the distance between the
+# maximisers of E[V] and of E[2 arcsin sqrt V].
 TOLERANCE = 0.01
 
 STATEMENT = (
     "Proposition 13: let rewards be 0 or 1, divide advantages by the group's standard deviation, "
     "and fix the group size, the batch and the c of the learning rate c/t. As T grows, training "
     "converges to the maximiser of E[2 arcsin sqrt(V(X))] instead of the maximiser of E[V(X)]. "
-    "With a KL term it converges to the maximiser of the first objective minus "
-    "beta KL(pi_ref || pi)."
+    "With a KL term, training converges to the maximiser of E[2 arcsin sqrt(V(X))] - beta "
+    "KL(pi_ref || pi)."
 )
 
 
@@ -60,7 +62,7 @@ class EndPoint:
 
     @property
     def baseline(self) -> str:
-        """Name of the way in which advantages are computed."""
+        """Name of the rule that computes advantages."""
         return "GRPO" if self.estimator.baseline == "leave_one_out" else "normalised"
 
     @property
@@ -70,7 +72,7 @@ class EndPoint:
 
     @property
     def measured(self) -> Interval:
-        """Mean end point over replicates with its interval."""
+        """Mean over replicates of the extrapolated end point, with a t interval."""
         return mean_interval(extrapolate(self.run))
 
     @property
@@ -80,9 +82,9 @@ class EndPoint:
 
 
 def plan(design: Proposition13Config) -> list[Simulation]:
-    """Plan GRPO at the largest G, the normalised estimator at every G, and its variants.
+    """Plan GRPO at the largest G, the normalised estimator at every G, and variants of it.
 
-    The variants have a KL term, minibatches or both.
+    The variants add a KL term, minibatches or both.
     """
     (rate,), steps = learning_rates(design), (design.steps // 4, design.steps)
     kl, parts = kl_term(design), design.minibatches
@@ -100,7 +102,7 @@ def plan(design: Proposition13Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the end points of replicates with maximisers and roots, for one coordinate u."""
+    """Compare the mean end points with maximisers and roots; u has a single coordinate."""
     ends = [
         EndPoint(
             run,
@@ -117,7 +119,7 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
         remark = f"; the enumerated root is {end.root:.4g}"
         claims.append(_end_claim(end, what, end.maximiser, remark))
     for end in ends[1:]:
-        what = f"{end.name}: mean end point of u against the root of its field"
+        what = f"{end.name}: mean end point of u against the root of the enumerated expected update"
         claims.append(_end_claim(end, what, end.root, ""))
     claims.append(_limit_claim(problem, design))
     if design.variant_sizes:
@@ -148,7 +150,7 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
 
 
 def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estimator:
-    """Return the estimator of Algorithm 2 at one G with the given changes to its fields."""
+    """Return Algorithm 2's estimator at group size `size`, with the given fields changed."""
     plain = Estimator("leave_one_out_std", design.num_prompts, size, design.epsilon)
     return replace(plain, **changes)
 
@@ -166,7 +168,7 @@ def variant(estimator: Estimator) -> str:
 
 
 def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the factor of grad V in the estimator's expectation as a function of V.
+    """Return the factor of grad V in the estimator's expectation, as a function of V.
 
     The factor is 1 without normalisation.
     """
@@ -176,10 +178,10 @@ def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def field(problem: Problem, pull: Callable, u: float, estimator: Estimator | None = None) -> float:
-    """Return the mean over prompts of `pull(V) dV/du - beta dKL(pi_ref || pi)/du`.
+    """Return the field: the mean over prompts of `pull(V) dV/du - beta dKL(pi_ref || pi)/du`.
 
     Args:
-        problem: test problem with one coordinate.
+        problem: test problem with a single coordinate u.
         pull: factor of dV/du as a function of V.
         u: coordinate.
         estimator: estimator that defines the KL term; None means no KL term.
@@ -211,8 +213,8 @@ def half_width(problem: Problem) -> float:
 def maximiser(problem: Problem, estimator: Estimator) -> float:
     """Return the maximiser of the objective that the paper states for an estimator.
 
-    The objective is E[2 arcsin sqrt V] with normalisation and J without it, in both cases minus
-    beta KL(pi_ref || pi) if there is a KL term.
+    The objective is E[2 arcsin sqrt V] with normalisation and J without normalisation. If there is
+    a KL term, beta KL(pi_ref || pi) is subtracted from the objective.
     """
 
     def arcsin_pull(value: np.ndarray) -> np.ndarray:
@@ -223,7 +225,7 @@ def maximiser(problem: Problem, estimator: Estimator) -> float:
 
 
 def extrapolate(run: Trajectories) -> np.ndarray:
-    """Return each replicate's end point without the term of order 1/T, from T and T/4.
+    """Extrapolate each replicate's u from T/4 and T, which removes the error of order 1/T.
 
     Richardson extrapolation: if `e(T) = e + b/T`, then `e = e(T) + (e(T) - e(T')) / (T/T' - 1)`.
     The offset of the learning rate is added to T and T'.
@@ -233,10 +235,10 @@ def extrapolate(run: Trajectories) -> np.ndarray:
 
 
 def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:
-    """Make a claim that the mean end point of u is a predicted point.
+    """Make a claim that the mean end point of u equals a predicted value.
 
-    The claim is undecided if the extrapolation changes the mean by more than its distance from the
-    prediction.
+    The claim is undecided if the prediction is outside the interval, but no further from the mean
+    than the extrapolation moved the mean.
     """
     measured, count = end.measured, end.run.replicates
     distance, change = (abs(measured.estimate - x) for x in (predicted, end.at_last_step))
@@ -244,8 +246,8 @@ def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim
     agrees = True if inside else None if distance <= change else False
     how = (
         f"{percentage(CONFIDENCE)} t interval, {count} replicates, T = {end.run.steps_S[-1]}, "
-        "extrapolated to the limit in T; outside the interval, undecided if the distance is at "
-        f"most the change by extrapolation{remark}"
+        "extrapolated to infinite T; if the prediction is outside the interval, undecided if its "
+        f"distance from the mean is at most the change made by the extrapolation{remark}"
     )
     p_value = interval_p_value(measured, count - 1, predicted)
     return Claim(what, predicted, *measured, verdict_of(agrees), how, p_value)
@@ -262,17 +264,17 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
     sizes, label = comma_list(design.limit_sizes), " - beta KL" if exact[0].beta else ""
     how = (
         f"roots enumerated at G = {sizes}, epsilon = 0, extrapolated in 1/G; agrees within "
-        f"{percentage(TOLERANCE)} of the distance to the maximiser of J, otherwise undecided if "
-        "approaching the prediction"
+        f"{percentage(TOLERANCE)} of the distance between the maximisers of J and of E[2 arcsin "
+        "sqrt V], otherwise undecided if the roots approach the prediction"
     )
-    what = f"as G grows: limit of the root against the maximiser of E[2 arcsin sqrt V]{label}"
+    what = f"as G grows: limit of the root, against the maximiser of E[2 arcsin sqrt V]{label}"
     return limit_claim(what, limit, roots, TOLERANCE * distance, how)
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
-    """Summarise the claims on the maximisers that the paper states.
+    """Summarise the claims about the maximisers that the paper states.
 
-    The first claims are in the order of the end points.
+    The first `len(ends)` claims are in the order of `ends`.
     """
     verdict = {end.name: claim.verdict for end, claim in zip(ends, claims, strict=False)}
     grpo, *by_size = (end for end in ends if not variant(end.estimator))
@@ -294,11 +296,11 @@ def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
         )
     limit = next(claim for claim in claims if claim.what.startswith("as G grows"))
     if limit.verdict == AGREES:
-        sentences.append("as G grows the end point tends to the arcsin maximiser")
+        sentences.append("as G grows the end point tends to the maximiser of E[2 arcsin sqrt V]")
     if variants:
         count = sum(verdict[end.name] == DISAGREES for end in variants)
         sentences.append(
-            f"of {len(variants)} variants with KL term or minibatches, {count} disagree"
+            f"of {len(variants)} variants with a KL term or minibatches, {count} disagree"
         )
     sentences.append(
         f"GRPO without normalisation ends at {grpo.measured.estimate:.4f}, and the maximiser of J "
@@ -308,29 +310,31 @@ def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
 
 
 def _notes(ends: list[EndPoint]) -> list[str]:
-    """Return notes on the field of the estimator and on the variants."""
+    """Return notes on the estimator's field and on its variants."""
     plain = [end for end in ends[1:] if not variant(end.estimator)]
     roots = ", ".join(f"{end.root:.4f} at {end.estimator.group_size}" for end in plain)
     lines = [
         "At a fixed G the normalised estimator follows the mean over prompts of w_G(V) grad V, "
-        "with w_G enumerated over the number of right answers. By group size, the roots of this "
-        f"field are {roots}; the arcsin maximiser is {plain[0].maximiser:.4f}. More steps, more "
+        "with w_G enumerated over the number of right answers. The roots of this field, by group "
+        f"size, are {roots}. The maximiser of E[2 arcsin sqrt V] is {plain[0].maximiser:.4f}. More "
+        "steps, more "
         "prompts or a smaller learning rate do not move a root.",
-        "Without a KL term the roots are the same if the baseline is the mean of the whole group "
-        "instead of the mean of the others, which only multiplies the field by (G-1)/G.",
+        "Without a KL term, the roots are the same if the baseline is the mean of the whole group "
+        "instead of the mean of the other completions. This change only multiplies the field by "
+        "(G-1)/G.",
     ]
     if any(variant(end.estimator) for end in ends):
         lines.append(
-            "The KL term (pi_ref/pi - 1) s of an on-policy completion has expectation "
-            "-grad KL(pi_ref || pi). The predicted end point is therefore the maximiser of the "
-            "arcsin objective minus beta KL(pi_ref || pi). Minibatches with importance ratios have "
+            "For an on-policy completion the KL term (pi_ref/pi - 1) s has expectation -grad "
+            "KL(pi_ref || pi). The predicted end point is therefore the maximiser of E[2 arcsin "
+            "sqrt V] - beta KL(pi_ref || pi). Minibatches with importance ratios have "
             "the same roots, since pi_old tends to pi_theta as c/t falls."
         )
     return lines
 
 
 def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
-    """Return panels of the end points by group size, of the variants and of both objectives."""
+    """Return panels of end points by group size, of variants, and of both objectives."""
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
     x = [end.estimator.group_size for end in by_size]
     curves = [
@@ -363,7 +367,7 @@ def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
 
 
 def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
-    """Return lines of the measured end points with intervals and of the roots."""
+    """Return curves of the measured end points, with intervals, and of the roots."""
     x = [end.estimator.group_size for end in ends]
     y, low, high = (list(values) for values in zip(*(end.measured for end in ends), strict=True))
     roots = [end.root for end in ends]
@@ -371,7 +375,7 @@ def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse several coordinates, a reference out of range and rates that are too small."""
+    """Refuse several coordinates, an out-of-range reference, and rates that are too small."""
     problem, design = build_problem(experiment.problem), experiment.theorem
     if len(problem.start_K) != 1:
         raise ConfigError(

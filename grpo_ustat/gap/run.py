@@ -1,4 +1,4 @@
-"""Run of `gap`: test of a theorem, run folder, table of claims and costs."""
+"""The command `gap`, which tests a theorem, fills the run folder and prints the claims."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
 
-# Smallest terminal width, in columns, at which severities are shown.
+# Smallest terminal width, in columns, at which the severity column is shown.
 SEVERITY_COLUMNS = 120
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
-    """Test the theorem or show the result that the folder already contains.
+    """Test the theorem, or load the result if the folder already contains it, and print it.
 
     Returns:
-        Number of predictions that do not agree with the measurement.
+        Number of claims whose verdict is not `agrees`.
     """
     console = Console(quiet=not is_main())
     result = main_only(folder.result)
     if result is None:
         theorem(config.theorem.kind).check(config.experiment)
         with folder.lock():
-            # Another process may have finished the run before this one got the lock.
+            # Another process may have finished the run before this process got the lock.
             result = main_only(folder.result) or run_theorem(config, folder)
     else:
         text = f"{folder.path} is complete; on_existing=overwrite runs it again."
@@ -62,7 +62,7 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     """Test the theorem and write curves.csv, the figure, report.html and result.json.
 
     Returns:
-        Content of result.json.
+        Content of the file result.json.
     """
     main_only(folder.open)
     start, record = time.perf_counter(), theorem(config.theorem.kind)
@@ -89,7 +89,7 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     )
     content = content_of(result)
     columns = dict.fromkeys(key for row in evidence.rows for key in row)
-    # Columns that a row lacks are None.
+    # A row gets None in every column for which it has no value.
     rows = [{key: row.get(key) for key in columns} for row in evidence.rows]
     write_csv(folder, "curves.csv", rows)
     if is_main():
@@ -102,9 +102,10 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def claims_table(result: dict[str, Any], width: int) -> Table:
-    """Return the table of predictions and measurements without empty columns.
+    """Return the table of predictions and measurements, omitting empty columns.
 
-    Severities are sentences and are shown only at 120 columns and more.
+    The severity column contains whole sentences and is shown only if the terminal has at least 120
+    columns.
     """
     table = Table(title=TITLES[result["theorem"]], caption=result["statement"])
     rows = [claim_cells(claim) for claim in result["claims"]]
@@ -121,7 +122,7 @@ def claims_table(result: dict[str, Any], width: int) -> Table:
 
 
 def show_plan(runs: Sequence[PlannedRun]) -> None:
-    """Print one line per run and the total."""
+    """Print one line per run and the total time."""
     table = Table(box=SIMPLE, pad_edge=False)
     for name in ("theorem", "problem", "replicates", "steps", "completions", "time"):
         side = "left" if name in ("theorem", "problem") else "right"
@@ -153,17 +154,18 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     if len(estimates) < len(times):
         notes.append(
             "Time unknown: no run with this theorem, problem and launch.workers has finished on "
-            "this machine yet; the first one will provide it."
+            "this machine yet; the first finished run will provide an estimate."
         )
     console.print(*notes, "Each run folder takes less than 10 MB.")
 
 
 def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
-    """Return the expected seconds of a run, estimated from an earlier run on this machine.
+    """Return the expected duration of a run in seconds, estimated from an earlier run.
 
-    The estimate scales the time of the newest finished run with the same theorem, problem and
-    workers by the number of completions. If nothing is drawn it is the time of that run. It is None
-    if there is no such run.
+    The earlier run is the newest finished run on this machine with the same theorem, problem and
+    number of workers. Its time is scaled in proportion to the number of completions. If one of the
+    two runs draws no completions, the earlier run's time is returned unchanged. The result is None
+    if there is no earlier run.
     """
     config, folder = planned.config, planned.folder
     same = {

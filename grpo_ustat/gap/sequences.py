@@ -1,7 +1,7 @@
-r"""Enumerable autoregressive policy, the test problem for importance ratios and KL terms.
+r"""Enumerable autoregressive policy, used to test importance ratios and KL terms.
 
 All V^L completions of exactly L tokens are listed. All prompts share the parameters. Each prompt
-adds constants to the logits of the tokens, the same at every position:
+adds a constant to each token's logit, the same at every position:
 
     pi(v | x, y_<t) = softmax_v( theta[t, y_{t-1}, v] + offset[x, v] )        y_{-1} = 0
 
@@ -22,7 +22,7 @@ from grpo_ustat.draws import generator
 
 @dataclass(frozen=True)
 class SequencePolicy:
-    """Policy over completions of L tokens from a vocabulary of V, for P prompts.
+    """Policy over completions of L tokens from a vocabulary of V tokens, for P prompts.
 
     Raises:
         ValueError: If V^L exceeds `MAX_COMPLETIONS`.
@@ -35,9 +35,10 @@ class SequencePolicy:
     ([0.25], [-0.125, 0.125])
     """
 
-    # Parameters by position, previous token (token 0 at the first position) and token.
+    # Parameters, indexed by position, previous token and token. The token before the first position
+    # is token 0.
     theta_LVV: np.ndarray
-    # Constants that each prompt adds to the logits of the tokens.
+    # Constants that each prompt adds to the tokens' logits.
     offset_PV: np.ndarray
 
     def __post_init__(self):
@@ -47,7 +48,7 @@ class SequencePolicy:
         if size**length > MAX_COMPLETIONS:
             raise ValueError(
                 f"{size} tokens at {length} positions make {size**length} completions, more than "
-                f"{MAX_COMPLETIONS}: use fewer tokens or positions"
+                f"{MAX_COMPLETIONS}: use a smaller vocabulary or length"
             )
 
     def at(self, theta_D: np.ndarray) -> SequencePolicy:
@@ -67,7 +68,7 @@ class SequencePolicy:
 
     @cached_property
     def next_PYLV(self) -> np.ndarray:
-        """Distribution pi(. | x, y_<t) at every token of every completion."""
+        """Distribution pi(. | x, y_<t) of the token at every position of every completion."""
         return np.exp(self._next_log_PYLV)
 
     @cached_property
@@ -82,7 +83,7 @@ class SequencePolicy:
 
     @cached_property
     def token_scores_PYLD(self) -> np.ndarray:
-        """Token scores grad log pi(y_t | x, y_<t); the array is large except for small policies."""
+        """Token scores grad log pi(y_t | x, y_<t); large unless the policy is small."""
         positions_LL = np.eye(len(self.theta_LVV))
         return np.stack([self.weighted_scores(only_L) for only_L in positions_LL], axis=2)
 
@@ -107,21 +108,21 @@ class SequencePolicy:
         return _mean(self.probabilities_PY * reward_PY, self.scores_PYD)
 
     def kl_from_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return the gradient `-E_reference[s]` of KL(reference || policy) of completions."""
+        """Return `-E_reference[s]`, the gradient of KL(reference || policy) over completions."""
         return -_mean(reference.probabilities_PY, self.scores_PYD)
 
     def kl_to_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return the gradient `E[s log(policy / reference)]` of KL(policy || reference)."""
+        """Return `E[s log(policy / reference)]`, the gradient of KL(policy || reference)."""
         log_ratio_PY = (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
         return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient of the KL divergences of tokens for a fixed law of prefixes.
+        """Return the gradient of the token-level KL divergences for a fixed law of prefixes.
 
         The result is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`
-        with respect to the policy's parameters. If the prefixes follow the policy, it is the target
-        of the gradient of the K3 penalty. If they follow the reference, it is the gradient of
-        KL(reference || policy) of completions.
+        with respect to the policy's parameters. If the prefixes are sampled from the policy, the
+        result is the target of the K3 penalty's gradient. If they are sampled from the reference,
+        the result is the gradient of KL(reference || policy) over completions.
 
         Args:
             prefix_PY: probabilities of the completions whose prefixes are used.
@@ -145,9 +146,9 @@ class SequencePolicy:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
-        """Place the blocks [P, Y, L, V] of tokens in arrays of all parameters, [P, Y, D].
+        """Write the tokens' blocks [P, Y, L, V] into arrays over all parameters, [P, Y, D].
 
-        The block of token t goes to row (t, previous token).
+        The block of token t is written to row (t, previous token).
         """
         prompts, count, length, size = block_PYLV.shape
         rows = np.zeros((prompts, count, length, size, size))
@@ -156,7 +157,7 @@ class SequencePolicy:
 
 
 def build_sequences(problem: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
-    """Draw policy, reference policy and rewards [P, Y] with the configuration's seed.
+    """Draw a policy, a reference policy and rewards [P, Y] from the configuration's seed.
 
     The completions of each prompt get random ranks r = 0 ... Y-1. With K reward levels the reward
     is `floor(K (r/Y)^difficulty) / (K-1)`.

@@ -1,8 +1,8 @@
 """Simulation of Algorithm 1 on a test problem, vectorised over replicates.
 
 Replicates run in blocks. Each replicate draws from its own generator, keyed by seed and replicate
-number, and no sum runs over replicates. The path of a replicate therefore does not depend on the
-other replicates.
+number, and no sum runs over replicates. A replicate's path therefore does not depend on the other
+replicates.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from grpo_ustat.draws import generator
 from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.problems import Problem
 
-# Number of replicates in a block, small enough that the arrays stay in a core's cache.
+# Number of replicates in a block. It is small enough for the arrays to stay in a core's cache.
 REPLICATES_AT_ONCE = 500
-# Number of steps for which uniform random numbers are drawn at once.
+# Number of steps for which uniform random numbers are drawn in a single call.
 STEPS_AT_ONCE = 50
 STREAM = "algorithm1"
 
@@ -28,21 +28,23 @@ STREAM = "algorithm1"
 class Estimator:
     """Gradient estimator from B prompts with G completions each."""
 
-    # Baseline: none, oracle, optimal, leave_one_out or leave_one_out_std. The last is the paper's
-    # Algorithm 2, which subtracts the mean of the others and divides by the group's std.
+    # Baseline: none, oracle, optimal, leave_one_out or leave_one_out_std. The option
+    # leave_one_out_std is the paper's Algorithm 2: it subtracts the mean reward of the group's
+    # other completions and divides by the group's standard deviation.
     baseline: str
     # Number of prompts per update, B.
     num_prompts: int
     # Number of completions per prompt, G.
     group_size: int
-    # Constant added to the standard deviation.
+    # Constant added to the group's standard deviation.
     epsilon: float = 0.0
     # Weight of the KL term `(pi_ref/pi - 1) s`, whose expectation is -grad KL(pi_ref || pi).
     beta: float = 0.0
-    # Coordinates u of pi_ref, not used if beta is 0.
+    # Coordinates u of pi_ref; not used if beta is 0.
     reference: tuple[float, ...] = ()
-    # Number of updates per batch, in one pass over minibatches of B prompts. The advantages have
-    # ratios pi_theta / pi_old, where pi_old is the policy at the first update of the batch.
+    # Number of updates per batch. Each update uses a different minibatch of B prompts. The
+    # advantages are multiplied by the ratios pi_theta / pi_old, where pi_old is the policy before
+    # the batch's first update.
     minibatches: int = 1
 
     @property
@@ -85,7 +87,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Estimator, learning rate, and steps to record in ascending order."""
+    """A simulation to run: estimator, learning rate, and steps to record, in ascending order."""
 
     estimator: Estimator
     rate: Rate
@@ -93,32 +95,32 @@ class Simulation:
 
     @property
     def rates_T(self) -> np.ndarray:
-        """Learning rates eta_1 ... eta_T up to the last recorded step."""
+        """Learning rates eta_1 ... eta_T, where T is the last recorded step."""
         return self.rate.values(self.steps[-1])
 
     @property
     def work(self) -> int:
-        """Number of completions drawn by one replicate."""
+        """Number of completions that one replicate draws."""
         return self.estimator.rollouts * self.steps[-1]
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Positions of R replicates at S recorded steps."""
+    """Coordinates and gaps of R replicates at S recorded steps."""
 
     simulation: Simulation
-    # Number of updates before each record; 0 is the start.
+    # Numbers of updates after which the state was recorded; 0 is the start.
     steps_S: np.ndarray
     # Coordinates of the policy.
     u_SKR: np.ndarray
-    # Gaps J* - J at these coordinates.
+    # Gaps J* - J at the recorded coordinates.
     gap_SR: np.ndarray
-    # Number of updates after which a replicate first left the sublevel set; 0 if it never left.
+    # Number of updates after which each replicate first left the sublevel set; 0 if it never did.
     exit_R: np.ndarray
 
     @property
     def estimator(self) -> Estimator:
-        """Estimator of the gradient."""
+        """Gradient estimator of the simulation."""
         return self.simulation.estimator
 
     @property
@@ -132,21 +134,21 @@ class Trajectories:
         return self.gap_SR.shape[1]
 
     def scaled_gap(self, place: int) -> np.ndarray:
-        """Return (T + offset) times the gap of every replicate at a recorded step, [R]."""
+        """Return (T + offset) times each replicate's gap at a recorded step T, [R]."""
         return (self.steps_S[place] + self.rate.offset) * self.gap_SR[place]
 
 
 def simulate(
     problem: Problem, simulation: Simulation, replicates: range, seed: int
 ) -> Trajectories:
-    """Run Algorithm 1, `theta <- theta + eta_t g_hat`, from the start of the test problem.
+    """Run Algorithm 1, `theta <- theta + eta_t g_hat`, from the test problem's initial policy.
 
-    The update of u has the same form as that of theta, since the score lies in the row space of Q
-    and Q Q' = 1.
+    The update of u has the same form as the update of theta, since the score lies in the row space
+    of Q and Q Q' = 1.
 
     Args:
-        replicates: numbers of the replicates, which run at once.
-        seed: seed that, together with the number, determines a replicate's path.
+        replicates: numbers of the replicates to simulate together.
+        seed: seed that, together with a replicate's number, determines its path.
     """
     estimator, steps, rates_T = simulation.estimator, simulation.steps, simulation.rates_T
     u_KR = np.repeat(problem.start_K[:, None], len(replicates), axis=1)
@@ -188,7 +190,7 @@ def _uniforms(
 
 
 def reference_law(problem: Problem, estimator: Estimator) -> np.ndarray | None:
-    """Return the probabilities of pi_ref, [P, Y], or None without a KL term."""
+    """Return the probabilities of pi_ref, [P, Y], or None if there is no KL term."""
     return (
         problem.law(np.array(estimator.reference)[:, None])[0][..., 0] if estimator.beta else None
     )
@@ -205,12 +207,13 @@ def gradient(
     """Compute one gradient estimate with respect to u for each replicate, [K, R].
 
     Args:
-        problem: test problem with the rewards.
+        problem: test problem that defines the rewards.
         estimator: gradient estimator.
         law: probabilities and scores from `problem.law`.
         uniform: uniforms in [0, 1) that select the prompts and then the completions, [B + B G, R].
-        old_PYR: probabilities of pi_old, which writes the completions; by default those in `law`.
-        reference_PY: probabilities of pi_ref, required with a KL term.
+        old_PYR: probabilities of pi_old, which samples the completions; by default the
+            probabilities in `law`.
+        reference_PY: probabilities of pi_ref, required if there is a KL term.
     """
     probability_PYR, score_PYKR = law
     prompts, outcomes = probability_PYR.shape[:2]
@@ -243,12 +246,12 @@ def gradient(
 def outcome_counts(
     probability_PYR: np.ndarray, prompt_BR: np.ndarray, uniform: np.ndarray, group_size: int
 ) -> np.ndarray:
-    """Count each outcome in each group by inverting the cumulative law, float64 [Y, B, R].
+    """Draw outcomes by inverting the cumulative law; return their counts, float64 [Y, B, R].
 
     Args:
-        probability_PYR: probabilities of the policy that writes the completions.
+        probability_PYR: probabilities of the policy that samples the completions.
         prompt_BR: prompt of each group.
-        uniform: uniforms in [0, 1), [G B, R]; the completions of a group are B rows apart.
+        uniform: uniforms in [0, 1), [G B, R]; every B-th row belongs to the same group.
         group_size: number of completions per group, G.
     """
     uniform_GBR = uniform.reshape(group_size, *prompt_BR.shape)
@@ -270,9 +273,9 @@ def advantage(
     """Compute the advantage of each outcome as in `estimators.baselines`, [Y, B, R].
 
     Args:
-        estimator: estimator with the baseline and epsilon.
+        estimator: estimator that defines the baseline and epsilon.
         counts_YBR: count of each outcome in each group.
-        rewards_YBR: reward of each outcome for the prompt of the group.
+        rewards_YBR: reward of each outcome for the group's prompt.
         value_BR: baseline values, required for `oracle` and `optimal`.
 
     Raises:
@@ -303,14 +306,14 @@ def advantage(
 def run_simulations(
     simulations: Sequence[Simulation], problem: Problem, replicates: int, seed: int, workers: int
 ) -> tuple[list[Trajectories], int]:
-    """Return the trajectories of every simulation, in order, and the number of completions drawn.
+    """Run all simulations; return their trajectories, in order, and the number of completions.
 
     Args:
         simulations: simulations to run.
         problem: test problem.
         replicates: number of replicates, R.
-        seed: seed that, together with the number, determines a replicate's path.
-        workers: number of processes that share the replicates.
+        seed: seed that, together with a replicate's number, determines its path.
+        workers: number of processes among which the replicates are divided.
     """
     items = [
         (place, range(first, min(first + REPLICATES_AT_ONCE, replicates)))
@@ -336,15 +339,15 @@ def run_simulations(
 
 
 def exits_text(runs: Sequence[Trajectories]) -> str:
-    """Return a sentence with the number of replicates that left the sublevel set."""
+    """Return a sentence that counts the replicates that left the sublevel set."""
     exit_N = np.concatenate([run.exit_R for run in runs])
-    return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at some step"
+    return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at least once"
 
 
 def _simulate_blocks(
     items: list[tuple[int, range]], simulations: list[Simulation], problem: Problem, seed: int
 ) -> Iterator:
-    """Run blocks of replicates in a worker."""
+    """Run blocks of replicates in a worker process."""
     for place, block in items:
         yield place, block[0], simulate(problem, simulations[place], block, seed)
         yield WorkCost(rollouts=simulations[place].work * len(block))

@@ -1,4 +1,4 @@
-"""Framework for tests of theorems by simulations of Algorithm 1.
+"""Framework that tests theorems by simulating Algorithm 1.
 
 A test consists of a plan, which lists the simulations for a configuration, and a judge, which turns
 the trajectories into claims, curves and rows.
@@ -22,7 +22,7 @@ Judge = Callable[[Problem, Any, Sequence[Trajectories]], Evidence]
 
 
 def learning_rates(theorem: SimulatedConfig) -> list[Rate]:
-    """Return the learning rates of a theorem; the decaying learning rate is last."""
+    """Return the learning rates at which a theorem is tested; the decaying rate is last."""
     constant = [Rate("constant", rate) for rate in getattr(theorem, "constant_rates", [])]
     return [*constant, Rate("decaying", theorem.decaying_rate, theorem.offset)]
 
@@ -31,9 +31,9 @@ def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> N
     """Refuse learning rates that violate the assumptions: eta >= 2/L or 2 mu c <= 1.
 
     Args:
-        experiment: experiment with the learning rates.
+        experiment: experiment that defines the learning rates.
         problem: test problem, which defines L.
-        curvature: constant mu in the condition on the decaying learning rate.
+        curvature: the constant mu in the condition 2 mu c > 1 on the decaying learning rate.
     """
     smoothness, least = problem.constants[1], 0.5 / curvature
     for rate in getattr(experiment.theorem, "constant_rates", []):
@@ -46,14 +46,14 @@ def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> N
     if experiment.theorem.decaying_rate <= least:
         raise ConfigError(
             f"theorem.decaying_rate={experiment.theorem.decaying_rate} on "
-            f"problem={experiment.problem.name} gives 2 mu c <= 1: use more than {least:.4g}"
+            f"problem={experiment.problem.name} gives 2 mu c <= 1: use a rate above {least:.4g}"
         )
 
 
 def check_limit_rates(experiment: Experiment) -> None:
-    """Refuse learning rates that violate the assumptions of theorems on the limit.
+    """Refuse learning rates that violate the assumptions of theorems about the limit.
 
-    The relevant mu is the smallest curvature at the maximisers.
+    In the condition 2 mu c > 1 the constant mu is the smallest curvature at the maximisers.
     """
     problem = build_problem(experiment.problem)
     check_rates(experiment, problem, problem.least_curvature)
@@ -66,13 +66,14 @@ def simulated(
     judge: Judge,
     check: Callable[[Experiment], None] = check_limit_rates,
 ) -> Theorem:
-    """Return the record of a theorem that `judge` tests with the simulations of `plan`.
+    """Return a theorem whose test runs the simulations of `plan` and evaluates them with `judge`.
 
     Args:
         schema, statement, check: see `Theorem`.
         plan: function that returns the simulations for an instance of `schema`.
-        judge: function that returns the evidence from the trajectories, which are in the order of
-            the plan. Facts about the test problem and the number of completions are added to it.
+        judge: function that turns the trajectories, which are in the order of the plan, into
+            evidence. Facts about the test problem and the number of completions are added to the
+            evidence.
     """
 
     def run(experiment: Experiment) -> Evidence:
@@ -91,7 +92,7 @@ def simulated(
 def run_and_judge(
     plan: Plan, judge: Judge, problem: Problem, design: SimulatedConfig, seed: int, workers: int
 ) -> Evidence:
-    """Run the planned simulations on a test problem and judge them; see `simulated`."""
+    """Run the planned simulations on a test problem and evaluate them; see `simulated`."""
     runs, rollouts = run_simulations(plan(design), problem, design.replicates, seed, workers)
     evidence = judge(problem, design, runs)
     return replace(

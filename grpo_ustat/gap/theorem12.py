@@ -1,15 +1,15 @@
-r"""Theorem 12: errors of Algorithm 2's gradient estimate on the minibatches of a batch.
+r"""Theorem 12: errors of Algorithm 2's gradient estimate on minibatches of a batch.
 
-The setting, the estimate and the target are those of `grpo_ustat.gap.offpolicy`. Completions are
-from pi_old. Advantages are leave-one-out advantages, either divided by the group's standard
-deviation as in the paper or not divided. A batch of B prompts, drawn independently, is split into m
-minibatches, and one pass makes an update on each of them. The estimate on the last minibatch, after
-k = m - 1 updates by gradient ascent, is the farthest from pi_old. Given theta_k the last minibatch
-is independent of the earlier ones, so that its bias and variance can be enumerated; only theta_k is
-random. To first order in the learning rate eta the change of the bias is linear in
-theta_k - theta_old, so the squared change is of order eta^2. Normalisation causes a bias of order
-1/G already at theta_old (`large_groups`). More prompts do not change it, because it is a bias of
-the expectation for one prompt.
+The setting, the estimate and the target are defined in `grpo_ustat.gap.offpolicy`. Completions are
+sampled from pi_old. Leave-one-out advantages are used, either undivided or, as in the paper,
+divided by the group's standard deviation. A batch of B prompts, drawn independently, is split into
+m minibatches. One pass over the batch makes one update on each minibatch. The last minibatch, after
+k = m - 1 updates by gradient ascent, is used with the policy farthest from pi_old. Given theta_k,
+the last minibatch is independent of the earlier minibatches, so the bias and variance of its
+estimate can be computed exactly; only theta_k is random. To first order in the learning rate eta
+the change of the bias is linear in theta_k - theta_old, so the squared change is of order eta^2.
+Normalisation causes a bias of order 1/G already at theta_old (`large_groups`). More prompts do not
+reduce this bias, because it is a bias of each prompt's expectation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
-# Relative error within which a limit as G grows counts as reached.
+# Largest relative error at which a limit as G grows counts as reached.
 LIMIT_TOLERANCE = 0.01
 LABELS = {
     "none": "without normalisation",
@@ -63,12 +63,13 @@ STATEMENT = (
     "Theorem 12: if the standard deviation of rewards is bounded away from 0, the mean squared "
     "error of Algorithm 2's gradient estimate, with advantages divided by the group's standard "
     "deviation, is the sum of a squared bias, the oracle's variance / (B G), and O(1/(B G^2)). The "
-    "bias comes from ratios of tokens instead of completions and from a KL term without a ratio, "
-    "and it vanishes with the learning rate. Our reading: the target is the expectation of "
-    "g / sigma(x), since the paper calls the ground-truth gradient the derivative of "
-    "E[2 arcsin sqrt V]. With the group's standard deviation in the target, the bias at learning "
-    "rate 0 would be 0 by definition. The assumption may bound the standard deviation of every "
-    "group or, as in the proof of Lemma 11, only sigma(x); both are tested."
+    "bias arises because the ratios are those of tokens instead of completions and because the KL "
+    "term has no ratio. The bias vanishes as the learning rate tends to 0. In our reading the "
+    "target is the expectation of g / sigma(x), since the paper calls the ground-truth gradient "
+    "the derivative of E[2 arcsin sqrt V]. If the target contained the group's standard deviation, "
+    "the bias at learning rate 0 would be 0 by definition. The assumption can be read as a bound "
+    "on the standard deviation of every group or, as in the proof of Lemma 11, as a bound on "
+    "sigma(x) only; both readings are tested."
 )
 
 
@@ -84,9 +85,10 @@ def theorem12(
     Args:
         policy: old policy pi_old, with at least 2 tokens per completion.
         reference: reference policy pi_ref, with the same prompts.
-        reward_PY: rewards of all completions on a grid; no single token determines them.
+        reward_PY: rewards of all completions, which must lie on a grid and not depend on a single
+            token only.
         design: settings of the test.
-        seed: seed of the paths; the same completions are drawn at every learning rate.
+        seed: seed of the random paths, which use the same completions at every learning rate.
     """
     rates, updates = np.array(sorted(set(design.learning_rates))), design.minibatches - 1
     shape = design.num_prompts // design.minibatches, design.group_size
@@ -117,7 +119,7 @@ def theorem12(
 
 
 def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
-    """Return facts about policy, rewards and batch for the report."""
+    """Return facts about the policy, the rewards and the batch for the report."""
     prompts, count, length = setting.old.logprob_PYL.shape
     value_P = setting.old.value_P(setting.reward_PY)
     return {
@@ -137,11 +139,11 @@ def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float
 
 
 def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
-    """Make claims on the theorem with normalisation and on divisors for which it may hold.
+    """Make claims about the normalised estimate and about divisors with which the theorem may hold.
 
     Args:
         start: exact values at learning rate 0.
-        group_size: group size G at which other divisors are compared.
+        group_size: group size G at which the other divisors are tested.
     """
     by_size = [_bias_claim(start, "group_std", size, "with normalisation") for size in start.sizes]
     guards = [
@@ -150,14 +152,14 @@ def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
     ]
     how = (
         f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
-        f"agrees within {percentage(LIMIT_TOLERANCE)}; "
-        "otherwise the remainder of the variance is of order 1/(B G), not 1/(B G^2)"
+        f"agrees within {percentage(LIMIT_TOLERANCE)}; a ratio other than 1 means that the "
+        "variance differs from the oracle's by order 1/(B G), not 1/(B G^2)"
     )
     labels = {kind: LABELS[kind] for kind in ("none", "sigma")}
     oracles = []
     for kind, label in (labels | {"group_std": "with normalisation"}).items():
         ratio = start.variance_ratio(kind)
-        what = f"as G grows: ratio of G (B variance - C1) to that of the oracle, {label}"
+        what = f"as G grows: limit of (B variance - C1) / (the oracle's B variance - C1), {label}"
         oracles.append(enumerated_claim(what, 1.0, ratio, abs(ratio - 1) <= LIMIT_TOLERANCE, how))
     constant = limit_claim(
         "as G grows: limit of G ||bias|| at learning rate 0, with normalisation",
@@ -166,7 +168,7 @@ def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
         LIMIT_TOLERANCE * start.bias_limit,
         f"enumerated at G = {comma_list(start.limit_sizes)}, epsilon = 0, extrapolated in 1/G; "
         f"agrees within {percentage(LIMIT_TOLERANCE)} of the delta-method value, otherwise "
-        "undecided if approaching it",
+        "undecided if the values approach it",
     )
     return [*by_size, _order_claim(start), constant, *oracles, *guards]
 
@@ -178,7 +180,7 @@ def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
     exceeded = start.values[kind]["exceeded"][place]
     how = "enumerated, the same for every B; the theorem predicts 0; agrees if 0 up to rounding"
     if np.isfinite(exceeded):
-        how += f"; exceeds the variance from B = {np.ceil(exceeded):.0f} prompts"
+        how += f"; the squared bias exceeds the variance if B >= {np.ceil(exceeded):.0f}"
     what = f"bias^2 / ||target||^2 at learning rate 0, {label}, G = {size}"
     return enumerated_claim(what, 0.0, share, share <= ROUNDING, how)
 
@@ -189,14 +191,15 @@ def _order_claim(start: OnPolicy) -> Claim:
     slopes = 2 * np.diff(bias) / np.diff(sizes)
     how = (
         f"enumerated, epsilon = 0, between G = {start.limit_sizes[1]} and {start.limit_sizes[2]}; "
-        f"agrees within {SLOPE_TOLERANCE}, otherwise undecided if approaching the prediction"
+        f"agrees within {SLOPE_TOLERANCE}, otherwise undecided if the slopes approach the "
+        "prediction"
     )
     what = "as G grows: slope of log bias^2 on log G at learning rate 0, with normalisation"
     return nearing_claim(what, -2.0, slopes[::-1], SLOPE_TOLERANCE, how)
 
 
 def _start_panels(start: OnPolicy) -> list[Panel]:
-    """Return panels of squared bias and of the batch above which it exceeds the variance."""
+    """Return panels of the squared bias and of the B above which it exceeds the variance."""
     size, sizes = "group size G", np.array(start.sizes, dtype=float)
     kinds = ("group_std", "group_std_floor", "group_std_redrawn")
     share = [PlotLine(LABELS[kind], sizes, start.values[kind]["bias2_share"]) for kind in kinds]
@@ -223,14 +226,14 @@ def _row(
     axis: str, at: float, path: str, normalisation: str, quantity: str, value: float,
     low: float | None = None, high: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a row of curves.csv; a value that is not finite becomes None."""
+    """Return a row of curves.csv; values that are not finite become None."""
     place = {"axis": axis, "at": float(at), "path": path, "normalisation": normalisation}
     finite = float(value) if np.isfinite(value) else None
     return place | {"quantity": quantity, "value": finite, "low": low, "high": high}
 
 
 def _start_answer(start: OnPolicy) -> str:
-    """Summarise the effect of normalisation on the theorem."""
+    """Summarise whether the theorem holds with normalisation at learning rate 0."""
     values = start.values["group_std"]
     if values["bias2_share"].max() <= ROUNDING:
         return "With normalisation there is no bias at learning rate 0 on this policy."
@@ -239,45 +242,47 @@ def _start_answer(start: OnPolicy) -> str:
     sizes, slope = comma_list(start.sizes), _order_claim(start)
     steep = f"on a log-log scale with slope {slope.measured:.2f} at the largest G tested"
     limit = {
-        AGREES: "It vanishes like 1/G^2 as G grows",
-        OPEN: f"It falls {steep}; whether it falls like 1/G^2 is undecided",
-        DISAGREES: f"It falls {steep}, not like 1/G^2",
+        AGREES: "The squared bias vanishes like 1/G^2 as G grows",
+        OPEN: f"Whether the squared bias falls like 1/G^2 is undecided; it falls {steep}",
+        DISAGREES: f"The squared bias falls {steep}, not like 1/G^2",
     }[slope.verdict]
     return (
-        "With normalisation as in the paper, and with the expectation of g / sigma(x) as target, "
-        "the theorem disagrees with the measurement at a fixed G. At learning rate 0, where the "
-        f"theorem states no bias, the squared bias is {shares} % of ||target||^2 at G = {sizes} "
-        f"for every B. It exceeds the variance from B = {exceeded}. {limit}."
+        "If advantages are normalised as in the paper and the target is the expectation of g / "
+        "sigma(x), the theorem disagrees with the measurement at a fixed G. At learning rate 0 "
+        f"the theorem states that there is no bias, but for every B the squared bias is {shares} % "
+        f"of ||target||^2 at G = {sizes}. It exceeds the variance from B = {exceeded} prompts on. "
+        f"{limit}."
     )
 
 
 def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
-    """Return notes on what the bound omits and on whether coverage restores it."""
+    """Return notes on the bias that the bound omits and on guards against small deviations."""
     place = list(start.sizes).index(group_size)
     at_size = {kind: {name: x[place] for name, x in v.items()} for kind, v in start.values.items()}
     std, ratio = at_size["group_std"], start.variance_ratio("group_std")
     with_guard = min(at_size[f"group_std_{guard}"]["bias2_share"] for guard in ("floor", "redrawn"))
     excess = group_size**2 * std["bias"] ** 2
     return [
-        "What the bound omits: a group's standard deviation is random and depends on the same "
-        "completions as the scores. This causes a bias of order 1/G in the expectation for one "
-        "group, which averaging over prompts does not remove. A squared bias of order 1/G^2 that "
-        f"does not fall with B is not O(1/(B G^2)). At G = {group_size} it is {excess:.3g} / "
-        f"(B G^2) at B = 1 and {1000 * excess:.3g} / (B G^2) at B = 1000, and the factor grows "
-        "without bound. For comparison, the variance is "
+        "The bound omits a bias. A group's standard deviation is random and depends on the same "
+        "completions as the scores. This causes a bias of order 1/G in each group's expectation, "
+        "which averaging over prompts does not remove. A squared bias of order 1/G^2 that "
+        f"does not fall with B is not O(1/(B G^2)). At G = {group_size} the squared bias is "
+        f"{excess:.3g} / (B G^2) at B = 1 and {1000 * excess:.3g} / (B G^2) at B = 1000. The "
+        "numerator grows without bound as B grows. For comparison, the variance is "
         f"{group_size**2 * std['variance']:.3g} / (B G^2).",
-        f"With normalisation G (B variance - C1) tends to {ratio:.3g} times the value of the "
-        "oracle as G grows. The variance itself tends to C1/B, as for the oracle. The noise of the "
-        "standard deviation cancels part of the noise of the mean (Lemma 11), and biases that "
+        f"With normalisation G (B variance - C1) tends to {ratio:.3g} times the oracle's value as "
+        "G grows. The variance itself tends to C1/B, as the oracle's variance does. The noise of "
+        "the standard deviation cancels part of the noise of the mean (Lemma 11), and biases that "
         "differ between prompts change C1 at order 1/G. The difference from the oracle is "
-        "therefore of order 1/(B G). If the factor is below 1, the oracle's variance is only an "
-        "upper bound.",
-        "Coverage: with independent rewards the standard deviation of every group cannot exceed a "
-        "fixed delta > 0. Some interval shorter than delta has probability p > 0 and therefore "
+        "therefore of order 1/(B G). A multiple below 1 means that the oracle's variance is "
+        "only an upper bound.",
+        "If rewards are independent, no fixed delta > 0 bounds the standard deviation of every "
+        "group from below. Some interval shorter than delta has probability p > 0 and therefore "
         "contains all G rewards with probability p^G. Here a group has zero variance with "
-        f"probability {percentage(std['zero_variance'], 2)} at G = {group_size}. Guards make the "
-        f"assumption hold literally {'but not' if with_guard > ROUNDING else 'and'} the theorem: "
-        f"the squared bias is {percentage(std['bias2_share'], 3)} of ||target||^2 if zero-variance "
+        f"probability {percentage(std['zero_variance'], 2)} at G = {group_size}. Guards against "
+        "small deviations make the assumption hold literally, "
+        f"{'but not' if with_guard > ROUNDING else 'and also'} the theorem. The squared bias is "
+        f"{percentage(std['bias2_share'], 3)} of ||target||^2 if zero-variance "
         "groups have advantage 0, "
         f"{percentage(at_size['group_std_floor']['bias2_share'], 3)} with max(std, {floor:g}), and "
         f"{percentage(at_size['group_std_redrawn']['bias2_share'], 3)} if groups are redrawn "
@@ -286,7 +291,7 @@ def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
         "With the KL term the squared bias is "
         f"{percentage(std['bias2_share_kl'], 3)} of ||target||^2, and "
         f"{percentage(at_size['group_std_redrawn']['bias2_share_kl'], 3)} if groups are redrawn. "
-        "On-policy, the KL term itself has no bias.",
+        "The KL term itself has no bias on-policy.",
     ]
 
 
@@ -294,21 +299,22 @@ def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
 
 
 def _plain_claims(paths: PathErrors) -> list[Claim]:
-    """Make claims without normalisation.
+    """Make claims about the estimate without normalisation.
 
     Raises:
-        ConfigError: If the exact path has almost no bias.
+        ConfigError: If the bias along the exact path is almost 0.
     """
     start, leading = paths.start, paths.leading
     assert leading is not None
     if not leading.exact > ROUNDING * start["token_variance"]:
         raise ConfigError(
             f"reward_PY gives a squared bias of only {leading.exact:.3g} eta^2 along the exact "
-            "path: use rewards that no single token determines, and a policy that is not stationary"
+            "path: use rewards that depend on more than one token, and a policy whose gradient is "
+            "not 0"
         )
     parts = {"": ""}
     if paths.setting.beta > 0:
-        parts |= {"_policy": ", without the KL term", "_kl": ", only the KL term"}
+        parts |= {"_policy": ", without the KL term", "_kl": ", KL term only"}
     largest = max(start[f"{level}_bias2{x}"] for level in ("token", "sequence") for x in parts)
     variance = paths.random["sequence_variance"]
     claims = [
@@ -321,17 +327,17 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
         _variance_claim(paths),
         *(
             _zero_claim(
-                f"bias^2 / variance with the ratio of the completion, {words}, over learning rates",
+                f"largest bias^2 / variance with completion ratios over learning rates, {words}",
                 (paths.random[f"sequence_bias2{part}"] / variance).max(),
             )
-            for part, words in (("_policy", "without the KL term"), ("", "also on the KL term"))
+            for part, words in (("_policy", "without the KL term"), ("", "with the KL term"))
         ),
     ]
     return _prefixed("without normalisation", claims)
 
 
 def _drift_claims(paths: PathErrors) -> list[Claim]:
-    """Make claims with normalisation on the change since learning rate 0."""
+    """Make claims about changes since learning rate 0, with normalisation."""
     label = "||bias - bias at learning rate 0||^2"
     claims = [
         _exact_slope_claim(paths, "token_drift2", label),
@@ -342,13 +348,13 @@ def _drift_claims(paths: PathErrors) -> list[Claim]:
 
 
 def _prefixed(words: str, claims: list[Claim]) -> list[Claim]:
-    """Prefix the text of every claim."""
+    """Add a prefix to each claim's description."""
     return [replace(claim, what=f"{words}: {claim.what}") for claim in claims]
 
 
 def _zero_claim(what: str, measured: float) -> Claim:
     """Make a claim that an enumerated quantity is 0."""
-    how = f"exact; agrees if at most {ROUNDING:g}, which is rounding error"
+    how = f"exact; agrees if at most {ROUNDING:g}, the size of rounding errors"
     return enumerated_claim(what, 0.0, measured, bool(measured <= ROUNDING), how)
 
 
@@ -357,24 +363,26 @@ def _exact_slope_claim(paths: PathErrors, name: str, label: str) -> Claim:
     slopes = np.diff(np.log(paths.exact[name])) / np.diff(np.log(paths.rates))
     how = (
         f"between learning rates {paths.rates[0]:g} and {paths.rates[1]:g}, exact; agrees within "
-        f"{SLOPE_TOLERANCE}, otherwise undecided if approaching the prediction as they fall"
+        f"{SLOPE_TOLERANCE}, otherwise undecided if the slope approaches the prediction as the "
+        "rates fall"
     )
-    what = f"slope of log {label} on log learning rate, exact steps"
+    what = f"slope of log({label}) on log(learning rate), exact steps"
     return nearing_claim(what, 2.0, slopes[:2], SLOPE_TOLERANCE, how)
 
 
 def _place_claim(paths: PathErrors) -> Claim:
-    """Make a claim on the growth of the bias with the position of a minibatch in the batch.
+    """Make a claim about how the bias grows with a minibatch's position in the batch.
 
-    After j updates the displacement is j eta times the target, to first order in eta.
+    To first order in eta, the displacement after j updates is j eta times the target.
     """
     last = paths.exact_by_place.shape[1] - 1
     ratio_E = paths.exact_by_place[:2, last] / paths.exact_by_place[:2, 1]
     how = (
         f"exact, at learning rate {paths.rates[0]:g}; agrees within {percentage(TOLERANCE)}, "
-        "otherwise undecided if approaching the prediction; the first minibatch has no bias"
+        "otherwise undecided if the ratio approaches the prediction as the rate falls; the first "
+        "minibatch has no bias"
     )
-    what = f"bias^2 of minibatch {last + 1} divided by that of minibatch 2, exact steps"
+    what = f"bias^2 of minibatch {last + 1} divided by bias^2 of minibatch 2, exact steps"
     return nearing_claim(what, float(last**2), ratio_E, TOLERANCE * last**2, how)
 
 
@@ -385,9 +393,10 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
     distance, before = max(slope.low - 2, 2 - slope.high, 0), abs(at_larger_rates - 2)
     how = (
         f"slope for the mean over {count} paths, 95 % jackknife interval; agrees if 2 is within "
-        f"{SLOPE_TOLERANCE} of the interval, undecided if wider than 0.5 or approaching 2"
+        f"{SLOPE_TOLERANCE} of the interval, undecided if the interval is wider than 0.5 or the "
+        "slope approaches 2 as the rates fall"
     )
-    what = f"slope of log {label} on log learning rate, minibatch steps{part}"
+    what = f"slope of log({label}) on log(learning rate), minibatch steps{part}"
     wide = slope.high - slope.low > 0.5
     agrees = None if wide else enumeration_converges(distance, before, SLOPE_TOLERANCE)
     p_value = interval_p_value(slope, count - 1, 2.0, SLOPE_TOLERANCE)
@@ -395,29 +404,29 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
 
 
 def _leading_claim(paths: PathErrors, limit_R: np.ndarray) -> Claim:
-    """Make a claim on the coefficient of eta^2."""
+    """Make a claim about the coefficient of eta^2 in the squared bias."""
     bias2_over_eta2 = paths.random["token_bias2"].mean(axis=1)[:2] / paths.rates[:2] ** 2
     how = (
         f"exact given the paths, at learning rate {paths.rates[0]:g}; agrees within "
-        f"{percentage(TOLERANCE)} of the value from the derivative of the bias, otherwise "
-        "undecided if approaching it"
+        f"{percentage(TOLERANCE)} of the value computed from the derivative of the bias, otherwise "
+        "undecided if the ratio approaches 1 as the rate falls"
     )
     what = "bias^2 / its leading term of order eta^2, mean over paths"
     return nearing_claim(what, 1.0, bias2_over_eta2 / limit_R.mean(), TOLERANCE, how)
 
 
 def _law_claim(paths: PathErrors, law: ScalingLaw) -> Claim:
-    """Make a claim that the variance before any update equals that of Proposition 3."""
+    """Make a claim that Proposition 3 gives the variance before any update."""
     predicted = law.mse(paths.setting.num_prompts, paths.setting.group_size)
     variance = paths.start["token_variance_policy"]
     agrees = bool(abs(variance / predicted - 1) <= 1e-10)
-    how = "exact, B prompts of a minibatch; Proposition 3 computed separately, agrees to 1e-10"
+    how = "exact; B prompts in a minibatch; Proposition 3 is computed separately; agrees to 1e-10"
     what = "variance at theta_old without the KL term, (C1 + C2/G + C3/(G(G-1)))/B"
     return enumerated_claim(what, predicted, variance, agrees, how)
 
 
 def _variance_claim(paths: PathErrors) -> Claim:
-    """Make a claim that updates do not change the variance at small learning rates."""
+    """Make a claim that updates at a small learning rate do not change the variance."""
     ratios_ER = paths.random["token_variance"] / paths.start["token_variance"]
     count, ratio = ratios_ER.shape[1], mean_interval(ratios_ER[0])
     inside = ratio.low - TOLERANCE <= 1 <= ratio.high + TOLERANCE
@@ -432,7 +441,7 @@ def _variance_claim(paths: PathErrors) -> Claim:
 
 
 def _length_claims(costs: ByLength) -> list[Claim]:
-    """Make claims on the cost of completion ratios for longer completions."""
+    """Make claims about how the cost of completion ratios grows with the completion length."""
     moment, length = costs.values["ratio_second_moment"], int(costs.lengths[-1])
     distance = np.abs(moment / costs.growth**costs.lengths - 1).max()
     return [
@@ -441,20 +450,20 @@ def _length_claims(costs: ByLength) -> list[Claim]:
             float(costs.growth**length),
             moment[-1],
             bool(distance <= 1e-10),
-            "exact at every length, to 1e-10",
+            "exact; agrees to 1e-10 at every length",
         ),
         enumerated_claim(
             "growth per token of variance with completion ratios / variance with token ratios",
             f">= {costs.growth:.4g}",
             costs.growth_of_ratio,
             costs.growth_of_ratio >= costs.growth,
-            f"exact, between the two largest lengths, up to {length}",
+            f"exact, between the two largest lengths, of which the larger is {length}",
         ),
     ]
 
 
 def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
-    """Return panels of squared bias and MSE by learning rate and of ratios by length."""
+    """Return panels of squared bias and MSE by learning rate, and of ratios by length."""
     rate, biases = "learning rate", []
     if "none" in paths:
         plain, labels = paths["none"], {"token_bias2": "minibatch steps"}
@@ -462,7 +471,7 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
         assert leading is not None
         if plain.setting.beta > 0:
             labels["token_bias2_policy"] = "without the KL term"
-            labels["token_bias2_kl"] = "only the KL term"
+            labels["token_bias2_kl"] = "KL term only"
             labels["token_bias2_kl_old_prefixes"] = "KL term, target with prefixes of pi_old"
         random, exact = leading.random_R.mean() * rates**2, leading.exact * rates**2
         biases += [
@@ -499,7 +508,7 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
 
 
 def _error_lines(paths: PathErrors) -> list[PlotLine]:
-    """Return lines of the mean squared error of both levels."""
+    """Return curves of the mean squared error of both levels."""
     labels = {"token": "token ratios", "sequence": "completion ratios"}
     lines = [_band(label, paths, f"{level}_mse") for level, label in labels.items()]
     flat = np.full(len(paths.rates), paths.start["token_variance"])
@@ -507,7 +516,7 @@ def _error_lines(paths: PathErrors) -> list[PlotLine]:
 
 
 def _band(label: str, paths: PathErrors, name: str) -> PlotLine:
-    """Return a line of means over random paths, with intervals, by learning rate."""
+    """Return a curve of means over random paths, with intervals, by learning rate."""
     estimate, low, high = (list(ends) for ends in zip(*paths.mean(name), strict=True))
     return PlotLine(label, paths.rates, estimate, low, high)
 
@@ -515,8 +524,8 @@ def _band(label: str, paths: PathErrors, name: str) -> PlotLine:
 def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]:
     """Return one row per quantity and learning rate, position in the batch or length.
 
-    Learning rate 0 is theta_old. Positions are those of minibatches along the exact path at the
-    smallest learning rate.
+    Rows with learning rate 0 are for theta_old. The squared biases by position are for the
+    minibatches along the exact path at the smallest learning rate.
     """
     rows = []
     for kind, errors in paths.items():
@@ -538,7 +547,7 @@ def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]
 
 
 def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -> str:
-    """Summarise the result without and with normalisation.
+    """Summarise the results without and with normalisation.
 
     Args:
         paths: errors by kind of normalisation.
@@ -552,8 +561,8 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
         change = abs(ratio.mean() / plain.start["token_variance"] - 1)
         answers.append(
             f"Without normalisation the theorem {VERDICT_PREDICATES[plain_verdict]}. The squared "
-            f"bias is {plain.start['token_bias2']:.1g} at learning rate 0 and is proportional to "
-            f"the learning rate to the power {slope:.3f}. At learning rate {plain.rates[0]:g} the "
+            f"bias is {plain.start['token_bias2']:.1g} at learning rate 0 and grows like the "
+            f"learning rate to the power {slope:.3f}. At learning rate {plain.rates[0]:g} the "
             f"variance differs by {percentage(change, 2)} from the on-policy variance, which is "
             "the oracle's variance plus a term of order 1/(B G^2)."
         )
@@ -563,7 +572,7 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
 
 
 def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
-    """Return limitations, surprises and reasons."""
+    """Return notes on limitations, unexpected results and explanations."""
     lines = []
     if "group_std" in paths:
         normalised, rate = paths["group_std"], paths["group_std"].rates[-1]
@@ -571,10 +580,10 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
             normalised.mean(f"token_bias2{suffix}")[-1].estimate for suffix in ("", "_own_sigma")
         )
         lines.append(
-            "With normalisation the target uses sigma(x) of pi_old, which writes the groups. The "
+            "With normalisation the target uses sigma(x) of pi_old, which samples the groups. The "
             f"squared bias is {normalised.start['token_bias2']:.3g} at theta_old and {of_old:.3g} "
-            f"at learning rate {rate:g}. Relative to a target with sigma(x) of pi_theta it is "
-            f"{of_current:.3g}. The two targets differ by order eta."
+            f"at learning rate {rate:g}. Relative to a target with sigma(x) of pi_theta, the "
+            f"squared bias at this rate is {of_current:.3g}. The two targets differ by order eta."
         )
     if "none" not in paths:
         return lines
@@ -585,42 +594,43 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
     noise, several = leading.random_R.mean() / leading.exact, costs.lengths > 1
     lines += [
         "Without normalisation. " + _crossing(plain, leading.random_R.mean()),
-        f"Smaller error, by learning rate: {_smaller_error(plain)}.",
-        "Number of prompts in a minibatch at which both levels have the same error at the same "
-        "theta_k, by learning rate: "
-        f"{_prompt_list(plain.rates, plain.tie())}. With more prompts the ratio of the completion "
-        "has the smaller error; 0 means that it does for any number of prompts.",
-        "The same number by completion length in tokens, with the same shift for each token: "
+        f"Ratios with the smaller mean squared error, by learning rate: {_smaller_error(plain)}.",
+        "Number of prompts in a minibatch at which token ratios and completion ratios have the "
+        f"same error, by learning rate: {_prompt_list(plain.rates, plain.tie())}. With more "
+        "prompts, completion ratios have the smaller error; 0 means that they have the smaller "
+        "error for any number of prompts.",
+        "The same number of prompts by completion length in tokens, with the same change of logits "
+        "at each token: "
         f"{_prompt_list(costs.lengths[several], costs.tie[several])}.",
-        "As the learning rate falls, the errors of the two levels differ by their variances, at "
-        "order eta, since the squared bias is of order eta^2. The sign of the difference depends "
-        "on policy and rewards.",
-        f"As the learning rate falls, the squared bias after minibatch steps is {noise:.3g} times "
-        "that after exact steps. The excess is due to noise in theta_k.",
+        "At small learning rates the errors with token ratios and with completion ratios differ "
+        "because of their variances, by order eta, since the squared bias is of order eta^2. The "
+        "sign of the difference depends on the policy and the rewards.",
+        f"As the learning rate tends to 0, the squared bias after minibatch steps is {noise:.3g} "
+        "times the squared bias after exact steps. The excess is due to noise in theta_k.",
         f"{percentage(share, 1)} of the on-policy variance is C1/B, the variance between prompts. "
-        "No group size reduces it, so `oracle variance / (B G)` holds only if the oracle's "
-        "variance includes G C1.",
-        "Given theta_k the minibatch is independent of the earlier ones, as within one pass over a "
-        "batch of prompts drawn independently. A second pass over the same completions may bias "
-        "the estimate with any ratio; it is not measured here.",
+        "No group size reduces C1/B, so the term `oracle variance / (B G)` is correct only if the "
+        "oracle's variance includes G C1.",
+        "Given theta_k, the minibatch is independent of the earlier minibatches. This holds within "
+        "one pass over a batch of independently drawn prompts. A second pass over the same "
+        "completions could bias the estimate with any ratio; this bias is not measured here.",
     ]
     if setting.beta > 0:
         of_reference, to_reference = setting.divergence_cosines
         lines += [
-            "The target of the KL term has prefixes of pi_theta, held fixed. With prefixes of "
-            "pi_old, the bias comes only from the missing token ratio (rows "
-            "token_bias2_kl_old_prefixes).",
-            "At theta_old the gradient of the KL term has cosine "
-            f"{of_reference:.4f} with the gradient of KL(pi_ref||pi) of completions and "
-            f"{to_reference:.4f} with the gradient of KL(pi||pi_ref).",
+            "The target of the KL term uses prefixes from pi_theta, whose distribution is held "
+            "fixed in the derivative. If the target used prefixes from pi_old, the only cause of "
+            "bias would be the missing token ratio (rows token_bias2_kl_old_prefixes).",
+            f"At theta_old the gradient of the KL term has cosine {of_reference:.4f} with the "
+            f"gradient of KL(pi_ref||pi) over completions and {to_reference:.4f} with the gradient "
+            "of KL(pi||pi_ref).",
         ]
     return lines
 
 
 def _smaller_error(paths: PathErrors) -> str:
-    """List the learning rates at which each level has the smaller error.
+    """List the learning rates at which each level has the smaller mean squared error.
 
-    The comparison uses 95 % t intervals of the differences.
+    The levels are compared by 95 % t intervals for the differences.
     """
     token, sequence = "token ratios", "completion ratios"
     rates: dict[str, list[str]] = {token: [], sequence: [], "not significantly different": []}
@@ -633,7 +643,7 @@ def _smaller_error(paths: PathErrors) -> str:
 
 
 def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
-    """Return the numbers of prompts with the positions to which they belong."""
+    """Return a list of prompt numbers, each with its learning rate or length."""
     return ", ".join(f"{max(b, 0):.3g} at {a:g}" for a, b in zip(at, prompts, strict=True))
 
 

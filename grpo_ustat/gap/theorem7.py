@@ -24,29 +24,30 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 STATEMENT = (
     "At n = B G rollouts per step, or n = B G T in total, the bounds on the gap depend on B and G "
-    "only through the bound on the gradient's mean squared error, (G C1 + C2 + C3/G) / (B G). The "
-    "bounds are therefore smallest at G* = sqrt(C3/C1) for every n, number of steps and learning "
-    "rate. With the exact last term, C3/(G-1), they are smallest at G* = 1 + sqrt(C3/C1) (our "
-    "result)."
+    "only through (G C1 + C2 + C3/G) / (B G), which bounds the gradient's mean squared error. For "
+    "every n, number of steps and learning rate the bounds are therefore smallest at G* = "
+    "sqrt(C3/C1). With the exact last term, C3/(G-1), they are smallest at G* = 1 + sqrt(C3/C1) "
+    "(our result)."
 )
 CHOICE_MEANINGS = {
     "paper": "G nearest to the paper's G* = sqrt(C3/C1)",
     "bounds": "G nearest to our exact G* = 1 + sqrt(C3/C1)",
     "recursion": "best G of our quadratic recursion",
 }
-# Largest relative distance of a numerical minimiser from the formula.
+# A numerical minimiser agrees with the formula up to this relative distance.
 MINIMISER_TOLERANCE = 1e-4
 
-# Cell of the design: learning rate, rollouts per step n, and number of steps T, with every G.
+# Cell of the design: learning rate, rollouts per step n, and number of steps T. A cell contains
+# every tested G.
 GridPoint = tuple[Rate, int, int]
-# Gaps [R] by G.
+# Gaps of all replicates, [R], by G.
 Gaps = dict[int, np.ndarray]
 
 
 def plan(design: Theorem7Config) -> list[Simulation]:
     """Plan GRPO at every learning rate, every n and every G that divides n.
 
-    n is the number of rollouts per step, or total / T for each T.
+    n is either a configured number of rollouts per step, or a configured total divided by each T.
     """
     batches = [(n, tuple(design.steps)) for n in design.rollouts]
     batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
@@ -85,8 +86,9 @@ def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]
 def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
     """Return the p-value of the hypothesis that `choice` has the smallest mean gap.
 
-    The tests are one-sided paired t tests with Bonferroni's correction over the other keys. Keys
-    are G or pairs (T, G). Replicates with the same number start from the same random numbers.
+    The tests are one-sided paired t tests with Bonferroni's correction over the other keys. The
+    keys of `gaps` are values of G or pairs (T, G). The tests are paired because replicates with the
+    same number use the same random numbers.
     """
     others = [gap_R for other, gap_R in gaps.items() if other != choice]
     p_values = (mean_p_value(gaps[choice] - gap_R, above=True) for gap_R in others)
@@ -94,14 +96,14 @@ def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
 
 
 def may_be_best(gaps: Gaps) -> set[int]:
-    """Return the group sizes for which the hypothesis of being best is not rejected at 5 %."""
+    """Return the group sizes for which the test does not reject at 5 % that they are best."""
     return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY_ERROR}
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
-    """Return the p-value of the hypothesis that the given G is best in every cell.
+    """Return the p-value of the hypothesis that each cell's given G is best in that cell.
 
-    Bonferroni's correction is over the cells, which share replicates.
+    Bonferroni's correction is applied over the cells, because the cells share random numbers.
     """
     p_values = [p_value_of_best(cells[key], size) for key, size in sizes.items()]
     return min(1.0, len(p_values) * min(p_values))
@@ -127,7 +129,7 @@ def paper_error(law: ScalingLaw, size: float) -> float:
 
 
 def model_gap(problem: Problem, estimator: Estimator, rate: Rate, step: int) -> float:
-    """Return the gap after `step` steps from the quadratic recursion."""
+    """Return the mean gap after `step` steps, computed by the quadratic recursion."""
     first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
     return float(quadratic_recursion(first, problem.curvature_KK, sigma, rate.values(step))[-1])
 
@@ -139,9 +141,9 @@ def smallest_bound(
 
     Args:
         problem: test problem, which defines mu and L.
-        law: scaling law with C1, C2, C3.
+        law: scaling law that contains C1, C2 and C3.
         error: function that returns n times the mean squared error of the gradient at G.
-        point: learning rate, n and T.
+        point: cell, given by learning rate, n and T.
     """
     rate, n, step = point
     first = float(problem.gap(problem.start_K[:, None])[0])
@@ -155,7 +157,7 @@ def smallest_bound(
 
 
 def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
-    """Make claims on the theorem as stated, on the minimiser of Lemma 6's bounds over real G."""
+    """Make claims about the theorem itself: the real-valued G that minimises Lemma 6's bounds."""
     law = scaling_at(problem, problem.best_K)
     root = float(np.sqrt(law.c3 / law.c1))
     forms = {
@@ -168,14 +170,16 @@ def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
         furthest = max(minimisers, key=lambda size: abs(size / gstar - 1))
         claims.append(
             enumerated_claim(
-                what=f"G of the smallest bound, {words}: furthest from G* of all (n, T, rate); the "
-                "bound depends on G only through s^2, with C1, C2, C3 at the maximum",
+                what=f"G of the smallest bound, {words}: the value furthest from G* over all (n, "
+                "T, rate); the bound depends on G only through s2, with C1, C2, C3 at the "
+                "maximum",
                 predicted=gstar,
                 measured=furthest,
                 agrees=abs(furthest / gstar - 1) < MINIMISER_TOLERANCE,
-                how=f"Lemma 6's recursion minimised over real G in {len(points)} cells; agrees at "
-                f"a relative distance below {MINIMISER_TOLERANCE:g}. This is a test of the "
-                "algebra: the constants are not suprema over a path",
+                how=f"Lemma 6's recursion minimised over real G in {len(points)} cells; agrees if "
+                f"the relative distance is below {MINIMISER_TOLERANCE:g}. Only the algebra is "
+                "tested, since C1, C2 and C3 are values at the maximum and not suprema over a "
+                "path",
             )
         )
     return claims
@@ -186,11 +190,12 @@ def _cell_claims(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[Claim]:
-    """Make claims on the best G for the gap itself in every cell, which the bounds suggest."""
+    """Make claims about the G at which the gap itself is smallest in each cell."""
     clear = [point for point, gaps in cells.items() if len(best[point]) < len(gaps)]
     how = (
         f"in {len(clear)} of {len(cells)} cells (n, T, rate) some G is significantly worse than "
-        "the best; paired t tests, Bonferroni over the other G and, for the p-value, over cells"
+        "the best; paired t tests with Bonferroni's correction over the other G and, for the "
+        "p-value, over cells"
     )
     common = sorted(set.intersection(*(set(gaps) for gaps in cells.values())))
     constant = {
@@ -213,7 +218,7 @@ def _cell_claims(
                 how=f"{how}; G = {comma_list(sorted(set(sizes.values())))}",
                 p_value=p_value_of_all(cells, sizes),
                 when_rejected=DISAGREES,
-                alternatives={f"G = {size} in all": p for size, p in others.items()},
+                alternatives={f"G = {size} in all cells": p for size, p in others.items()},
             )
         )
     return [*claims, _everywhere_claim(best, constant, verdict, how)] if common else claims
@@ -226,8 +231,9 @@ def _everywhere_claim(
 
     Args:
         best: group sizes that may be best, by cell.
-        p_values: p-values from `p_value_of_all` by group size, for sizes that all cells have.
-        verdict: verdict unless the claim is rejected.
+        p_values: p-values from `p_value_of_all` by group size, for the sizes that occur in every
+            cell.
+        verdict: verdict of the claim if the tests do not reject it.
         how: description of the tests.
     """
     everywhere = [size for size in p_values if all(size in sizes for sizes in best.values())]
@@ -252,14 +258,14 @@ def total_claim(
     theories: dict[GridPoint, dict[str, int]],
     steps: Sequence[int],
 ) -> Claim:
-    """Make a claim that the pair (T, G) with the smallest mean gap has the G nearest to G*.
+    """Make a claim that, at a fixed total n T, the mean gap is smallest at the G nearest to G*.
 
-    The pairs have the same total n T.
+    The claim compares all pairs (T, G) with the same total.
 
     Args:
         total: total number of rollouts, n T.
         rate: learning rate.
-        cells: gaps by cell and G.
+        cells: gaps of all replicates by cell and G.
         theories: predicted best G by cell and theory.
         steps: numbers of steps, T.
     """
@@ -272,15 +278,16 @@ def total_claim(
     nearest = {step: theories[point]["paper"] for step, point in points.items()}
     expected = nearest[lowest[0]]
     return Claim(
-        what=f"{rate.name}, n T = {total} in total: G of the smallest mean gap over (T, G)",
+        what=f"{rate.name}, n T = {total} in total: G of the pair (T, G) with the smallest mean "
+        "gap",
         predicted=float(expected),
         measured=float(lowest[1]),
         low=None,
         high=None,
         verdict=AGREES if any(p <= FAMILY_ERROR for p in by_size.values()) else OPEN,
         how=f"smallest at T = {lowest[0]}, B = {total // lowest[0] // lowest[1]}; paired t tests "
-        f"of every pair against all others (Bonferroni over {len(gaps) - 1}); the p-value is the "
-        "largest over T, each with the G nearest to the paper's G*",
+        f"of every pair (T, G) against all others (Bonferroni over {len(gaps) - 1}); the p-value "
+        "is the largest over T, where each T is paired with the G nearest to the paper's G*",
         p_value=max(p_values[pair] for pair in nearest.items()),
         when_rejected=DISAGREES,
         alternatives={f"G = {size}": p for size, p in by_size.items() if size != expected},
@@ -294,7 +301,7 @@ def _rows(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[dict]:
-    """Return one row per G of a cell."""
+    """Return one row for each G in a cell."""
     rate, n, step = point
     rows = []
     for size, gap_R in sorted(cells[point].items()):
@@ -321,22 +328,25 @@ def _answer(claims: list[Claim]) -> str:
     }
     sizes = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
     return (
-        f"In every cell the bounds are smallest at G* = {paper.measured:.3g} in the paper's form "
+        f"In every cell (n, T, rate) the bounds are smallest at G* = {paper.measured:.3g} in the "
+        "paper's form "
         f"and at {ours.measured:.3g} in the exact form. The mean gap itself may be smallest at the "
-        f"G nearest to these values in {hits['paper']} and {hits['bounds']} cells, and at the best "
-        f"G of the exact recursion in {hits['recursion']} cells;{sizes}"
+        f"G nearest to the paper's G* in {hits['paper']} cells, at the G nearest to the exact G* "
+        f"in {hits['bounds']} cells, and at the best G of our quadratic recursion in "
+        f"{hits['recursion']} cells;{sizes}"
     )
 
 
 def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
-    """Return notes on G* during training, on its weighting and on the best sizes in the cells."""
+    """Return notes on G* during training, on its weighting and on the best sizes in each cell."""
     start, end = (scaling_at(problem, u).best_size() for u in (problem.start_K, problem.best_K))
     notes = [
         "The theorem gives the minimiser of the bounds. The bounds suggest that the gap itself is "
         "smallest at the same G, which is also tested.",
-        f"The exact G* from C1 and C3 is {start:.3g} at the start and {end:.3g} at the maximum.",
+        f"The exact G*, computed from C1 and C3, is {start:.3g} at the start and {end:.3g} at the "
+        "maximum.",
         "The bounds weight all directions of the noise equally, but the gap weights them by "
-        "curvature. Unless both weightings are proportional, the best G depends on the learning "
+        "curvature. Unless the two weightings are proportional, the best G depends on the learning "
         "rate.",
     ]
     for rate in rates:
@@ -345,11 +355,13 @@ def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[in
                 problem, problem.best_K, limit_weighting(problem.curvature_KK, rate.value)
             )
             notes.append(
-                f"With the weighting of the limit of {rate.name}, the exact G* is "
-                f"{law.best_size():.3g}."
+                f"If the noise is weighted by its effect on the limit with {rate.name}, the exact "
+                f"G* is {law.best_size():.3g}."
             )
     counts = Counter(comma_list(sorted(sizes)) for sizes in best.values())
-    parts = [f"G = {sizes} in {count} of {len(best)}" for sizes, count in counts.most_common()]
+    parts = [
+        f"G = {sizes} in {count} of {len(best)} cells" for sizes, count in counts.most_common()
+    ]
     notes.append(
         f"Group sizes that are not significantly worse than the best, by cell: {'; '.join(parts)}."
     )
@@ -357,7 +369,7 @@ def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[in
 
 
 def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
-    """Return panels of the gap against G, by learning rate and either T or the total n T."""
+    """Return panels of the gap against G, one per learning rate and T or total n T."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
     axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]

@@ -1,4 +1,4 @@
-"""Theorem 8: the law of T times the gap and its limit, a mixture of chi-squares."""
+"""Theorem 8: comparison of T times the gap with its limit law, a mixture of chi-squares."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from grpo_ustat.terminal.streams import percentage
 STATEMENT = (
     "With eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges in law to "
     "sum_j w_j chi2_1. The weights depend on the curvature and on the covariance of the gradient "
-    "estimator at the limit. If these differ along the flat set, this is the law given the limit "
-    "that is reached."
+    "estimator at the limit. If the curvature or the covariance varies along the flat set, this is "
+    "the law conditional on the limit that is reached."
 )
 QUANTILES = (np.arange(40) + 0.5) / 40
-# Number of points between which quantiles are interpolated if the limits differ.
+# Number of points at which quantiles are computed if the limits differ; they are interpolated in
+# between.
 LIMIT_POINTS = 2000
-# Alternative in which all replicates have the same law.
-ONE_LAW = "the mean weight for all"
-# Alternative weights as multiples of the weights.
+# Name of the alternative that all replicates have the same law.
+ONE_LAW = "the mean weights for all replicates"
+# Alternative weights, as multiples of the predicted weights.
 OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
 
 
 def plan(design: Theorem8Config) -> list[Simulation]:
-    """Plan vanilla, GRPO at every G, and the oracle, whose limits differ."""
+    """Plan vanilla, GRPO at every G, and the oracle, which have different limit laws."""
     first, (rate,) = design.group_sizes[0], learning_rates(design)
     baselines = [("none", first), *(("leave_one_out", size) for size in design.group_sizes)]
     baselines.append(("oracle", first))
@@ -47,11 +48,12 @@ def plan(design: Theorem8Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the law of (T + offset) times the gap at the last T with its limit.
+    """Compare the law of (T + offset) times the gap, at the last T, with the limit law.
 
     If curvature or noise differ between the maximisers of J, each replicate is compared with the
-    law of the limit that it reaches. The last step determines this limit to O(T^(-1/2)). The
-    probability integral transform of a replicate is then uniform.
+    limit law at the maximiser that it approaches. The maximiser is taken from the last step, with
+    an error of O(T^(-1/2)). If the theorem holds, each replicate's probability integral transform
+    is uniform.
     """
     claims, rows, panels = [], [], []
     for run in runs:
@@ -75,7 +77,7 @@ def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]
 
 
 def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
-    """Return one row per recorded step."""
+    """Return one row for each recorded step."""
     band = float(stats.kstwo.ppf(CONFIDENCE, run.replicates))
     rows = []
     for place, step in enumerate(run.steps_S):
@@ -94,14 +96,14 @@ def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
 
 
 def label_of(estimator: Estimator) -> str:
-    """Return the label of an estimator with B and G."""
+    """Return a label with the estimator's name, B and G."""
     return f"{estimator.name}, B = {estimator.num_prompts}, G = {estimator.group_size}"
 
 
 def limit_weights_at(
     problem: Problem, estimator: Estimator, rate: Rate, u_KR: np.ndarray
 ) -> np.ndarray:
-    """Return the weights w_j of each replicate's limit, [K, R], or [K, 1] if there is one limit.
+    """Return the weights w_j of each replicate's limit, [K, R], or [K, 1] if the limit is unique.
 
     Args:
         problem: test problem whose curvature and noise are enumerated at each limit.
@@ -119,21 +121,21 @@ def limit_weights_at(
 
 
 def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
-    """Return P(sum_j w_j chi2_1 <= x) with the weights of each replicate or common weights.
+    """Return P(sum_j w_j chi2_1 <= x) with each replicate's weights or with common weights.
 
     Args:
         weights_KR: weights from `limit_weights_at`.
-        values_R: values x of any shape whose last axis runs over replicates.
+        values_R: values x, an array of any shape; its last axis runs over replicates.
 
     Raises:
-        ValueError: If the weights differ between replicates and each replicate has several.
+        ValueError: If the weights differ between replicates and each replicate has several weights.
     """
     if weights_KR.shape[1] == 1:
         return mixture_cdf(weights_KR[:, 0], values_R)
     if len(weights_KR) > 1:
         raise ValueError(
-            f"{len(weights_KR)} weights for each limit: if limits differ, only one weight per "
-            "limit is supported"
+            f"limits that differ between replicates have {len(weights_KR)} weights each, but only "
+            "1 is supported: use a problem with a unique limit or a single curved coordinate"
         )
     return stats.chi2.cdf(values_R / weights_KR[0], 1)
 
@@ -149,20 +151,21 @@ def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
 
 
 def ks_p_value(uniform_R: np.ndarray) -> float:
-    """Return the p-value of the hypothesis that values are uniform, exact for continuous values."""
+    """Return the exact p-value of the hypothesis that continuous values are uniform."""
     return float(stats.kstwo.sf(ks_distance(uniform_R)[0], len(uniform_R)))
 
 
 def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
-    """Return the two-sided p-value of the mean of `sum_j w_j chi2_1 / sum_j w_j`.
+    """Return the two-sided p-value of a mean under the law of `sum_j w_j chi2_1 / sum_j w_j`.
 
-    The skewed law of the total is approximated by a chi-square with the same first three cumulants
-    (Hall 1983, Buckley-Eagleson 1988), which is exact for a single weight. Student's t is
-    inaccurate in the tails, which matter for Holm's correction.
+    The skewed law of the sum over replicates is approximated by a chi-square with the same first
+    three cumulants (Hall 1983, Buckley-Eagleson 1988). The approximation is exact for a single
+    weight. Student's t would be inaccurate in the tails, which matter for Holm's correction.
 
     Args:
-        ratio_R: scaled gaps divided by the sums of their weights.
-        weights_KR: weights from `limit_weights_at`; [K, 1] means common weights.
+        ratio_R: each replicate's scaled gap divided by the sum of its weights.
+        weights_KR: weights from `limit_weights_at`, [K, R], or [K, 1] if all replicates have the
+            same weights.
     """
     share_KR = np.broadcast_to(weights_KR / weights_KR.sum(axis=0), (len(weights_KR), ratio_R.size))
     first, second, third = (
@@ -174,9 +177,9 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
 
 
 def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Make a claim on the law at the last step.
+    """Make a claim about the law at the last step.
 
-    The claim is undecided if the law is rejected but approaches the limit with T.
+    The claim is undecided if the law is rejected but approaches the limit law as T grows.
     """
     last_R, one_limit = run.scaled_gap(-1), weights_KR.shape[1] == 1
     # Multiplying the weights by a factor is equivalent to dividing x by it.
@@ -190,7 +193,11 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
         alternatives[ONE_LAW] = ks_p_value(limit_cdf(_mean_weights(weights_KR), last_R))
     distance, level = ks_distance(uniform_R)
     nearing = _nearing(run, lambda gap_R: (limit_cdf(weights_KR, gap_R) <= level) - level)
-    kind = "from the limit law" if one_limit else "of the transform from the uniform law"
+    kind = (
+        "from the limit law"
+        if one_limit
+        else "of the probability integral transform from the uniform law"
+    )
     return Claim(
         what=f"{label_of(run.estimator)}: Kolmogorov-Smirnov distance {kind}",
         predicted=f"<= {stats.kstwo.ppf(CONFIDENCE, len(last_R)):.3g}",
@@ -198,7 +205,7 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
         low=None,
         high=None,
         verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} band of the null, {_sample(run)}",
+        how=f"{percentage(CONFIDENCE)} band under the limit law, {_sample(run)}",
         p_value=ks_p_value(uniform_R),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives=alternatives,
@@ -206,9 +213,9 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 
 
 def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Make a claim on the mean at the last step.
+    """Make a claim about the mean at the last step.
 
-    The claim is undecided if the mean is rejected but approaches the limit with T.
+    The claim is undecided if the mean is rejected but approaches the limit's mean as T grows.
     """
     last_R, sums_R = run.scaled_gap(-1), weights_KR.sum(axis=0)
     ratio_R = last_R / sums_R
@@ -225,7 +232,8 @@ def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
         1.0,
         *mean_interval(ratio_R),
         verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} Student's t interval, p-value from the law of the mean, "
+        how=f"{percentage(CONFIDENCE)} Student's t interval, p-value from the mean's approximate "
+        "law, "
         f"{_sample(run)}",
         p_value=mean_law_p_value(ratio_R, weights_KR),
         when_rejected=OPEN if nearing else DISAGREES,
@@ -235,13 +243,13 @@ def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 
 def _sample(run: Trajectories) -> str:
     return (
-        f"at T = {run.steps_S[-1]}, {run.replicates} replicates; if rejected, undecided if the "
-        "distance falls significantly with T, at least as fast as T^(-1/4)"
+        f"at T = {run.steps_S[-1]}, {run.replicates} replicates; a rejected claim is undecided if "
+        "the distance falls significantly, at least as fast as T^(-1/4)"
     )
 
 
 def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) -> bool:
-    """Return True if a distance of scaled gaps falls between the last two recorded steps."""
+    """Return True if the mean distance falls significantly between the last two recorded steps."""
     if len(run.steps_S) < 2:
         return False
     before_R, last_R = (distance(run.scaled_gap(place)) for place in (-2, -1))
@@ -249,26 +257,26 @@ def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) ->
 
 
 def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
-    """Return the mean weights over replicates, [K, 1], for the alternative of a common law."""
+    """Return the weights' means over replicates, [K, 1], for the alternative of a common law."""
     return weights_KR.mean(axis=1, keepdims=True)
 
 
 def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Make a claim that the transform of a replicate does not depend on its limit.
+    """Make a claim that a replicate's probability integral transform does not depend on its limit.
 
-    The transform is uniform given the limit.
+    If the theorem holds, the transform is uniform conditional on the limit.
     """
     last_R = run.scaled_gap(-1)
     along_R = problem.limits(run.u_SKR[-1])[problem.curved]
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
     of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
     correlation = float(trend.statistic)
-    # Half-width of the interval of Fisher's z.
+    # Half-width of the interval for Fisher's z.
     half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
     return Claim(
         what=f"{label_of(run.estimator)}: rank correlation of the limit's coordinate w with the "
-        "transform",
+        "probability integral transform",
         predicted=0.0,
         measured=correlation,
         low=low,
@@ -282,7 +290,7 @@ def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) ->
 
 
 def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
-    """Return the quantile-quantile panel with intervals from order statistics."""
+    """Return the quantile-quantile panel, with intervals computed from order statistics."""
     sorted_R = np.sort(run.scaled_gap(-1))
     limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
     ranks = [
@@ -298,13 +306,13 @@ def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
         one_law = limit_quantiles(_mean_weights(weights_KR), 2 * sorted_R[-1])
         curves.append(PlotLine(ONE_LAW, limit, one_law, bound=True))
     title = f"{label_of(run.estimator)}, T = {run.steps_S[-1]}"
-    return Panel(title, "quantile of the limit", "quantile of T x gap", curves, "xy")
+    return Panel(title, "quantile of the limit law", "quantile of T x gap", curves, "xy")
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
-    """Return the quantiles at `QUANTILES` of the law over all replicates, for values below `top`.
+    """Return the quantiles at levels `QUANTILES`, below `top`, of the law over all replicates.
 
-    This law is the mean of the laws of the replicates.
+    The law over all replicates is the average of the replicates' laws.
     """
     if weights_KR.shape[1] == 1:
         return mixture_quantiles(weights_KR[:, 0], QUANTILES)

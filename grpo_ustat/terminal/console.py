@@ -1,4 +1,4 @@
-"""Text on a terminal in which markup and control characters have no effect."""
+"""Terminal output in which markup and control characters have no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.terminal.streams import visible
 
 
 def excerpt(text: str, most: int) -> str:
-    """Shorten a text to at most `most` characters; a longer text keeps its beginning and end.
+    """Shorten a text to at most `most` characters by replacing its middle with an ellipsis.
 
     >>> excerpt("a name", 9), excerpt("a very long name", 9)
     ('a name', 'a ve…name')
@@ -26,7 +26,7 @@ def excerpt(text: str, most: int) -> str:
 
 
 def wrapped(text: str, width: int = 80) -> str:
-    """Wrap a sentence without breaks before `%` or around `=`.
+    """Wrap a sentence without breaking lines before `%` or around `=`.
 
     >>> print(wrapped("of them 12 % are equal, G = 2", 11))
     of them
@@ -40,14 +40,14 @@ def wrapped(text: str, width: int = 80) -> str:
 
 
 class Console(rich.console.Console):
-    """Rich's console without markup; styles come only from `style=` or `rich.text.Text`."""
+    """Rich console that ignores markup; styles come only from `style=` or `rich.text.Text`."""
 
     def __init__(self, **options: Any):
         settings: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
         super().__init__(**settings | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render a text or a table cell with invisible characters spelt out."""
+        """Render a text or a table cell with invisible characters as escape sequences."""
         return super().render_str(visible(text), **options)
 
 
@@ -56,5 +56,5 @@ def warn(text: str) -> None:
     console = Console(stderr=True, soft_wrap=True)
     with console.capture() as capture:
         console.print(f"warning: {text}", style="bold red")
-    # Printing directly on a second console would overwrite the bars.
+    # Printing directly to a second console would overwrite the progress bars.
     print(capture.get(), end="", file=sys.stderr)

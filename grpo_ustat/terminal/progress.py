@@ -1,4 +1,4 @@
-"""Progress of long work: workers report with `Progress`, and displays listen with `listening`."""
+"""Progress of long tasks, which `Progress` reports to displays that use `listening`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from rich.text import Text
 
 from grpo_ustat.terminal.console import Console
 
-# Minimum time between two reports of an activity.
+# Minimum time in seconds between two reports of an activity.
 REPORT_SECONDS = 0.25
 
-# Minimum time and minimum share of the work between two lines without a terminal.
+# If output is not a terminal: minimum time in seconds, and minimum share of the work, between two
+# lines.
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1
-# Width in columns below which bars and rates are not drawn.
+# Bars and rates are not drawn in terminals narrower than this number of columns.
 NARROW_COLUMNS = 60
-# Number of times per second that bars are redrawn.
+# Number of redraws of the bars per second.
 REFRESHES_PER_SECOND = 2
-# Approximate number of characters of an activity's name.
+# Approximate length of an activity's name in characters.
 TITLE_CHARACTERS = 9
-# Seconds after which a report of an activity is no longer shown.
+# Number of seconds after which an activity's report is no longer shown.
 STALE_SECONDS = 5.0
 
 
@@ -36,7 +37,7 @@ STALE_SECONDS = 5.0
 class Activity:
     """Progress of one activity, such as the sampling of a batch."""
 
-    # Name, such as `writing`.
+    # Name of the activity, such as `writing`.
     name: str
     # Number of completions done.
     completed: int
@@ -44,13 +45,13 @@ class Activity:
     total: int
     # Number of tokens written so far; 0 if they are not counted.
     tokens: int
-    # Seconds since the activity began.
+    # Number of seconds since the activity began.
     seconds: float
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Line for the user from one of several processes; only the first line is shown."""
+    """Message to the user that several processes may send; only the first is shown."""
 
     text: str
 
@@ -61,7 +62,7 @@ _listener: Listener | None = None
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Call a listener with each report of this process in the block; None drops the reports."""
+    """Call `listener` with each report that this process makes in the block; None drops reports."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -71,7 +72,7 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 class Progress:
-    """Reporter of an activity's progress, with at most one report every `REPORT_SECONDS`.
+    """Reporter of an activity's progress; it sends at most one report every `REPORT_SECONDS`.
 
     Args:
         name, total: see `Activity`.
@@ -97,18 +98,18 @@ class Progress:
 
 
 class Meter:
-    """Display of the progress of work, with rates and the time left.
+    """Progress display with rates and the time left.
 
-    On a terminal it is a bar, with a second line for the current activity. Elsewhere it prints a
-    line after 30 s, then one for every 10 % of the work but at most one every 30 s, and one at the
-    end. Activities are printed only before the first unit is done, when no other line shows
-    progress.
+    On a terminal the display is a bar with a second line for the current activity. If output is not
+    a terminal, the display prints a line after 30 s, then a line for every 10 % of the work but at
+    most one every 30 s, and a line at the end. Activities are then printed only until the first
+    unit is done, since no other line shows progress before that.
 
     Args:
         total: total number of units.
         unit: name of the units.
         completed: number of units done at the start.
-        visible: False on ranks other than 0.
+        visible: True if the display is shown; False on ranks other than 0.
         clock: function that returns the time in seconds.
     """
 
@@ -147,9 +148,9 @@ class Meter:
             self.print(f"{self.title}: {self.figures()}")
 
     def update(self, completed: int, tokens: int = 0, note: str = "", rates: str = "") -> None:
-        """Set the number of units done, their number of tokens, a note, and rates.
+        """Set the number of units done, the number of tokens in them, a note, and rates.
 
-        If `rates` is empty, rates are computed from the time since the start.
+        If `rates` is empty, the rates are computed from the time since the start.
         """
         self.completed, self.tokens, self.note, self.rates = completed, tokens, note, rates
         if self._live:
@@ -158,7 +159,7 @@ class Meter:
             self._print_when_due(completed / max(self.total, 1), f"{self.title}: {self.figures()}")
 
     def hear(self, activity: Activity, source: int = 0) -> None:
-        """Show the report of an activity; `source` identifies one of several processes."""
+        """Show an activity's report; `source` identifies the process that sent it."""
         self._reports[source] = (self._clock(), activity)
         name, completed, total, text = self.activity()
         if self._live:
@@ -173,7 +174,7 @@ class Meter:
             self._print_when_due(completed / total, f"{self.title}: {name} {text}")
 
     def activity(self) -> tuple[str, int, int, str]:
-        """Return the latest activity: name, completions done, total, and a text with rates."""
+        """Return the latest activity's name, completions done, total, and a text with rates."""
         now = self._clock()
         recent = [activity for at, activity in self._reports.values() if now - at < STALE_SECONDS]
         if not recent:
@@ -185,7 +186,7 @@ class Meter:
             sum(activity.total for activity in same),
         )
         if completed == total > 0:
-            # The activity is done; another activity that sends no reports is running.
+            # The reported activity is done, and an activity that sends no reports is running.
             return "", 0, 0, ""
         if not total:
             return name, 0, 0, ""
@@ -199,7 +200,7 @@ class Meter:
         return name, completed, total, join_texts(f"{completed:,}/{total:,} completions", *rates)
 
     def figures(self) -> str:
-        """Return counts, time left or time taken, the note, and rates."""
+        """Return a text with the counts, the time left or taken, the note, and the rates."""
         seconds, units = self._clock() - self._start, self.completed - self.first
         count = f"{self.completed:,}/{self.total:,} {self.unit}"
         rates = [self.rates]
@@ -208,11 +209,11 @@ class Meter:
         return join_texts(count, self._time(), self.note, *rates)
 
     def short(self) -> str:
-        """Return counts and time left, for narrow terminals."""
+        """Return a short text with the counts and the time left, for narrow terminals."""
         return join_texts(f"{self.completed:,}/{self.total:,}", self._time())
 
     def _time(self) -> str:
-        """Return the time taken if the work is done, else the time left at the present rate."""
+        """Return the time taken if the work is done, or else the time left at the present rate."""
         seconds, units = self._clock() - self._start, self.completed - self.first
         if self._ended:
             return f"in {clock_text(seconds)}"
@@ -233,7 +234,7 @@ class Meter:
             self.print(line)
 
     def _bars(self) -> rich.progress.Progress:
-        """Return rich's bar for the work and line for the current activity."""
+        """Return rich's progress bars: a bar for the work and a line for the current activity."""
         wide = self._console.width >= NARROW_COLUMNS
         columns = [TextColumn("{task.description}", markup=False), _Figures(self, wide)]
         if wide:
@@ -242,7 +243,7 @@ class Meter:
             *columns,
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
-            # Otherwise results would be printed on standard error.
+            # If standard output is a file or a pipe, redirecting it would print results on stderr.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._task = bars.add_task(
@@ -254,10 +255,10 @@ class Meter:
 
 @contextmanager
 def waiting(text: str, visible: bool = True) -> Iterator[None]:
-    """Show a line while the block runs, such as a load.
+    """Show a line while the block runs, for example while a model is loaded.
 
-    On a terminal, a spinner is shown until the block ends. Elsewhere, a line is printed afterwards
-    if the block took `LINE_SECONDS` or more.
+    On a terminal, a spinner is shown until the block ends. If output is not a terminal, a line is
+    printed afterwards if the block took `LINE_SECONDS` or more.
     """
     console, start = Console(stderr=True), time.monotonic()
     if visible and console.is_terminal and not console.is_dumb_terminal:
@@ -277,7 +278,7 @@ def waiting(text: str, visible: bool = True) -> Iterator[None]:
 
 
 class _Figures(ProgressColumn):
-    """Text next to a meter's bar, computed at each refresh."""
+    """Text next to a meter's bar; it is computed at each refresh."""
 
     def __init__(self, meter: Meter, wide: bool):
         super().__init__()
@@ -297,7 +298,7 @@ def join_texts(*texts: str) -> str:
 
 
 def rate(number: float, unit: str) -> str:
-    """Format a rate in units per second; empty if it is 0.
+    """Format a rate in units per second; return an empty text if the rate is 0.
 
     >>> rate(1234.5, " tokens"), rate(2.25, ""), rate(0.004, ""), rate(0, "")
     ('1,234 tokens/s', '2.2/s', '0.004/s', '')
@@ -320,7 +321,7 @@ def clock_text(seconds: float) -> str:
 
 
 def monitor_text(row: dict[str, Any]) -> str:
-    """Format the best group size with interval, and the gradient error, if the row has them.
+    """Format the best group size with its interval, and the gradient error, if the row has them.
 
     >>> row = {"monitor/gstar": 8.94, "monitor/gstar_low": 7.1, "monitor/gstar_high": None}
     >>> monitor_text(row | {"monitor/mse": 2.345})
@@ -340,17 +341,17 @@ def monitor_text(row: dict[str, Any]) -> str:
 
 
 class TrainingBar:
-    """Display of steps, rates, last mean reward and time left, with one line per evaluation.
+    """Display of a training run: steps, rates, last mean reward, time left, and evaluations.
 
     Args:
         max_steps: last step of training.
         completed: number of steps done before this launch.
-        visible: False on ranks other than 0.
+        visible: True if the display is shown; False on ranks other than 0.
     """
 
     def __init__(self, max_steps: int, completed: int, visible: bool):
         self.meter = Meter("train", max_steps, "steps", completed=completed, visible=visible)
-        # Text of the monitor at the latest step that has one.
+        # Text with the monitor's latest values.
         self._monitor = ""
 
     def __enter__(self) -> TrainingBar:
@@ -361,7 +362,7 @@ class TrainingBar:
         self.meter.__exit__(*failure)
 
     def step(self, row: dict[str, Any], completions: int) -> None:
-        """Add a step, with its metrics row and its number of completions."""
+        """Show a finished step, given its metrics row and its number of completions."""
         seconds = row["step_time"]
         rates = join_texts(
             f"{seconds:.3g} s/step",
@@ -373,12 +374,12 @@ class TrainingBar:
         self.meter.update(self.meter.completed + 1, note=note, rates=rates)
 
     def print_evaluation(self, row: dict[str, Any]) -> None:
-        """Print a line for an evaluation."""
+        """Print a line with an evaluation's result."""
         self.meter.print(
             f"step {row['step']}: held-out {row['quantity']} {row['mean_reward']:.3f} "
             f"[{row['low']:.3f}, {row['high']:.3f}], n = {row['n']}, {row['decoding']}"
         )
 
     def print_alarm(self, line: str) -> None:
-        """Print the line of an alarm in red."""
+        """Print an alarm in red."""
         self.meter.print(f"ALARM {line}", style="bold red")

@@ -1,4 +1,4 @@
-"""Output streams whose failures do not end a run, and texts that are safe to print.
+"""Output streams that tolerate write errors, and functions that make texts safe to print.
 
 This module imports only the standard library.
 """
@@ -21,12 +21,12 @@ INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-# Half of a UTF-16 character, which cannot be encoded in UTF-8.
+# Halves of a UTF-16 surrogate pair, which cannot be encoded in UTF-8.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""Return the text with invisible characters spelt out, such as escapes and nulls.
+    r"""Replace invisible characters, such as escapes and nulls, by escape sequences.
 
     >>> visible("a\x1b[31mb\x00\u202ec\n")
     'a\\x1b[31mb\\x00\\u202ec\n'
@@ -35,10 +35,10 @@ def visible(text: str) -> str:
 
 
 def single_line(text: object, most: int | None = None) -> str:
-    r"""Return a text on one line, with every run of white space replaced by one blank.
+    r"""Return a text on a single line, with every run of white space replaced by a single space.
 
     Args:
-        most: largest number of characters; the text is truncated to it. None: no limit.
+        most: largest number of characters, to which the text is truncated; None for no limit.
 
     >>> single_line("no\n  such file ", 7)
     'no such'
@@ -47,9 +47,10 @@ def single_line(text: object, most: int | None = None) -> str:
 
 
 def beside(left: str, text: str, column: int, width: int) -> list[str]:
-    """Return the lines of a table row, none wider than `width`.
+    """Return the lines of a table row with two cells, wrapped to at most `width` columns.
 
-    The text starts at `column`. If the left part is too long, the text starts on the next line.
+    The text on the right starts at `column`. If the left part is too long, the text starts on the
+    next line.
 
     >>> beside("  seed=0", "of all random choices", 10, 24)
     ['  seed=0  of all random', '          choices']
@@ -71,10 +72,11 @@ def tell(*lines: str, file: TextIO | None = None) -> None:
 class LastingFile(io.FileIO):
     """File whose write errors are not raised.
 
-    After the first error all output, also from child processes, goes to the null device.
+    After the first error, all output, including output from child processes, goes to the null
+    device.
     """
 
-    # First write error; None if everything was written.
+    # First write error; None if no write failed.
     refusal: OSError | None = None
 
     def write(self, data: Any) -> int | None:
@@ -93,10 +95,10 @@ class LastingFile(io.FileIO):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let the block continue even if nobody reads its output any longer, as after `| head -1`.
+    """Let the block continue after the reader of its output has closed, as with `| head -1`.
 
-    The results of a run are its files. Closed standard streams are connected to the null device, so
-    that a file opened later does not get their descriptor.
+    The block may continue because a run's results are in its files. Closed standard streams are
+    connected to the null device, so that a file opened later does not get the same descriptor.
 
     Raises:
         SystemExit: raised at the end if the block succeeded but a disk error truncated standard
@@ -106,7 +108,7 @@ def lasting_output() -> Iterator[None]:
         try:
             os.fstat(number)
         except OSError:
-            # The stream is closed, and the next opened file would get its descriptor.
+            # The stream is closed, so the next opened file would get its descriptor.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     before = sys.stdout, sys.stderr
     output, errors = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
@@ -130,7 +132,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO | None, number: int) -> TextIO:
-    """Return the stream on top of a `LastingFile`; unchanged if its descriptor is not `number`."""
+    """Return the stream wrapped around a `LastingFile`, or unchanged if its descriptor differs."""
     if stream is None:
         return open(number, "w", closefd=False)  # noqa: SIM115  # until this process ends
     file = _file_of(stream)
@@ -149,7 +151,7 @@ def _lasting(stream: TextIO | None, number: int) -> TextIO:
 
 
 def _file_of(stream: Any) -> Any:
-    """Return the raw file of a text stream; None for a stream in memory."""
+    """Return the raw file below a text stream, or None for a stream in memory."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 
@@ -164,14 +166,15 @@ def percentage(share: float, digits: int = 0) -> str:
 
 
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
-    """Format G* with its interval; None if the interval gives no information.
+    """Format G* with its interval; return None if the interval gives no information.
 
-    That is so if there is no lower end, or if there is no upper end and the lower end is at most 2,
-    the smallest group.
+    The interval gives no information if it has no lower end, or if it has no upper end and the
+    lower end is at most 2, the smallest group size.
 
     Args:
-        best: estimate; None or NaN if there is none.
-        low, high: ends of the interval; an upper end of None or infinity means that there is none.
+        best: estimate of G*; None or NaN if there is no estimate.
+        low, high: ends of the interval; None or an infinite upper end means that the interval has
+            no such end.
 
     >>> best_size(4.25, 3.0, 9.0), best_size(4.25, 3.0, None), best_size(4.25, 1.0, None)
     ('4.2 [3.0, 9.0]', 'at least 3.0', None)

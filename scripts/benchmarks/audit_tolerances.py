@@ -1,16 +1,17 @@
-"""Measure rounding differences between applied and declared gradients, and alarms of an audit.
+"""Measure rounding differences between applied and declared gradients, and audit alarms.
 
     python scripts/benchmarks/audit_tolerances.py [--batches 600] [--policies tiny_base tiny]
 
-Each batch has 1 to 4 prompts x 8 completions of an embedded policy, random 0/1 rewards, and one of
-TRL's losses and scalings. A plain PyTorch loop accumulates the gradient over 1 to 8 micro-batches
-in random order. The precisions are float32, autocast to bfloat16, and bfloat16 weights with and
-without autocast. Scores are computed in the same precision.
+Each batch has 1 to 4 prompts with 8 completions each from an embedded policy, random 0/1 rewards,
+and one of TRL's losses and scalings. A plain PyTorch loop accumulates the gradient over 1 to 8
+micro-batches in random order. The precisions are float32, autocast to bfloat16, and bfloat16
+weights with and without autocast. Scores are computed in the same precision.
 
-For each precision the script prints quantiles of |ratio - 1|, of 1 - cosine and of
-x = ||p - d|| / sqrt(||d||^2 + sum_i W_i^2 ||s_i||^2). It also prints the alarms at the epsilon of
-`estimators.applied_gradient`, which bounds x, and how often an audit detects an applied gradient
-that is in addition too long by a factor, or rotated so that its cosine is lower.
+For each precision the script prints quantiles of |ratio - 1|, of 1 - cosine and of x = ||p - d|| /
+sqrt(||d||^2 + sum_i W_i^2 ||s_i||^2). Here p is the applied gradient and d the declared gradient.
+An audit gives an alarm if x exceeds the epsilon of `estimators.applied_gradient`. The script also
+prints the number of alarms, and how often an audit detects planted errors: an applied gradient that
+is multiplied by a factor, or rotated so that its cosine is lower.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ COSINES = {FULL: (1 - 1e-6, 1 - 1e-5, 1 - 1e-4), REDUCED: (0.98, 0.95, 0.9, 0.8)
 
 
 class Pool(NamedTuple):
-    """Completions of a policy and all entries of their scores."""
+    """Completions of a policy, and their scores with all entries."""
 
-    # Model in the precision of the pool.
+    # Model in the pool's precision.
     model: torch.nn.Module
-    # Token ids and masks of PROMPTS x GROUP rows.
+    # Token ids and masks of all PROMPTS x GROUP rows.
     ids: torch.Tensor
     attention: torch.Tensor
     completion: torch.Tensor
     # [rows, parameters]
     scores: np.ndarray
-    # Sketch of gradients that keeps all of their entries.
+    # Sketch that is large enough to keep all entries of a gradient.
     sketch: Sketch
 
 
 def pool(policy, precision, rng):
-    """Sample completions in float32, and score them in the precision of the loss."""
+    """Sample completions in float32, and score them in the loss's precision."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS / policy, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / policy)
     texts = [f"{rng.integers(1, 99)}+{rng.integers(1, 99)}=" for _ in range(PROMPTS)]
@@ -84,12 +85,12 @@ def pool(policy, precision, rng):
 
 
 def autocast_of(precision):
-    """Return autocast to bfloat16, enabled if the precision has it."""
+    """Return a context of autocast to bfloat16, enabled if the precision includes autocast."""
     return torch.autocast("cpu", torch.bfloat16, enabled=precision.endswith("autocast"))
 
 
 def applied(model, rows, parts, precision):
-    """Compute the gradient of sum_i W_i log pi(y_i) by a plain loop over micro-batches."""
+    """Accumulate the gradient of sum_i W_i log pi(y_i) in a plain loop over micro-batches."""
     model.zero_grad()
     for part in parts:
         ids, attention, completion = rows.part(part)
@@ -104,7 +105,7 @@ def applied(model, rows, parts, precision):
 
 
 def measured(policy, precision, batches, seed):
-    """Compute ratio, cosine and sqrt(1 + sum_i W_i^2 ||s_i||^2 / ||d||^2) of batches, [N, 3]."""
+    """Compute ratio, cosine and sqrt(1 + sum_i W_i^2 ||s_i||^2 / ||d||^2) by batch, [N, 3]."""
     rng = np.random.default_rng([seed, PRECISIONS.index(precision)])
     torch.manual_seed(seed)
     drawn, results = pool(policy, precision, rng), []
@@ -132,13 +133,15 @@ def measured(policy, precision, batches, seed):
 
 
 def difference(ratio, cosine):
-    """Return ||p - d|| / ||d|| by ratio and cosine."""
+    """Compute ||p - d|| / ||d|| from ratio and cosine."""
     return np.hypot(ratio - 1, ratio * np.sqrt(np.maximum(0, 1 - cosine**2)) / np.abs(cosine))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=600, help="of each policy and precision")
+    parser.add_argument(
+        "--batches", type=int, default=600, help="number of batches per policy and precision"
+    )
     parser.add_argument("--policies", nargs="+", default=["tiny_base", "tiny", "tiny_direct"])
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     parser.add_argument("--seed", type=int, default=0)
@@ -146,7 +149,7 @@ def main() -> None:
     for precision in args.precisions:
         parts = [measured(policy, precision, args.batches, args.seed) for policy in args.policies]
         epsilon = FULL if precision == "float32" else REDUCED
-        # Like an audit, skip gradients that are 0 up to rounding.
+        # Gradients that are 0 up to rounding are skipped, as in an audit.
         parts = [part[epsilon * part[:, 2] < VANISHES] for part in parts]
         together = np.concatenate(parts)
         names = [*args.policies, "together"]

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DrawnRewards:
-    """Rewards uniform on [0, 1), drawn without regard to the text, so that no advantage is zero.
+    """Uniform rewards in [0, 1) that ignore the text, so that no advantage is zero.
 
     Args:
         seed: seed of the draws.
-        zero_variance: ids of prompts whose completions all get 0.
+        zero_variance: ids of prompts for which every completion gets the reward 0.
     """
 
     def __init__(self, seed: int, zero_variance: list[str]):
@@ -34,17 +34,18 @@ class DrawnRewards:
 
 
 def now(device: str) -> tuple[float, float]:
-    """Return wall seconds, and CPU seconds of this process and its children, once work is done."""
+    """Return wall seconds and CPU seconds, children included, after waiting for the device."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter(), sum(os.times()[:4])
 
 
 def peak_memory(device: str) -> int:
-    """Return the peak of a GPU's allocator, else of this process's resident set, in bytes.
+    """Return the peak memory in bytes, of the allocator on a GPU and of this process on a CPU.
 
-    The resident set counts libraries and the loaded model. It is VmHWM, which begins with the
-    program; ru_maxrss would begin with the program that started this process.
+    On a CPU, the peak resident set is returned, which includes libraries and the loaded model. It
+    is read from VmHWM, which starts with this program; ru_maxrss would include the program that
+    started this process.
     """
     if device != "cpu":
         return torch.cuda.max_memory_allocated()
@@ -60,10 +61,11 @@ def put(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
 
 
 class InDouble(TorchDispatchMode):
-    """Computation in float64 of all that is requested in float32 or in no named type.
+    """Mode in which computations requested in float32 or in the default type use float64.
 
-    transformers computes norms and softmaxes, TRL rewards and log-probabilities, in float32 even
-    for a float64 model. Values rounded to float32 before this mode begins stay as they were.
+    Even for a float64 model, transformers computes norms and softmaxes in float32, and TRL computes
+    rewards and log-probabilities in float32. Values that were rounded to float32 before this mode
+    begins stay rounded.
     """
 
     def __enter__(self):
@@ -78,7 +80,7 @@ class InDouble(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator with float64 instead of float32 among its arguments."""
+        """Run an operator with every float32 among its arguments replaced by float64."""
         wide = {name: _double(value) for name, value in (kwargs or {}).items()}
         return func(*map(_double, args), **wide)
 

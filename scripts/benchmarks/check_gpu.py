@@ -1,4 +1,4 @@
-"""Test and measure a GPU: matrix products, correctness, sampling, scores, updates, ranks, a study.
+"""Test and measure a GPU: products, correctness, sampling, scores, updates, ranks, a study.
 
     python scripts/benchmarks/check_gpu.py                              # everything, on cuda
     python scripts/benchmarks/check_gpu.py correct sampling scores --minutes 4 --json gpu.json
@@ -16,10 +16,10 @@
                after the first step and resumed
     study      A_0, A_V and G* of `mse model=tiny` on the device and on the CPU, in float64
 
-Each part runs in a separate process that ends after `--minutes`. If a part fails or is stopped, the
-other parts still run. `--shape qwen2.5-0.5b` has random weights, and `tiny` is the embedded policy.
-The script prints a table; `--json` stores the rows with the device and the versions. Repeated
-measurements are shown as a median with its range.
+Each part runs in a separate process, which is stopped after `--minutes`. If a part fails or is
+stopped, the other parts still run. The model with `--shape qwen2.5-0.5b` has random weights, and
+the model with `--shape tiny` is the embedded policy. The script prints a table; `--json` stores the
+rows with the device and the versions. Repeated measurements are shown as a median with its range.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ Row = dict[str, Any]
 
 
 def policy_of(options: argparse.Namespace, dtype: str) -> Any:
-    """Load the embedded policy, or make a model of the shape whose rows never end.
+    """Load the embedded policy, or make a model of the shape that never ends a completion.
 
-    Models are imported here and below, because four of the parts start commands and need none.
+    Models are imported within functions, because four of the parts only start commands and need no
+    model.
     """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -70,14 +71,14 @@ def policy_of(options: argparse.Namespace, dtype: str) -> Any:
         return policy
     torch.manual_seed(0)
     with torch.device(options.device):
-        # The same weights in every type, rounded.
+        # The weights are the same in every precision, up to rounding.
         model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN), dtype=torch.float32)
         model = model.to(getattr(torch, dtype)).eval()
     return Policy(model, policy.tokenizer, frozenset({QWEN["vocab_size"]}), 0)
 
 
 def clock(options: argparse.Namespace, work: Callable[[], Any], repeats: int = 3) -> list[float]:
-    """Time each repetition of the work, in seconds, after one that does not count."""
+    """Time each repetition of the work in seconds, after an unmeasured warm-up."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -108,7 +109,7 @@ def rates(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def correct(options: argparse.Namespace) -> Iterator[Row]:
-    """Run the tests of one device."""
+    """Run tests/gpu on the device."""
     environment = os.environ | {"GRPO_USTAT_TEST_DEVICE": options.device}
     command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/gpu")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -116,7 +117,7 @@ def correct(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def sampling(options: argparse.Namespace) -> Iterator[Row]:
-    """Time `rollout=local`; unless the shape is `tiny`, all rows have the maximal length."""
+    """Time `rollout=local`; unless the shape is `tiny`, all rows have the maximum length."""
     from grpo_ustat.policy.precision import set_tf32
     from grpo_ustat.records import Prompt
     from grpo_ustat.rollout.local import Sampling, sample
@@ -141,7 +142,7 @@ def sampling(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def launches(options: argparse.Namespace, work: Callable[..., Any]) -> Row:
-    """Count kernels and launches by the host for one more token of all rows; empty on a CPU."""
+    """Count kernels and host launches per additional token of all rows; empty on a CPU."""
     if options.device == "cpu":
         return {}
     counts = []
@@ -160,7 +161,7 @@ def launches(options: argparse.Namespace, work: Callable[..., Any]) -> Row:
 
 
 def scores(options: argparse.Namespace) -> Iterator[Row]:
-    """Time all that a study computes for a question, with completions of 64 to 256 tokens."""
+    """Time everything that a study computes for a question's completions of 64 to 256 tokens."""
     from grpo_ustat.policy.scores import completion_scores
 
     count, prompt, longest = (32, 60, 256) if options.device == "cuda" else (4, 6, 16)
@@ -168,7 +169,7 @@ def scores(options: argparse.Namespace) -> Iterator[Row]:
     for dtype, tf32 in (("float32", False), ("float32", True), ("bfloat16", False)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
         model = policy_of(options, dtype).model
-        # Tokens of a question, from a vocabulary of 90 or more.
+        # The tokens are random. The vocabulary has at least 90 tokens.
         torch.manual_seed(0)
         most = min(model.config.vocab_size, 2000)
         ids = torch.randint(0, most, (count, prompt + longest), device=options.device)
@@ -199,10 +200,10 @@ def scores(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def update(options: argparse.Namespace) -> Iterator[Row]:
-    """Time steps of `train` by its metrics.
+    """Time steps of `train`, using the times in its metrics.
 
-    On a GPU they have 128 completions of 256 tokens, in bfloat16 over float32 weights and in
-    float32.
+    On a GPU each step has 128 completions of 256 tokens. The steps run in bfloat16 over float32
+    weights, and in float32.
     """
     with tempfile.TemporaryDirectory() as place:
         reward = Path(place) / "reward.py"
@@ -233,7 +234,7 @@ def update(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def ranks(options: argparse.Namespace) -> Iterator[Row]:
-    """Run FSDP2, stopped after a step and resumed."""
+    """Train with FSDP2 for a step, and resume the run for a second step."""
     count = 1 if options.device == "cuda" else 2
     config = str(ROOT / "grpo_ustat/launch/accelerate/fsdp2.yaml")
     launcher = [
@@ -248,7 +249,7 @@ def ranks(options: argparse.Namespace) -> Iterator[Row]:
         for steps in ("max_steps=1", "max_steps=2"):
             train(options, folder, steps, "save_steps=1", launcher=launcher)
         rows = len((Path(folder) / "metrics.jsonl").read_text().splitlines())
-        yield {"what": f"FSDP2 on {count} ranks, saved and gone on with", "steps": rows}
+        yield {"what": f"FSDP2 on {count} ranks, saved and resumed", "steps": rows}
 
 
 def train(
@@ -258,7 +259,7 @@ def train(
     launcher: Sequence[str] = (),
     model: str = "tiny",
 ) -> None:
-    """Run a small `train` on the device, by a launcher's module or directly."""
+    """Run a small `train` on the device, directly or with a launcher's module."""
     small = ("debug=train", f"model={model}", "model.dtype=float32", "budget.rollouts=64")
     place = (f"hydra.run.dir={folder}", f"launch.device={options.device}", "on_existing=resume")
     command = [sys.executable, "-m", *launcher, "grpo_ustat.train", *small, *place, *overrides]
@@ -270,8 +271,8 @@ def train(
 def study(options: argparse.Namespace) -> Iterator[Row]:
     """Run the same study on the device and on the CPU.
 
-    In float64 both draw the same tokens. A GPU also runs it in float32 with TF32 products, its
-    default.
+    In float64, both devices draw the same tokens. A GPU also runs the study in float32 with TF32
+    products, which is the default on GPUs.
     """
     questions = 50 if options.device == "cuda" else 6
     runs = [("cpu", "float64")]
@@ -304,14 +305,14 @@ PARTS = {part.__name__: part for part in (rates, correct, sampling, scores, upda
 
 
 def main() -> None:
-    """Run the parts, each in a process with a limit of time; print a table."""
+    """Run each part in a process with a time limit, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=["qwen2.5-0.5b", "tiny"])
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512], help="of sampling")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of each part, at most")
-    parser.add_argument("--json", type=Path, help="a file for the rows")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of each part")
+    parser.add_argument("--json", type=Path, help="file to which the rows are written")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -333,7 +334,7 @@ def main() -> None:
 
 
 def run_part(part: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of a part, and one more if it failed or was cut."""
+    """Yield a part's rows, and a further row if the part failed or was stopped."""
     command = [
         sys.executable, __file__, part, "--inside", "--device", options.device, "--shape",
         options.shape, "--rows", *map(str, options.rows),
@@ -353,7 +354,7 @@ def run_part(part: str, options: argparse.Namespace) -> Iterator[Row]:
     if code:
         yield {
             "what": "not finished",
-            "why": f"cut after {options.minutes:g} minutes" if cut else reason,
+            "why": f"stopped after {options.minutes:g} minutes" if cut else reason,
         }
 
 

@@ -1,16 +1,17 @@
-r"""Comparison of our gradient with TRL's, parameter by parameter, on the same rollouts.
+r"""Compare our gradient with TRL's, parameter by parameter, on the same rollouts.
 
     python scripts/benchmarks/compare_trl.py                      # float64 and float32
     python scripts/benchmarks/compare_trl.py --dtype float32 --environment DIR
     python scripts/benchmarks/compare_trl.py --record tests/data/trl_gradients.json
 
 Our side samples groups of several prompt and completion lengths from `embedded:tiny_base` and draws
-rewards. Each side then runs its own training code, TRL in a separate environment: advantages, old
-and reference log-probabilities, micro-batches, gradient. The script compares the gradients that
-reach the optimizer. The exit code is 1 if a difference exceeds the tolerance (1e-10 and 1e-4).
+rewards. Each side then runs its own training code for advantages, old and reference
+log-probabilities, micro-batches and gradient. TRL runs in a separate environment. The script
+compares the gradients that reach the optimizer. The exit code is 1 if a difference exceeds the
+tolerance (1e-10 in float64, 1e-4 in float32).
 
-Let there be n = P G completions of at most L tokens, and
-`A_i = r_i - zbar_{-i} = G/(G-1) (r_i - zbar)`. Before the first update:
+Let there be n = P G completions of at most L tokens, and `A_i = r_i - zbar_{-i} = G/(G-1) (r_i -
+zbar)`. Before the first update the losses are:
 
     ours, leave_one_out, algorithm1    1/n sum_i A_i sum_t log pi_it
     RLOOTrainer                        1/n sum_i A_i exp(log pi_i - log pi_old,i)
@@ -21,18 +22,19 @@ gradient is therefore equal to RLOO's, and L G/(G-1) times GRPO's. The baseline 
 the factor G/(G-1). The loss_type `sum` divides by n, while dr_grpo divides by n L. All other rows
 have the factor 1.
 
-"moved" rows update a policy that differs from the sampling policy, with a third policy as reference
-model, so that ratios, clipping and penalties have an effect; `clipped` is the share of our ratios
-that were clipped. In rows without clipping on our side, TRL's epsilon is too large to clip. TRL
-multiplies the K3 penalty by the ratio unless use_bias_correction_kl is off. It is off here, except
-in the control, which must differ. "micro" rows accumulate over TRL's micro-batches, with the rows
-in our order, because TRL shuffles rows and `bnpo` depends on their order. With
-top_entropy_quantile, TRL uses the quantile of each micro-batch, while we use the quantile of the
-update, so its control accumulates. TRL's `cispo` without epsilon_high truncates every ratio at its
-epsilon, 0.2. Our side truncates at 5, as documented, so our gradient is 5 times TRL's. "trimmed"
-rows have one completion per micro-batch and no padding before its prompt. In all other rows TRL's
-prompts are left-padded, with an attention mask and without positions. In the float64 comparison,
-both sides also compute in float64 what transformers and TRL normally compute in float32.
+Rows named "moved" update a policy that differs from the sampling policy, with a third policy as
+reference model, so that ratios, clipping and penalties have an effect. The column `clipped` is the
+share of our ratios that were clipped. In rows without clipping on our side, TRL's epsilon is too
+large to clip. TRL multiplies the K3 penalty by the ratio unless use_bias_correction_kl is off. This
+option is off here, except in the control, which must differ. Rows named "micro" accumulate over
+TRL's micro-batches. There, TRL's rows are put in our order, because TRL shuffles rows and `bnpo`
+depends on their order. With top_entropy_quantile, TRL uses the quantile of each micro-batch, while
+we use the quantile of the whole update. The control of this option therefore accumulates, and must
+differ. TRL's `cispo` without epsilon_high truncates every ratio at its epsilon, 0.2. Our side
+truncates at 5, as documented, so our gradient is 5 times TRL's. Rows named "trimmed" have one
+completion per micro-batch and no padding before the prompt. In all other rows TRL's prompts are
+left-padded, with an attention mask and without positions. In the float64 comparison, both sides
+also use float64 for the parts that transformers and TRL normally compute in float32.
 """
 
 from __future__ import annotations
@@ -72,37 +74,37 @@ from grpo_ustat.train.update import (
     penalised_rewards,
 )
 
-# At this length some completions are cut.
+# With this maximum length some completions are truncated.
 MODEL, GROUP, LENGTH = "embedded:tiny_base", 8, 44
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
-# Standard deviation of changes of weights, relative to the root mean square of each parameter.
+# Standard deviation of the changes of a parameter's weights, relative to their root mean square.
 MOVED = 0.02
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An objective in the words of each side."""
+    """An objective as each side configures it."""
 
-    # Name in the table and of the file.
+    # Name in the table and in the recorded file.
     name: str
-    # Overrides of our configuration.
+    # Overrides for our configuration.
     ours: tuple[str, ...]
-    # Trainer of TRL, `grpo` or `rloo`, and its arguments.
+    # TRL's trainer, `grpo` or `rloo`, and its arguments.
     trainer: str
     arguments: dict
     # Our gradient is factor(G, L) times TRL's.
     factor: Callable[[int, int], float] = lambda group, length: 1.0
     # True if the weights move between sampling and the update.
     off_policy: bool = False
-    # Completions in a backward pass of TRL; None: all.
+    # Number of completions in each of TRL's backward passes; None means all.
     micro_batch_size: int | None = None
-    # True if TRL's micro-batches lose their common padding.
+    # True if padding that all rows share is removed from TRL's micro-batches.
     trim: bool = False
     # False for a control, which must differ.
     equal: bool = True
 
     def fits(self, difference: float, dtype: str) -> bool:
-        """Return True if a difference is as expected."""
+        """Return True if a difference is as expected: small, or large for a control."""
         return (difference <= TOLERANCE[dtype]) == self.equal
 
 
@@ -112,22 +114,22 @@ def per_token(group: int, length: int) -> float:
 
 
 def per_token_and_centred(group: int, length: int) -> float:
-    """Factor that also includes `r - zbar`, (G-1)/G of the leave-one-out advantage."""
+    """Factor for `dr_grpo` with `r - zbar`, which is (G-1)/G times the leave-one-out advantage."""
     return length * group / (group - 1)
 
 
 def cut_at_epsilon(group: int, length: int) -> float:
-    """Factor of TRL's `cispo`: each token has weight min(1, epsilon), while the documented is 1."""
+    """Factor of TRL's `cispo`: its token weights are min(1, epsilon), while 1 is documented."""
     return 1 / 0.2
 
 
 def preset(name: str, arguments: dict, *ours: str, what: str = "", **options) -> Setting:
-    """Make a setting of a preset of TRL's losses, which sets the advantage as well."""
+    """Make a setting from a preset for one of TRL's losses, which also sets the advantage."""
     return Setting(f"{name}{what}", (f"objective={name}", *ours), "grpo", arguments, **options)
 
 
 def moved(name: str, ours: tuple[str, ...], trainer: str, arguments: dict, **options) -> Setting:
-    """Make a setting of a policy that did not sample: the second update on a batch."""
+    """Make a setting for the second update on a batch, at a policy that did not sample it."""
     arguments = {"num_iterations": 2, "beta": 0.0} | arguments
     ours = (*ours, "objective.num_iterations=2", "objective.num_minibatches=1")
     return Setting(f"{name}, moved", ours, trainer, arguments, off_policy=True, **options)
@@ -218,7 +220,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Start:
-    """Inputs of both sides: rollouts, their rewards, and the weights that have moved."""
+    """Inputs for both sides: rollouts, rewards, and the changed weights."""
 
     rollouts: Rollouts
     rewards_PG: np.ndarray
@@ -229,7 +231,7 @@ class Start:
 def common_start(count: int, dtype: str) -> Start:
     """Draw rollouts of `count` prompts of different lengths, and rewards in eighths.
 
-    Such rewards and their means are exact in float32 too.
+    Rewards in eighths and their means are exact also in float32.
     """
     policy, config = load_policy(MODEL, dtype=dtype), configured(dtype, ())
     task = configured_task(config.task_options, config.model)
@@ -241,7 +243,7 @@ def common_start(count: int, dtype: str) -> Start:
 
 
 def several_lengths(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """Choose `count` prompts spread over all lengths of text, shortest to longest."""
+    """Choose `count` prompts, spread evenly from the shortest text to the longest."""
     ordered = sorted(prompts, key=lambda prompt: (len(prompt.text), prompt.id))
     return [ordered[i] for i in np.linspace(0, len(ordered) - 1, count).astype(int)]
 
@@ -257,7 +259,7 @@ def moved_weights(model: torch.nn.Module, stream: str) -> dict[str, torch.Tensor
 
 
 def configured(dtype: str, overrides: tuple[str, ...]) -> TrainConfig:
-    """Compose this project's configuration of a setting."""
+    """Compose this project's configuration for a setting."""
     fixed = ("model=tiny_base", f"model.dtype={dtype}", f"group_size={GROUP}")
     rest = (f"max_completion_length={LENGTH}", "budget.rollouts=64", "micro_batch_tokens=1024")
     return compose_config("train", [*fixed, *rest, *overrides])
@@ -291,7 +293,7 @@ def our_gradient(setting: Setting, start: Start, dtype: str):
 
 
 def trl_gradients(settings, start: Start, dtype: str, python: Path) -> list[dict]:
-    """Compute TRL's gradient for each setting, through files."""
+    """Compute TRL's gradient for each setting; data are exchanged in files."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         save_file(start.current, folder / "current.safetensors")
@@ -302,7 +304,7 @@ def trl_gradients(settings, start: Start, dtype: str, python: Path) -> list[dict
 
 
 def job(settings, start: Start, dtype: str) -> dict:
-    """Describe the worker's task."""
+    """Return the content of the worker's job file."""
     names = ("name", "trainer", "arguments", "off_policy", "micro_batch_size", "trim")
     rollouts = start.rollouts
     groups = zip(rollouts.tokens_PGT, rollouts.lengths_PG, strict=True)
@@ -330,7 +332,7 @@ def micro_batch_rows(count: int) -> np.ndarray:
 def largest_difference(
     ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], factor: float
 ):
-    """Return the largest `||ours - factor theirs|| / ||ours||` of a parameter, and its name."""
+    """Return the largest `||ours - factor theirs|| / ||ours||`, and the parameter's name."""
     if ours.keys() != theirs.keys():
         raise ValueError(f"only one side has {sorted(ours.keys() ^ theirs.keys())}")
     differences = {
@@ -344,8 +346,8 @@ def largest_difference(
 def projections(gradient: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """Summarise each parameter's gradient by its norm and its products with two normal draws.
 
-    The draws are keyed by the parameter's name. Products of a difference have the size of its norm,
-    so two gradients with the same products are equal.
+    The draws are keyed by the parameter's name. The products of a difference with the draws are
+    about as large as its norm, so gradients with the same products are practically equal.
     """
     products = {}
     for name, value in sorted(gradient.items()):
@@ -356,9 +358,9 @@ def projections(gradient: dict[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def record(file: Path, python: Path) -> None:
-    """Write TRL's gradients of two prompts in float64, with the task.
+    """Record TRL's gradients for two prompts in float64, together with the job.
 
-    tests/scripts/test_compare_trl.py compares them with ours at every push.
+    At every push, tests/scripts/test_compare_trl.py compares these gradients with ours.
     """
     start = common_start(2, "float64")
     theirs = trl_gradients(SETTINGS, start, "float64", python)
@@ -374,12 +376,12 @@ def record(file: Path, python: Path) -> None:
 
 
 def without_paths(job: dict) -> dict:
-    """Return a job without its model's folder, which differs between machines."""
+    """Return a job without the model's folder, which differs between machines."""
     return {name: value for name, value in job.items() if name != "model"}
 
 
 def scale(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Return the factor that fits best: <ours, theirs> / ||theirs||^2."""
+    """Return the best-fitting factor, <ours, theirs> / ||theirs||^2."""
     pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
     return float(sum((a * b).sum() for a, b in pairs) / sum((b * b).sum() for _, b in pairs))
 
@@ -406,7 +408,12 @@ def main() -> None:
     add_environment_argument(parser)
     parser.add_argument("--dtype", nargs="+", default=list(TOLERANCE), choices=list(TOLERANCE))
     parser.add_argument("--prompts", type=int, default=5)
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write TRL's gradients and end")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="record TRL's gradients in FILE, and compare nothing",
+    )
     options = parser.parse_args()
     python, good = environment(options.environment), True
     if options.record:

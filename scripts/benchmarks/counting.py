@@ -1,4 +1,4 @@
-"""Counts of wrong statements among the statements that simulated studies print."""
+"""Count wrong statements among the statements that simulated studies print."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from scipy.stats import beta
 from grpo_ustat.estimators.intervals import Interval
 
 Row = dict[str, Any]
-# Statements of a study: True if wrong, or a number.
+# Statements of a study by name. The value is True if the statement is wrong, or a number.
 Statements = Mapping[str, bool | float]
 
 
 class Asked(NamedTuple):
     """Options of the command line."""
 
-    # Studies of each cell.
+    # Number of studies per cell.
     studies: int
-    # Sizes of a study, mostly prompts x completions of each.
+    # Sizes of a study, mostly (prompts, completions per prompt).
     cells: Sequence[tuple[int, int]]
-    # Batches that are drawn for a loss that couples groups.
+    # Number of batches drawn for a loss that couples groups.
     draws: int
-    # Seed of the draws of a population, in kinds that use it.
+    # Seed of the draws from a population, in the kinds that use it.
     seed: int
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Studies of one size of one population."""
+    """Simulated studies of one size, from one population."""
 
-    # Columns of the table that name the cell.
+    # Table columns that identify the cell.
     facts: Mapping[str, Any]
-    # Drawn as they are counted.
+    # The studies, which are simulated while they are counted.
     studies: Iterable[Statements]
-    # True numbers by statement; a sentence without a number has none.
+    # True values by statement; statements without a true value are missing.
     truth: Mapping[str, float] = field(default_factory=dict)
-    # Statements that have a row even if no study prints them.
+    # Statements that get a row even if no study prints them.
     statements: Sequence[str] = ()
 
 
 class Kind(NamedTuple):
-    """Statements of one kind, and the studies that print them."""
+    """A kind of statement, and the simulated studies that print such statements."""
 
-    # The cells of a population.
+    # Function that yields the cells of a population.
     cells_of: Callable[[str, Asked], Iterator[Cell]]
     populations: Sequence[str]
-    # Default sizes and number of studies.
+    # Defaults for the sizes and the number of studies.
     cells: Sequence[tuple[int, int]] = ((60, 16),)
     studies: int = 200
 
 
 def covers(interval: Interval, truth: float) -> bool:
-    """Return True if the interval contains the truth, up to rounding."""
+    """Return True if the interval contains the true value, up to rounding."""
     return interval.low - 1e-9 <= truth <= interval.high + 1e-9
 
 
 def clopper_pearson(wrong: int, printed: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of independent trials (Clopper & Pearson 1934).
+    """Return the 95 % interval for a binomial proportion (Clopper & Pearson 1934).
 
     >>> [round(x, 3) for x in clopper_pearson(0, 100)]
     [0.0, 0.036]
@@ -71,7 +71,7 @@ def clopper_pearson(wrong: int, printed: int) -> tuple[float, float]:
 
 
 def rows_of(population: str, cell: Cell) -> list[Row]:
-    """Make a row for each statement of a cell."""
+    """Make a row for each statement in a cell."""
     values_of: dict[str, list[bool | float]] = {statement: [] for statement in cell.statements}
     studies = 0
     for statements in cell.studies:
@@ -106,7 +106,7 @@ def counts(values: Sequence[bool | float]) -> Row:
 
 
 def worst_of(rows: Sequence[Row]) -> list[Row]:
-    """Choose, by population and statement, the worst cell of those that print it in 1 % or more."""
+    """Return the worst row by population and statement, if at least 1 % of studies print it."""
     worst: dict[tuple[str, str], Row] = {}
     for row in rows:
         if row["wrong_given_printed"] is None or row["printed"] < 0.01 * row["studies"]:
@@ -118,7 +118,7 @@ def worst_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Return the columns that any row fills, in order."""
+    """Return the columns in which any row has a value, in order."""
     return [key for key in rows[0] if any(row[key] is not None for row in rows)]
 
 
@@ -139,6 +139,6 @@ def text_of(row: Row) -> str:
 
 
 def header_of(row: Row) -> str:
-    """Format the two lines above the printed table."""
+    """Format the two header lines of the printed table."""
     names = [*list(row)[: list(row).index("sentence")], "sentence", "truth", "printed", "wrong"]
     return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"

@@ -1,4 +1,4 @@
-r"""Test whether the relative efficiency of a loss predicts the gain from training with it.
+r"""Test whether a loss's relative efficiency predicts the gain from training with the loss.
 
     python scripts/benchmarks/efficiency_and_training.py --results runs.jsonl
     python scripts/benchmarks/efficiency_and_training.py --only-analysis runs.jsonl \
@@ -6,22 +6,23 @@ r"""Test whether the relative efficiency of a loss predicts the gain from traini
     python scripts/benchmarks/efficiency_and_training.py --only-analysis \
         docs/examples/efficiency_and_training.csv
 
-The experiment has six losses, two policies (`tiny` on sums with a digit, `tiny_base` on
-arithmetic), SGD and AdamW, three learning rates, and five seeds. These are 360 runs with equal
-numbers of rollouts, in one process with one thread. Runs that are already in the file are not
-repeated. Only the loss differs between runs. Every run has one update per batch, no penalty and no
-gradient clipping. For each seed, runs at the same G share the order of prompts, the keyed draws of
-completions, and the evaluations (all test questions, several completions each, before and after
-training). If the numbers of a run are not finite, its accuracy after training is set to 0.
+The experiment combines six losses, two policies (`tiny` on sums with a digit, `tiny_base` on
+arithmetic), two optimizers (SGD and AdamW), three learning rates, and five seeds. This gives 360
+runs with equal numbers of rollouts, in a single process with a single thread. Runs that are already
+in the file are not repeated. For each policy, optimizer, learning rate and seed, only the loss
+differs. Every run has one update per batch, no penalty and no gradient clipping. For each seed,
+runs at the same G share the order of prompts and the keyed random numbers for completions. Every
+run is evaluated before and after training on all test questions, with several completions each. If
+a run's numbers become infinite or NaN, its accuracy after training is set to 0.
 
-The efficiency is measured at the initial policy and the n of training, from the study questions
-with 32 completions each, relative to the unbiased leave-one-out gradient at G = 8. The efficiency
-of a loss at another G therefore includes the cost of that G.
+The efficiency is relative to the unbiased leave-one-out gradient at G = 8. It is measured at the
+initial policy and the n of training, from the study questions with 32 completions each. For a loss
+at another G the efficiency therefore includes the effect of that G.
 
-Learning rates are multiples of a rate that was good for the reference in pilot runs with other
-seeds. With SGD, the rate of a loss is this rate times the ratio of the root of E||ghat||^2 of the
-reference to that of the loss. All losses therefore start with steps of the same root mean square
-length in the pool. With AdamW, the rates are the same for all losses.
+Learning rates are multiples of a rate that was good for the reference loss in pilot runs with other
+seeds. With SGD, a loss's rate is multiplied by the reference's sqrt(E||ghat||^2) and divided by the
+loss's sqrt(E||ghat||^2), as measured in the pool. All losses therefore start with steps of the same
+root mean square length. With AdamW, all losses have the same rates.
 
     gain        held-out accuracy after training minus before. Each seed uses the learning rate that
                 is best by the mean of the other seeds, so no seed selects its own rate.
@@ -40,8 +41,8 @@ length in the pool. With AdamW, the rates are the same for all losses.
     could see   loss of efficiency that 80 % of such experiments would detect at the 5 % level,
                 uncorrected and at Holm's first step, if gains were proportional to efficiency
 
-The 360 runs took 56 minutes on one core of an x86 CPU shared with other programs. The pools took
-two more minutes.
+The 360 runs took 56 minutes on one core of an x86 CPU that other programs also used. Sampling and
+scoring the pools took two more minutes.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import setup, trainer
 from grpo_ustat.train.evaluate import sample_eval
 
-# The loss with which others are compared, and the G of the unit of efficiency.
+# Reference loss, and the G at which the unbiased gradient has efficiency 1.
 REFERENCE, UNIT = "trl_dr_grpo", 8
 LOSSES = {
     REFERENCE: ["objective=trl_dr_grpo"],
@@ -85,13 +86,13 @@ LOSSES = {
     "trl_dr_grpo, G = 32": ["objective=trl_dr_grpo", "group_size=32"],
     "trl_dr_grpo, filter .2": ["objective=trl_dr_grpo", "objective.reward_variance_share=0.2"],
 }
-# Learning rates of a loss, in multiples of the middle rate.
+# Learning rates, as multiples of the loss's middle rate.
 FACTORS = (0.5, 1.0, 2.0)
-# Ratio of two relative efficiencies that counts as large.
+# Smallest ratio of two relative efficiencies that counts as distinct.
 MIN_RATIO = 1.25
-# Columns of a record.
+# Columns of the record that contain the efficiency.
 EFFICIENCIES = ("efficiency", "efficiency_low", "efficiency_high")
-# Pairs of batches for the relative efficiency of losses that couple their rows.
+# Number of pairs of batches drawn to measure losses that couple the rows of a batch.
 DRAWS = 1000
 
 
@@ -99,15 +100,15 @@ DRAWS = 1000
 class Setting:
     """A policy on a data set, and the length of its training."""
 
-    # Overrides of both `mse` and `train`.
+    # Overrides for both `mse` and `train`.
     data: list[str]
     # n
     rollouts: int
     # Number of updates.
     steps: int
-    # Completions of each test question.
+    # Number of completions per test question.
     evaluations: int
-    # The middle learning rate of the reference by optimizer.
+    # Middle learning rate of the reference loss, by optimizer.
     rates: dict[str, float]
 
 
@@ -136,7 +137,7 @@ class Cell:
     seed: int
 
     def overrides(self, lengths: dict[str, float]) -> list[str]:
-        """Return the overrides of `train`.
+        """Return the run's overrides for `train`.
 
         Args:
             lengths: root of E||ghat||^2 by loss.
@@ -154,7 +155,7 @@ class Cell:
 
 
 def measured_losses(name: str, folder: Path) -> dict[str, dict]:
-    """Measure efficiency and the root of E||ghat||^2 of all losses in a policy, with a pool."""
+    """Measure the efficiency and sqrt(E||ghat||^2) of all losses at a policy, from a pool."""
     policy, names = POLICIES[name], list(LOSSES)
     study = compose_config("mse", [*policy.data, "launch.workers=1"])
     task = configured_task(study.task_options, study.model, configured_tokenizer(study.model))
@@ -173,7 +174,7 @@ def measured_losses(name: str, folder: Path) -> dict[str, dict]:
         error = errors[loss, size]
         of_loss = relative_efficiency(error, UNIT, unit)
         results[loss.name] = {
-            # The estimate, also if it is not decided.
+            # The estimate is stored even if the study does not decide the efficiency.
             "efficiency": float(unit[UNIT][0] / error.error_D[0]),
             "interval": list(of_loss.efficiency_same_g),
             "noise": list(of_loss.noise),
@@ -185,16 +186,17 @@ def measured_losses(name: str, folder: Path) -> dict[str, dict]:
 def train(
     cell: Cell, lengths: dict[str, float], starts: dict[tuple[str, int], float]
 ) -> dict[str, float]:
-    """Train once: return held-out accuracy before and after, and seconds.
+    """Train once; return the held-out accuracy before and after training, and the seconds.
 
     Args:
         cell: the run.
         lengths: root of E||ghat||^2 by loss.
-        starts: accuracy before training by policy and seed, equal for all their runs; filled here.
+        starts: accuracy before training by policy and seed, which is the same for all their runs;
+            missing values are measured and added.
     """
     start = time.perf_counter()
     config = compose_config("train", cell.overrides(lengths))
-    # Nothing is written to this folder.
+    # The run needs a folder, but nothing is written to it.
     with tempfile.TemporaryDirectory() as folder:
         run = setup.set_up(config, RunFolder(Path(folder), config))
         before = starts[cell.policy, cell.seed] = starts.get((cell.policy, cell.seed)) or accuracy(
@@ -214,14 +216,14 @@ def train(
 
 
 def accuracy(run: trainer.TrainContext) -> float:
-    """Measure the held-out accuracy of the present policy."""
+    """Measure the held-out accuracy of the current policy."""
     return float(sample_eval(run, "sampled").rewards_PG.mean())
 
 
 def run_missing(
     file: Path, cells: Sequence[Cell], efficiencies: dict[str, dict[str, dict]]
 ) -> None:
-    """Train the runs that the file does not have, and add a line for each run as it ends."""
+    """Train the runs that are missing in the file, and append a line when each run ends."""
     done = {cell for cell, _ in read(file)} if file.exists() else set()
     starts: dict[tuple[str, int], float] = {}
     with file.open("a") as out:
@@ -234,7 +236,7 @@ def run_missing(
 
 
 def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
-    """Read the runs and the relative efficiencies of a record, see `record`."""
+    """Read runs and relative efficiencies from a record that `record` wrote."""
     runs, efficiencies = [], {policy: {} for policy in POLICIES}
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
@@ -252,7 +254,7 @@ def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
 
 
 def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> None:
-    """Write a line for each run: efficiency of its loss, its rate over the middle rate, gain."""
+    """Write a line for each run with its loss's efficiency, its learning rate and its gain."""
     with file.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(
@@ -277,41 +279,41 @@ def read(file: Path) -> Iterator[tuple[Cell, dict[str, float]]]:
 
 @dataclass(frozen=True)
 class Side:
-    """All runs of a policy and an optimizer. Axes: L loss, M factor, S seed."""
+    """All runs with one policy and one optimizer. Axes: L loss, M factor, S seed."""
 
     # Names.
     policy: str
     optimizer: str
     # Gain in accuracy.
     gain_LMS: np.ndarray
-    # Efficiency of the losses in the initial policy.
+    # Efficiency of each loss at the initial policy.
     efficiency_L: np.ndarray
 
     @property
     def chosen_LS(self) -> np.ndarray:
-        """Index of the factor that is best by the mean of the other seeds."""
+        """Index of the factor with the largest mean gain over the other seeds."""
         others_LMS = self.gain_LMS.sum(axis=2, keepdims=True) - self.gain_LMS
         return others_LMS.argmax(axis=1)
 
     @property
     def gain_LS(self) -> np.ndarray:
-        """Gain of each seed at its chosen learning rate."""
+        """Gain of each loss and seed at the chosen learning rate."""
         return np.take_along_axis(self.gain_LMS, self.chosen_LS[:, None], axis=1)[:, 0]
 
     @property
     def difference_LS(self) -> np.ndarray:
-        """Gains of the other losses minus the gain of the reference."""
+        """Gain of each other loss minus the gain of the reference loss."""
         return self.gain_LS[1:] - self.gain_LS[0]
 
     @property
     def slope_S(self) -> np.ndarray:
-        """Slope of gain on log2 efficiency over the losses, of each seed."""
+        """Slope of gain on log2 efficiency over the losses, for each seed."""
         x_L = np.log2(self.efficiency_L) - np.log2(self.efficiency_L).mean()
         return x_L @ self.gain_LS / (x_L @ x_L)
 
 
 def sides(rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> list[Side]:
-    """Group the runs by policy and optimizer, with the seeds that have all losses and rates."""
+    """Group runs by policy and optimizer, using only seeds with runs at all losses and rates."""
     gains = {cell: row["after"] - row["before"] for cell, row in rows}
     groups = []
     for policy, optimizer in itertools.product(POLICIES, ("sgd", "adamw")):
@@ -342,7 +344,7 @@ def t_interval(values_S: np.ndarray, level: float = 0.95) -> Interval:
 
 
 def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
-    """Correlate mean gain and efficiency (Spearman): interval over drawn seeds, and exact p."""
+    """Return the Spearman correlation of mean gain and efficiency, and its exact p-value."""
     rank_L = stats.rankdata(side.efficiency_L)
     orders = list(itertools.permutations(rank_L))
 
@@ -360,7 +362,7 @@ def rank_correlation(side: Side, draws: int = 5000) -> tuple[Interval, float]:
 
 
 def ordered_pairs(side: Side) -> tuple[str, str]:
-    """Count pairs in which the more efficient loss gains more: distinct pairs, and others."""
+    """Count pairs in which the more efficient loss gains more, for distinct and close pairs."""
     right: dict[bool, list[bool]] = {True: [], False: []}
     gain_L = side.gain_LS.mean(axis=1)
     for first, second in itertools.combinations(range(len(gain_L)), 2):
@@ -373,9 +375,9 @@ def ordered_pairs(side: Side) -> tuple[str, str]:
 
 
 def detectable(side: Side, alpha: float) -> float:
-    """Return the difference of gains that 80 % of such experiments detect at this level.
+    """Return the difference in gain that 80 % of such experiments would detect at level `alpha`.
 
-    It uses the median standard deviation of the paired differences.
+    The median standard deviation of the paired differences is used.
     """
     seeds = side.gain_LS.shape[1]
     deviation = float(np.median(side.difference_LS.std(axis=1, ddof=1)))
@@ -384,7 +386,7 @@ def detectable(side: Side, alpha: float) -> float:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Format a number without the zero before the point.
+    """Format a number without a zero before the decimal point.
 
     >>> number(0.12345), number(-0.5, 1), number(1.25, 2)
     ('.123', '-.5', '1.25')
@@ -394,7 +396,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def p_text(p_value: float) -> str:
-    """Format a p-value, at least .001."""
+    """Format a p-value; values below .001 become `< .001`."""
     return "< .001" if p_value < 0.001 else number(p_value)
 
 
@@ -405,9 +407,10 @@ def span(interval: Sequence[float], digits: int = 3) -> str:
 
 
 def tests(groups: Sequence[Side]) -> list[dict[str, Any]]:
-    """Test rank correlation and slope of gain with efficiency, for each policy and optimizer.
+    """Test rank correlation and slope of gain on efficiency, for each policy and optimizer.
 
-    Each has its p, and its p after Holm's correction over all.
+    Each test has an uncorrected p-value and a p-value after Holm's correction over policies and
+    optimizers.
     """
     ranks = [rank_correlation(side) for side in groups]
     slopes = [float(stats.ttest_1samp(side.slope_S, 0).pvalue) for side in groups]
@@ -433,7 +436,7 @@ def report(
         for difference_S in side.difference_LS
     ]
     holm = iter(holm_adjust(p_values))
-    print("| policy, optimizer | loss | efficiency | gain | less the reference's | p, corrected |")
+    print("| policy, optimizer | loss | efficiency | gain | gain - reference's | p, corrected |")
     print("|---|---|---|---|---|---|")
     for side in groups:
         for row, loss in enumerate(LOSSES):
@@ -485,10 +488,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, help="JSON lines, a run each; goes on from there")
-    parser.add_argument("--only-analysis", type=Path, metavar="FILE", help="that has been made")
-    parser.add_argument("--record", type=Path, metavar="FILE.csv", help="is written, a run a line")
-    parser.add_argument("--pools", type=Path, help="folder of scored pools; by default a new one")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="file of JSON lines, one per run; only missing runs are trained",
+    )
+    parser.add_argument(
+        "--only-analysis", type=Path, metavar="FILE", help="file of finished runs to analyse"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE.csv", help="write a record with one line per run"
+    )
+    parser.add_argument(
+        "--pools", type=Path, help="folder of scored pools (default: a temporary folder)"
+    )
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))

@@ -1,20 +1,20 @@
-"""Simulate how often a statement of a study is wrong, given that it is printed.
+"""Simulate how often a statement is wrong, given that a study prints it.
 
 A statement is an interval or a sentence. An interval is wrong if it misses the true value, and a
 sentence is wrong if it is false. Each KIND simulates studies of populations with known true values.
-The populations are in `populations.py` or in the module of the kind in `statements/`, which also
-explains the statements:
+The populations are defined in `populations.py` or in the kind's module in `statements/`, which also
+explains the statements. The kinds are:
 
 {kinds}
 
-A row shows the true value, the share of studies that print the statement, the share of these
-statements that are wrong, and the 95 % interval of the latter share (Clopper & Pearson 1934). The
-coverage of an interval is therefore 1 minus the share. For a number, the row shows the mean and the
-median over the studies. `--worst` shows, for each population and statement, the worst cell among
-the cells in which at least 1 % of the studies print the statement.
-`--warnings STATEMENT` adds the mean share of studies that print each warning, over the cells in
-which the statement is wrong in more than 13 %, and over the cells in which it is wrong in at most
-10 %.
+A row shows the true value, the share of studies that print the statement, and the share of the
+printed statements that are wrong, with its 95 % interval (Clopper & Pearson 1934). The coverage of
+an interval is 1 minus the share that is wrong. For a number, the row shows the mean and the median
+over the studies. A cell is a population together with a size of study. `--worst` shows, for each
+population and statement, the worst of the cells in which at least 1 % of the studies print the
+statement. `--warnings STATEMENT` also prints the mean share of studies with each warning,
+separately for the cells in which more than 13 % of the statements are wrong and for the cells in
+which at most 10 % are wrong.
 
     python scripts/benchmarks/error_rates.py group_size --worst --csv docs/examples/decisions.csv
     python scripts/benchmarks/error_rates.py losses --cells 64x8 128x8 --studies 60
@@ -40,18 +40,18 @@ KINDS = {
 
 
 def cell(text: str) -> tuple[int, int]:
-    """Parse prompts and completions of each, such as 64x8."""
+    """Parse numbers of prompts and of completions per prompt, such as 64x8."""
     prompts, completions = map(int, text.split("x"))
     return prompts, completions
 
 
 def rows_of_population(kind: str, name: str, asked: Asked) -> list[Row]:
-    """Return all rows of a population."""
+    """Return all rows for a population."""
     return [row for cell in KINDS[kind].cells_of(name, asked) for row in rows_of(name, cell)]
 
 
 def print_warnings(rows: Sequence[Row], statement: str) -> None:
-    """Print the shares of studies that warn, in cells of bad and of good coverage."""
+    """Print the shares of studies that warn, in cells with bad and with good coverage."""
     cells: dict[str, dict[str, Row]] = {}
     for row in rows:
         place = str(list(row.values())[: list(row).index("sentence")])
@@ -61,7 +61,7 @@ def print_warnings(rows: Sequence[Row], statement: str) -> None:
         some = [of for place, of in cells.items() if least <= wrong[place] <= most]
         warnings = sorted({name for of in some for name in of if name.startswith("warning: ")})
         shares = [f"{x} {np.mean([of[x]['mean'] for of in some]):.2f}" for x in warnings]
-        print(f"{statement} is wrong in {words}: {len(some)} cells; {', '.join(shares)}")
+        print(f"{statement} is wrong in {words} of studies: {len(some)} cells; {', '.join(shares)}")
 
 
 def arguments() -> argparse.Namespace:
@@ -75,24 +75,37 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND")
-    parser.add_argument("--studies", type=int, help="of a cell")
+    parser.add_argument("--studies", type=int, help="number of studies per cell")
     parser.add_argument("--populations", nargs="+")
     parser.add_argument("--cells", nargs="+", type=cell, help="such as 64x8")
-    parser.add_argument("--draws", type=int, default=100, help="of batches, of coupled losses")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws, in some kinds")
-    parser.add_argument("--workers", type=int, default=1, help="processes, a population each")
-    parser.add_argument("--worst", action="store_true", help="only the worst cells")
-    parser.add_argument("--warnings", metavar="STATEMENT", help="say what warnings are worth")
-    parser.add_argument("--csv", type=Path, help="file for all rows")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=100,
+        help="number of batches drawn for losses that couple groups",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the draws, in the kinds that use it"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="number of processes, each for one population"
+    )
+    parser.add_argument("--worst", action="store_true", help="print only the worst cells")
+    parser.add_argument(
+        "--warnings", metavar="STATEMENT", help="print the shares of warnings for this statement"
+    )
+    parser.add_argument("--csv", type=Path, help="file to which all rows are written")
     options = parser.parse_args()
     if wrong := set(options.populations or ()) - {*KINDS[options.kind].populations}:
         names = ", ".join(KINDS[options.kind].populations)
-        parser.error(f"no population {', '.join(sorted(wrong))} of {options.kind}: take {names}")
+        parser.error(
+            f"unknown population {', '.join(sorted(wrong))} for {options.kind}: choose from {names}"
+        )
     return options
 
 
 def main() -> None:
-    """Print the table, each population as soon as it is done, and write all rows as CSV."""
+    """Print each population's table as soon as it is done, and write all rows as CSV."""
     options = arguments()
     kind = KINDS[options.kind]
     asked = Asked(

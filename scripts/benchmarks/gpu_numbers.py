@@ -5,11 +5,11 @@
     python scripts/benchmarks/gpu_numbers.py --local Qwen/Qwen2.5-0.5B-Instruct=FOLDER
     python scripts/benchmarks/gpu_numbers.py --smoke --device cpu  # two rows of tiny_base, a minute
 
-A row describes a policy. `train` creates trained policies, and `mse` measures each policy. See
-`numbers_table.py`, which also checks the rows. The most valuable rows are measured first, and rows
-are written as JSON files to `--out`. A row is skipped if, at the tokens per second of finished
-runs, it would exceed the rest of `--minutes`. A row in progress at the end is stopped, and the next
-call continues it.
+A row describes a policy. The command `train` makes the trained policies, and the command `mse`
+measures each policy. See `numbers_table.py`, which also checks the rows. The most valuable rows are
+measured first, and rows are written as JSON files to `--out`. A row is skipped if its time,
+estimated from finished runs, exceeds the rest of `--minutes`. A row that is still in progress at
+the end is stopped, and the next call continues it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.costs.duration import Plan, duration, number_text, time_text
 from grpo_ustat.runs.library import load_run
 
-# Time to finish a step and save.
+# Seconds that a stopped run has to finish its step and save.
 GRACE_S = 300
-# Overrides that choose data, prompt and length.
+# Overrides that choose the data set, the prompt and the completion length.
 DATA = {
     "gsm8k": ("dataset=gsm8k", "prompt=gsm8k_chat"),
     "arithmetic": ("dataset=arithmetic", "prompt=plain", "max_completion_length=256"),
@@ -68,7 +68,7 @@ SMOKE_SIZES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A row to be measured: a policy before training, or after some steps of it."""
+    """A row to be measured: a policy before training or after some training steps."""
 
     model: str
     data: str
@@ -77,18 +77,18 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of its files."""
+        """Name of the row's files."""
         stage = f"{self.steps}-steps" if self.steps else BASE
         return file_name(self.model, self.data, stage, ADAPTER if self.lora else FULL)
 
     def commands(self, device: str, smoke: bool) -> list[tuple[str, list[str]]]:
-        """Return command and words of each run, the study last; paths are within `--out`."""
+        """Return each run's command and words, the study last; paths are relative to `--out`."""
         common = [*DATA[self.data], f"launch.device={device}"]
         sizes = SMOKE_SIZES if smoke else SIZES
         study = [*STUDY, *sizes["mse"], f"hydra.run.dir=mse/{self.name}"]
         if not self.steps:
             return [("mse", [f"model={self.model}", *common, *study])]
-        # Adapters need a rate ten times as high.
+        # Adapters need a learning rate ten times as high as full training.
         rate = 5e-5 if self.lora else 5e-6
         ends = [f"{key}={self.steps}" for key in ("max_steps", "eval_steps", "save_steps")]
         bf16 = ["bf16=true"] if device.startswith("cuda") else []
@@ -102,7 +102,7 @@ class Cell:
 
 
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"
-# In order of value.
+# Rows in order of decreasing value.
 CELLS = (
     Cell(SMALL, "gsm8k"),
     Cell(SMALL, "gsm8k", 20),
@@ -118,14 +118,14 @@ SMOKE_CELLS = (Cell("tiny_base", "bare"), Cell("tiny_base", "bare", 2, lora=True
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measure missing rows until the minutes are over; return the number of rows that failed."""
+    """Measure missing rows until the time is over; return the number of rows that failed."""
     out, until = options.out.resolve(), time.monotonic() + 60 * options.minutes
     failures = 0
     for cell in SMOKE_CELLS if options.smoke else CELLS:
         file = out / f"{cell.name}.json"
         commands = cell.commands(options.device, options.smoke)
         if file.is_file():
-            print(f"{cell.name}: is in {options.out}", flush=True)
+            print(f"{cell.name}: already in {options.out}", flush=True)
             continue
         left = until - time.monotonic()
         plans = [priced(cell, command, words, options) for command, words in commands]
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> int:
             continue
         if left <= 0 or sum(filter(None, estimates)) > left:
             needs = time_text(sum(filter(None, estimates)) or None)
-            print(f"{cell.name}: left out, needs {needs}, left are {time_text(max(left, 0))}")
+            print(f"{cell.name}: skipped; needs {needs}, left: {time_text(max(left, 0))}")
             continue
         print(f"{cell.name}: measuring, {time_text(left)} left; log in {options.out}", flush=True)
         reason = ""
@@ -143,7 +143,10 @@ def measure(options: argparse.Namespace) -> int:
             words = with_local(words, options.local)
             reason = reason or finish(command, words, out, cell.name, until)
         if reason and time.monotonic() >= until:
-            print(f"{cell.name}: stopped after {options.minutes:g} minutes, type it again to go on")
+            print(
+                f"{cell.name}: stopped after {options.minutes:g} minutes; repeat the command to "
+                "continue"
+            )
             continue
         try:
             if reason:
@@ -160,7 +163,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def priced(cell: Cell, command: str, words: list[str], options: argparse.Namespace) -> Plan:
-    """Plan a command for its costs, which also checks it; a checkpoint has its model's cost."""
+    """Plan a command to check it and estimate its cost; a checkpoint costs as much as its model."""
     base = [word for word in words if not word.startswith(("model=", "hydra.run.dir="))]
     place = f"hydra.run.dir={options.out.resolve() / command}/dry"
     overrides = with_local([f"model={cell.model}", *base, place, "dry_run=true"], options.local)
@@ -169,7 +172,7 @@ def priced(cell: Cell, command: str, words: list[str], options: argparse.Namespa
 
 
 def show(cell: Cell, commands: list[tuple[str, list[str]]], plans: Sequence[Plan]) -> None:
-    """Print the commands of a row and an upper bound of their costs."""
+    """Print a row's commands with upper bounds of their costs."""
     print(f"\n{cell.name}")
     for (command, words), plan in zip(commands, plans, strict=True):
         cost, estimate = plan.cost, duration(plan)
@@ -179,13 +182,13 @@ def show(cell: Cell, commands: list[tuple[str, list[str]]], plans: Sequence[Plan
 
 
 def finish(command: str, words: list[str], out: Path, name: str, until: float) -> str:
-    """Run a command unless it has a result; return the reason of a failure, or an empty text.
+    """Run a command unless it has a result; return the reason for a failure, or an empty text.
 
     Args:
-        command, words: as typed.
+        command, words: command and words as a user would type them.
         out: working folder.
-        name: name of its folder and log.
-        until: deadline on the monotonic clock, at which it is stopped and saves.
+        name: name of the run's folder and log.
+        until: deadline on the monotonic clock, at which the run is told to save and stop.
     """
     folder = out / command / name
     if (folder / "result.json").is_file() and load_run(folder).result is not None:
@@ -214,7 +217,7 @@ def finish(command: str, words: list[str], out: Path, name: str, until: float) -
 
 
 def with_local(words: list[str], local: dict[str, str]) -> list[str]:
-    """Replace ids of models and data sets in words by their folders."""
+    """Replace the ids of models and data sets in the words by local folders."""
     words = [
         f"model={local.get(word.partition('=')[2], word.partition('=')[2])}"
         if word.startswith("model=") else word
@@ -231,12 +234,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=40.0, help="at most; 40")
-    add("--out", type=Path, default=Path("outputs/numbers"), help="of rows, runs and logs")
+    add("--minutes", type=float, default=40.0, help="time limit (default: 40)")
+    add("--out", type=Path, default=Path("outputs/numbers"), help="folder of rows, runs and logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--local", nargs="+", default=[], metavar="ID=FOLDER", help="models, openai/gsm8k")
-    add("--dry-run", action="store_true", help="compose and price each command, run none")
-    add("--smoke", action="store_true", help="two rows of tiny_base at the smallest sizes")
+    add(
+        "--local",
+        nargs="+",
+        default=[],
+        metavar="ID=FOLDER",
+        help="local folders of models and of openai/gsm8k",
+    )
+    add("--dry-run", action="store_true", help="print each command with its cost and run nothing")
+    add("--smoke", action="store_true", help="measure two small rows of tiny_base as a test")
     options = parser.parse_args()
     options.local = folders_by_id(options.local)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -245,7 +254,7 @@ def main() -> None:
     except (ConfigError, OSError, ValueError) as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "stopped, type it again to go on\n")
+        parser.exit(130, "stopped; repeat the command to continue\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Test the judges of answers with texts written to hang, crash or fool them.
+r"""Test the answer judges with texts that were written to hang, crash or fool them.
 
     python scripts/benchmarks/hostile_answers.py [--memory 50000] [--workers 2]
 
@@ -31,7 +31,7 @@ DEADLINE, MEMORY_GB = 2.0, 2.0
 
 
 def _nested(left: str, right: str, depth: int, core: str = "7") -> str:
-    """Make a box of a text between many brackets."""
+    """Put a text between many nested brackets in a box."""
     return r"\boxed{" + left * depth + core + right * depth + "}"
 
 
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def hostile(verifier: Verifier) -> None:
-    """Judge each text separately, through the judge and without its limits."""
+    """Judge each text separately, with the judge and with math-verify only."""
     judge = MathJudge(verifier)
     row = "{:<20} {:>7} {:>8} {:>6} {:>8} {:>6} {:>8} {:>6} {:>6}".format
     print(row("text", "number", "42", "s", "sqrt 2", "s", "alone", "s", "MB"))
@@ -134,7 +134,7 @@ def hostile(verifier: Verifier) -> None:
 
 
 def lenient(verifier: Verifier) -> None:
-    """Judge texts that must not be accepted, by the judges and by math-verify without them."""
+    """Judge texts that must not be accepted, with the judges and with math-verify only."""
     row = "{:<28} {:<14} {:>7} {:>8} {:>8}".format
     print("\n" + row("text", "gold", "number", "judge", "alone"))
     for question, gold, text in LENIENT:
@@ -144,7 +144,7 @@ def lenient(verifier: Verifier) -> None:
 
 
 def ordinary(verifier: Verifier) -> None:
-    """Print time and verdicts of 500 ordinary answers, new and repeated."""
+    """Print times and verdicts for 500 ordinary answers, when they are new and when repeated."""
     answers = [answer(random.Random(f"ordinary {i}"), i % 2 == 0) for i in range(500)]
     print()
     for title in ("new", "seen before"):
@@ -156,8 +156,8 @@ def ordinary(verifier: Verifier) -> None:
             for (*_, right), verdict in zip(answers, verdicts, strict=True)
         )
         print(
-            f"500 ordinary answers, {title}: {seconds:.2f} s, {computing:.2f} s of computing; "
-            f"(is, judged): {dict(counts)}"
+            f"500 ordinary answers, {title}: {seconds:.2f} s, {computing:.2f} CPU s; (truth, "
+            f"verdict): {dict(counts)}"
         )
     for (_, gold, text, right), verdict in zip(answers, verdicts, strict=True):
         if verdict is not (Verdict.RIGHT if right else Verdict.WRONG):
@@ -165,7 +165,7 @@ def ordinary(verifier: Verifier) -> None:
 
 
 def memory(verifier: Verifier, calls: int) -> None:
-    """Print resident memory of this process and of its workers, over calls of new pairs."""
+    """Print the resident memory of this process and its workers over calls with new pairs."""
     rng = random.Random("memory")
     began = time.perf_counter()
     for done in range(0, calls + 1, 500):
@@ -179,7 +179,7 @@ def memory(verifier: Verifier, calls: int) -> None:
 
 
 def timed(work):
-    """Return the result of some work, its seconds, and the peak of the largest child in MB."""
+    """Return the work's result, its seconds, and the peak memory of the largest child in MB."""
     peak, over = [0.0], threading.Event()
 
     def watch():
@@ -197,14 +197,14 @@ def timed(work):
 
 
 def computed() -> float:
-    """Return CPU seconds of this process and its descendants."""
+    """Return the CPU seconds of this process and its descendants."""
     here = psutil.Process()
     times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
     return sum(t.user + t.system for t in times)
 
 
 def resident() -> list[float]:
-    """Return resident memory in MB of this process and its descendants."""
+    """Return the resident memory in MB of this process and of each descendant."""
     here = psutil.Process()
     sizes = []
     for process in (here, *here.children(recursive=True)):
@@ -216,7 +216,7 @@ def resident() -> list[float]:
 
 
 def answer(rng: random.Random, right: bool) -> tuple[str, str, str, bool]:
-    """Return a question, its gold, a completion, and True if the completion is right."""
+    """Return a question, its gold answer, a completion, and True if the completion is right."""
     kind = rng.choice(NUMBERS if rng.random() < 0.5 else OTHERS)
     gold, same, other = kind(rng)
     return "What is it?", gold, rf"So the answer is $\boxed{{{same if right else other}}}$.", right

@@ -1,8 +1,9 @@
-"""Populations of prompts with enumerated constants, for simulated studies.
+"""Populations of prompts for simulated studies, with exactly known constants.
 
 A population is a table of prompts x outcomes, with the probability, reward, score and length of
-each outcome. A study independently draws prompts, and completions of each prompt. The constants in
-`estimators.group_size` were chosen with the populations `FITTED`; `UNSEEN` was used for no choice.
+each outcome. A study draws prompts independently, and then completions of each prompt. The
+thresholds in `estimators.group_size` were chosen with the populations in `FITTED`. The populations
+in `UNSEEN` were not used for any choice.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from grpo_ustat.estimators.moments import (
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.records import Array, Integers, ScorePool
 
-# Size of a light population.
+# Numbers of prompts and outcomes in the populations that `light` makes.
 PROMPTS, OUTCOMES = 8000, 6
-# Numbers that are drawn at once.
+# Largest number of score entries drawn in one block.
 CHUNK = 3_000_000
-# Most tokens of a completion.
+# Largest number of tokens in a completion.
 MAX_LENGTH = 60
 Table = tuple[Array, Array, Array]
 
 
 class Population:
-    """Prompts with their outcomes' chances, rewards and scores, and the law of all of them.
+    """Prompts with their outcomes' probabilities, rewards and scores, and the exact scaling law.
 
     Args:
-        p_PY: chances, made to sum to 1 for each prompt.
-        rewards_PY: rewards.
-        scores_PYD: scores, centred by prompt.
-        lengths_PY: tokens; None: 1 to 60, shorter if the reward is 1.
+        p_PY: probabilities of the outcomes, which are normalised for each prompt.
+        rewards_PY: rewards of the outcomes.
+        scores_PYD: scores of the outcomes, which are centred for each prompt.
+        lengths_PY: lengths of the outcomes in tokens; None draws 1 to 60 tokens, fewer if the
+            reward is 1.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class Population:
         return {"c1": g_sq - grad_sq, "c2": a_v - g_sq, "c3": d + g_sq, "grad_sq": grad_sq}
 
     def draw(self, chosen: Integers, completions: int, rng: np.random.Generator) -> Integers:
-        """Draw outcomes of so many completions of each chosen prompt."""
+        """Draw the outcomes of `completions` completions for each chosen prompt."""
         draws = rng.random((len(chosen), completions, 1))
         return (draws > self.ends_PY[chosen][:, None, :-1]).sum(axis=2)
 
     def pool(self, chosen: Integers, completions: int, rng: np.random.Generator) -> ScorePool:
-        """Draw a scored pool of the chosen prompts."""
+        """Draw a pool of scored completions for the chosen prompts."""
         outcomes = self.draw(chosen, completions, rng)
         rewards, lengths = (
             np.take_along_axis(values_PY[chosen], outcomes, axis=1)
@@ -99,9 +101,10 @@ class Population:
     def studies(
         self, prompts: int, completions: int, count: int, rng: np.random.Generator
     ) -> Iterator[ScalingLaw]:
-        """Yield laws that studies of prompts drawn with replacement estimate.
+        """Yield the scaling laws that simulated studies estimate.
 
-        Their intervals leave out one prompt at a time.
+        Each study draws its prompts with replacement. Its intervals come from the delete-one-prompt
+        jackknife.
         """
         chunk = max(1, CHUNK // (prompts * completions * self.scores_PYD.shape[2]))
         for first in range(0, count, chunk):
@@ -126,7 +129,7 @@ class Population:
 
 
 def pool_of(rewards_PN: Array, scores_PND: Array, lengths_PN: Integers | None = None) -> ScorePool:
-    """Make a scored pool of completions, of one token each unless their lengths are given."""
+    """Make a pool of scored completions, which have one token each if no lengths are given."""
     return ScorePool(
         rewards_PN=rewards_PN,
         gram_PNN=scores_PND @ scores_PND.transpose(0, 2, 1),
@@ -137,7 +140,7 @@ def pool_of(rewards_PN: Array, scores_PND: Array, lengths_PN: Integers | None = 
 
 
 def with_flips(p: Array, rewards: Array, scores: Array, share: float) -> Table:
-    """Replace a share of the rewards r of a table by 1 - r: noise that raises C3."""
+    """Replace a share of a table's rewards r by 1 - r, which adds noise and raises C3."""
     return (
         np.concatenate([p * (1 - share), p * share], axis=1),
         np.concatenate([rewards, 1 - rewards], axis=1),
@@ -152,7 +155,7 @@ def softmax_table(
     width: int = 24,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Draw chances of normal logits, and normal scores."""
+    """Draw probabilities from normal logits, and normal scores."""
     scores = rng.normal(size=(prompts, outcomes, width))
     logits = temperature * rng.normal(size=(prompts, outcomes))
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -160,7 +163,7 @@ def softmax_table(
 
 
 def light(flips: float, tail: float = 0.0) -> Population:
-    """Make prompts with a common direction; `tail` is sigma of a prompt's lognormal factor."""
+    """Make prompts with a common gradient direction; `tail` is the sigma of lognormal scales."""
     rng = np.random.default_rng(5)
     scores = rng.normal(size=(PROMPTS, OUTCOMES, 20))
     if tail:
@@ -174,7 +177,7 @@ def light(flips: float, tail: float = 0.0) -> Population:
 
 
 def mixed(signal: float, flips: float, bias: float = 1.4) -> Population:
-    """Make easy and hard prompts, with longer scores of wrong answers."""
+    """Make easy and hard prompts; scores of wrong answers have larger norms."""
     rng = np.random.default_rng(1)
     p, scores = softmax_table(rng)
     hard = rng.random(len(p)) < 0.5
@@ -185,7 +188,7 @@ def mixed(signal: float, flips: float, bias: float = 1.4) -> Population:
 
 
 def heavy_tailed(signal: float, flips: float, index: float = 3.0) -> Population:
-    """Make Pareto tails of squared score norms: this index for prompts, 4 for completions."""
+    """Make Pareto-tailed squared score norms, with `index` for prompts and 4 for completions."""
     rng = np.random.default_rng(2)
     p, scores = softmax_table(rng)
     of_prompt = np.sqrt(rng.pareto(index, size=len(p)) + 1)
@@ -197,7 +200,7 @@ def heavy_tailed(signal: float, flips: float, index: float = 3.0) -> Population:
 
 
 def sparse(live: float, signal: float, flips: float) -> Population:
-    """Give a share of the prompts the signal; others are nearly always right or wrong."""
+    """Make prompts with a signal in a share `live`; others are nearly always right or wrong."""
     rng = np.random.default_rng(3)
     p, scores = softmax_table(rng, width=16)
     carries = rng.random(len(p)) < live
@@ -211,7 +214,7 @@ def sparse(live: float, signal: float, flips: float) -> Population:
 
 
 def one_direction() -> Population:
-    """Make graded rewards that follow a direction of each prompt: G* is nearly the minimum."""
+    """Make graded rewards along a separate direction for each prompt; G* is near its minimum."""
     rng = np.random.default_rng(4)
     p, scores = softmax_table(rng, outcomes=3, width=3, temperature=0.3)
     direction = rng.normal(size=(len(p), 1, 3))
@@ -220,7 +223,7 @@ def one_direction() -> Population:
 
 
 def nearly_unrelated() -> Population:
-    """Make graded rewards that hardly depend on the score: G* = 48."""
+    """Make graded rewards that hardly depend on the score, so that G* is 48."""
     rng = np.random.default_rng(4)
     p, scores = softmax_table(rng, outcomes=5, width=40)
     rng.normal(size=(len(p), 1))
@@ -233,7 +236,7 @@ def nearly_unrelated() -> Population:
 
 
 def opposed() -> Population:
-    """Make two camps with opposite gradients, one twice as large, and lognormal factors."""
+    """Make two kinds of prompts with opposite gradients, one kind twice as frequent."""
     rng = np.random.default_rng(11)
     p, scores = softmax_table(rng, outcomes=8, width=12)
     camp = np.where(rng.random(len(p)) < 2 / 3, 1.0, -1.0)[:, None]
@@ -244,7 +247,7 @@ def opposed() -> Population:
 
 
 def few_loud() -> Population:
-    """Make rewards in fifths; 4 % of prompts have scores five times as long and most of C1."""
+    """Make rewards in fifths; 4 % of the prompts have five-fold scores and cause most of C1."""
     rng = np.random.default_rng(12)
     p, scores = softmax_table(rng, outcomes=10, width=20)
     loud = rng.random(len(p)) < 0.04
@@ -258,15 +261,15 @@ def camps(
 ) -> Population:
     """Make two kinds of prompts whose gradients differ in direction.
 
-    Lengths differ by prompt and outcome, and a mean over tokens turns towards the kind with short
+    Lengths differ by prompt and outcome. A mean over tokens favours the kind with the shorter
     completions.
 
     Args:
-        second: mean length of the second kind; the first has 10.
-        share: share of the first kind.
-        angle: between their gradients, in degrees.
-        tail: sigma of a prompt's lognormal score factor.
-        within: sigma of a completion's lognormal length factor.
+        second: mean length of the second kind; the first kind has mean length 10.
+        share: share of prompts of the first kind.
+        angle: angle in degrees between the gradients of the two kinds.
+        tail: sigma of the lognormal factor by which each prompt's scores are scaled.
+        within: sigma of the lognormal factor by which each completion's length is scaled.
     """
     rng = np.random.default_rng(13)
     p, scores = softmax_table(rng, width=12)
@@ -282,9 +285,9 @@ def camps(
 
 
 def two_prompts() -> Population:
-    """Make prompts of 10 and 100 tokens with orthogonal gradients.
+    """Make a prompt with 10 tokens and one with 100 tokens, with orthogonal gradients.
 
-    cos^2 of a mean over tokens is .599.
+    The cos^2 between the gradient and the expectation of a mean over tokens is .599.
     """
     scores = np.zeros((2, 2, 2))
     scores[0, :, 0], scores[1, :, 1] = (-1.0, 1.0), (-1.0, 1.0)
@@ -293,7 +296,8 @@ def two_prompts() -> Population:
     return Population(np.full((2, 2), 0.5), rewards, scores, lengths)
 
 
-# `efficiency.UNDRAWN_VARIANCE` was chosen with the first four and "right", not with the others.
+# `efficiency.UNDRAWN_VARIANCE` was chosen with the first four of these populations and with
+# "right"; the others were not used.
 TURNED: Mapping[str, Callable[[], Population]] = {
     "two prompts": two_prompts,
     "camps": partial(camps, 100.0),

@@ -1,14 +1,14 @@
-"""Measure how a study changes if its scores use TF32 products (emulated on a CPU) or bfloat16.
+"""Measure how a study changes if scores use TF32 products (emulated on a CPU) or bfloat16.
 
     python scripts/benchmarks/precision.py model=tiny study.questions=100
     python scripts/benchmarks/precision.py model=FOLDER dataset=gsm8k max_completion_length=48
 
-The arguments are overrides of `mse`. The same completions, sampled in float32, are scored in
-float32, with TF32 products, with TF32 also in the T x T products of float32 factors (`everywhere`;
-`mse` never does this), and in bfloat16. The script prints the following differences from float32:
-the median and the largest relative error of squared score norms; the relative error of their sum;
-and the mean and the largest error of inner products of two scores, relative to the product of the
-norms. It also prints A_0, A_V and G*.
+The arguments are overrides of `mse`. The completions are sampled in float32. The same completions
+are then scored in four ways: in float32, with TF32 products, with TF32 also in the T x T products
+of float32 factors (`everywhere`; `mse` never does this), and in bfloat16. The script prints the
+following differences from float32: the median and the largest relative error of squared score
+norms; the relative error of their sum; and the mean and the largest error of inner products of two
+scores, relative to the product of the norms. It also prints A_0, A_V and G*.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCORE_PART, FULL = pools.score_part, accumulate.full_products
 
 
 def measure(config, prompts, way):
-    """Score the completions, and return the pool and its closed forms."""
+    """Score the completions in one way; return the pool and its closed forms."""
 
     def score_part(policy, *arguments):
         if way == "bfloat16":
@@ -64,7 +64,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("override", nargs="*", help="as of `mse`: key=value")
+    parser.add_argument("override", nargs="*", help="overrides for `mse`, key=value")
     chosen = ["launch.workers=1", "model.attn_implementation=eager", *parser.parse_args().override]
     config = compose_config("mse", chosen)
     prompts, _ = _prompts(config)

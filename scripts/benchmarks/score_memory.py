@@ -4,12 +4,13 @@
 
 The model has the shape of Qwen2.5-Math-7B in bfloat16, with one or two of its 28 layers, and reads
 only a few tokens. The script counts the tensors of all operations while they exist, but not the
-weights. The four measured peaks determine the bytes per token in the recomputed layer, the bytes
-per token in each further layer, and the constant part. These give the peak for 28 layers and
-32 x 3200 tokens. A GPU sums bfloat16 products in float32 without widening the factors; this script
-imitates this, and does not count the widened factors. Chunks of gradients and logits are small
-here, so that they do not grow with the number of tokens; the bytes of a GPU's larger chunks are
-added.
+weights. Peaks are measured for both numbers of layers and for two numbers of tokens. These peaks
+determine the bytes per token in the recomputed layer, the bytes per token in each further layer,
+and a constant part. From these numbers the script extrapolates the peak for 28 layers and 32 x 3200
+tokens. A GPU sums bfloat16 products in float32 without widening the factors. The script imitates
+this on the CPU and does not count the widened factors. The chunks of gradients and logits are small
+here, so that they do not grow with the number of tokens. The bytes of a GPU's larger chunks are
+added afterwards.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ SHAPE = dict(
 )  # fmt: skip
 LAYERS, ROWS, TOKENS, PARAMETERS = 28, 32, 3200, 7_615_616_512
 LOGIT_BYTES_HERE = 2**20
-# At most so many tensors as large as a chunk live while a chunk is formed.
+# Largest number of chunk-sized tensors that exist while a chunk is computed.
 TEMPORARY = 4
 
 
 def model_of(layers):
-    """Make a model of the shape with so many layers, all weights equal."""
+    """Make a model of the shape with `layers` layers; all weights are equal."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             Qwen2Config(num_hidden_layers=layers, **SHAPE), dtype=torch.bfloat16
@@ -55,7 +56,7 @@ def model_of(layers):
 
 @uncounted
 def wide_bmm(left, right, out=None):
-    """Compute a product as a GPU does, slice by slice."""
+    """Compute a batched product slice by slice in float32, as a GPU does."""
     shape = (len(left), left.shape[1], right.shape[2])
     result = left.new_empty(shape, dtype=torch.float32) if out is None else out
     for product, a, b in zip(result, left, right, strict=True):
@@ -64,7 +65,7 @@ def wide_bmm(left, right, out=None):
 
 
 def peak(model, rows, tokens):
-    """Measure the peak of bytes."""
+    """Return the peak number of bytes while a batch is scored."""
     ids = torch.arange(rows * tokens).view(rows, tokens) % 1000
     ones = torch.ones_like(ids)
     completion = ones.clone()
@@ -97,7 +98,8 @@ def main():
         slopes.append(slope)
         rests.append(few - slope * options.rows * options.tokens[0])
         print(
-            f"{layers} layers: {few / 1e9:.3f} and {many / 1e9:.3f} GB, {slope:.0f} a token",
+            f"{layers} layers: {few / 1e9:.3f} and {many / 1e9:.3f} GB, {slope:.0f} bytes per "
+            "token",
             flush=True,
         )
     each = slopes[1] - slopes[0]
@@ -106,7 +108,7 @@ def main():
     signs = PARAMETERS / 8
     total = token * ROWS * TOKENS + chunks + signs
     print(
-        f"a token {slopes[0] / 1e3:.0f} kB and {each / 1e3:.1f} kB for each further layer: "
+        f"per token {slopes[0] / 1e3:.0f} kB and {each / 1e3:.1f} kB for each further layer: "
         f"{token / 1e3:.0f} kB with {LAYERS}, {token * ROWS * TOKENS / 1e9:.1f} GB for {ROWS} x "
         f"{TOKENS}; chunks {chunks / 1e9:.1f} GB, signs {signs / 1e9:.1f} GB: "
         f"{total / 1e9:.1f} GB, with weights {(total + 2 * PARAMETERS) / 1e9:.1f} GB; rest "

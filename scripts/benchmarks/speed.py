@@ -1,17 +1,18 @@
-"""Measure the time and memory of programs in alternating turns, each turn in a separate process.
+"""Measure the time and memory of programs in alternating turns, in separate processes.
 
     python scripts/benchmarks/speed.py CASE --help
 
 {cases}
 
 A turn starts a process, prepares it (loading a model is not measured), makes `--warm` unmeasured
-runs and then `--repeats` measured runs. The turns of the programs alternate, so that a busy machine
-affects all programs equally. `--against FOLDER` adds each program with the package of another
-checkout. Wall and CPU seconds include child processes. For both, the table shows medians over all
-runs with their range, and ratios to the first program. A ratio is the median over turns of the
-ratio of a turn's medians. Memory is the peak resident set of a turn's process (on a GPU, the peak
-of the allocator), in total and relative to its size before the runs. Further columns are medians of
-the numbers that the programs count.
+runs and then `--repeats` measured runs. The turns of the programs alternate, so that other load on
+the machine affects all programs equally. `--against FOLDER` also runs each program with the package
+in another checkout. Wall and CPU seconds include child processes. For wall and CPU seconds, the
+table shows the median and the range over all runs, and the ratio to the first program. To compute
+this ratio, the medians within each turn are divided, and the median over turns is taken. Memory is
+the peak resident set of a turn's process (on a GPU, the peak of the allocator), in total and
+relative to its size before the runs. Further columns are medians of numbers that the programs
+themselves count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from both_sides import now, peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ("scores", "sampling", "train", "mse", "questions", "estimates", "gap", "start")
-# Rows of its runs, and bytes: `peak` in all and `above` what it was before them.
+# A turn's result: rows of its runs, and bytes of memory. `peak` is the total peak, and `above` is
+# the peak minus the memory before the runs.
 Turn = dict[str, Any]
 
 
@@ -54,7 +56,7 @@ def run_here(case: Any, options: argparse.Namespace) -> Turn:
 def take_turn(
     case: Any, options: argparse.Namespace, program: str, tree: Path, number: int
 ) -> Turn:
-    """Run a program with the package of a checkout in a separate process."""
+    """Run a program in a separate process with the package in the given checkout."""
     if hasattr(case, "turn_elsewhere") and (turn := case.turn_elsewhere(options, program, number)):
         return turn
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": str(options.threads)}
@@ -67,12 +69,12 @@ def take_turn(
 
 
 def values_of(turns: Sequence[Turn], key: str) -> list[float]:
-    """Return a number of each run of all turns."""
+    """Return the value of `key` for each run in all turns."""
     return [row[key] for turn in turns for row in turn["rows"]]
 
 
 def ratio_of(turns: Sequence[Turn], base: Sequence[Turn], key: str) -> float:
-    """Return the median over turns of the ratio of both programs' medians in a turn."""
+    """Return the median over turns of the ratio of the two programs' medians within a turn."""
     pairs = zip(turns, base, strict=True)
     return median(median(values_of([x], key)) / median(values_of([y], key)) for x, y in pairs)
 
@@ -99,14 +101,14 @@ def report(measured: dict[str, list[Turn]]) -> None:
 
 
 def first_lines() -> str:
-    """Return each case with the first line of its docstring."""
+    """Return one line per case, with the first line of the case's docstring."""
     files = {case: Path(__file__).parent / "timed" / f"{case}.py" for case in CASES}
     texts = {case: ast.get_docstring(ast.parse(file.read_text())) for case, file in files.items()}
     return "\n".join(f"    {case:12}{text.splitlines()[0]}" for case, text in texts.items() if text)
 
 
 def arguments() -> tuple[Any, argparse.Namespace]:
-    """Import the module of the case, and parse its options."""
+    """Import the case's module, and parse the command line with its options."""
     layout = argparse.RawDescriptionHelpFormatter
     description = (__doc__ or "").replace("{cases}", first_lines())
     top = argparse.ArgumentParser(description=description, formatter_class=layout)
@@ -129,7 +131,7 @@ def arguments() -> tuple[Any, argparse.Namespace]:
 
 
 def main() -> None:
-    """Take turns and print the table, or run one turn."""
+    """Take turns and print the table, or run a single turn as a child process."""
     case, options = arguments()
     if options.inside:
         print(json.dumps(run_here(case, options)))

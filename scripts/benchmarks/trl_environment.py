@@ -28,7 +28,7 @@ def add_environment_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def environment(folder: Path) -> Path:
-    """Return the Python of the environment in `folder`, and make it unless it has the pins."""
+    """Return the Python of the environment in `folder`, which is made unless it has the pins."""
     python, stamp = folder / "bin" / "python", folder / ".installed"
     wanted = "\n".join((*PINNED, CONSTRAINTS.read_text()))
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -39,7 +39,7 @@ def environment(folder: Path) -> Path:
     if not python.exists():
         venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", CONSTRAINTS]
-    # A separate command, so that no other package chooses the build of torch.
+    # torch is installed by a separate command, so that no other package determines its build.
     subprocess.run([*pip, "torch"], check=True)
     subprocess.run([*pip, "torch", *PINNED], check=True)
     stamp.write_text(wanted)
@@ -47,7 +47,7 @@ def environment(folder: Path) -> Path:
 
 
 def run_worker(python: Path, task: str, folder: Path) -> None:
-    """Run `trl_worker.py` on the job in `folder`; if it fails, exit with its output."""
+    """Run `trl_worker.py` on the job in `folder`; if it fails, exit and print its output."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         [python, WORKER, task, folder], capture_output=True, text=True, env=os.environ | quiet

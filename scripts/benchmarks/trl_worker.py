@@ -1,10 +1,10 @@
-"""TRL's side of `compare_trl.py` and `speed.py train`, which runs in TRL's environment.
+"""TRL's side of `compare_trl.py` and `speed.py train`; it runs in TRL's environment.
 
     python trl_worker.py gradients FOLDER     the gradient of each setting, before the optimizer
     python trl_worker.py steps FOLDER         seconds and memory of training steps
 
-FOLDER must contain the file `job.json`, which these two scripts write. Results are written to
-FOLDER.
+FOLDER must contain the file `job.json`, which `compare_trl.py` and `speed.py` write. Results are
+written to FOLDER.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 
 class OnGivenRollouts:
-    """Trainer that reads completions from the job instead of sampling, and then moves the policy.
+    """Trainer that uses the job's completions instead of sampling, and then changes the weights.
 
-    All other parts are TRL's: masks, rewards, advantages, old and reference log-probabilities,
-    loss, accumulation.
+    All other parts are TRL's: masks, rewards, advantages, old and reference log-probabilities, the
+    loss, and accumulation.
     """
 
-    # Completions that are not yet returned, by the prompt's token ids.
+    # Completions not yet returned, by the prompt's token ids.
     given: dict
-    # Weights to train once the old log-probabilities are computed; None: on-policy.
+    # Weights that replace the policy's once the old log-probabilities are computed; None if the
+    # update is on-policy.
     current: dict | None = None
     # True if columns that are padding in every row of a micro-batch are removed.
     trim = False
@@ -57,18 +58,18 @@ class OnGivenRollouts:
 
 
 class GivenGRPO(OnGivenRollouts, GRPOTrainer):
-    """GRPOTrainer on given rollouts."""
+    """GRPOTrainer that uses given rollouts."""
 
 
 class GivenRLOO(OnGivenRollouts, RLOOTrainer):
-    """RLOOTrainer on given rollouts."""
+    """RLOOTrainer that uses given rollouts."""
 
 
 TRAINERS = {"grpo": (GivenGRPO, GRPOConfig), "rloo": (GivenRLOO, RLOOConfig)}
 
 
 class KeepGradient(TrainerCallback):
-    """Callback that copies all gradients just before the optimizer uses them."""
+    """Callback that copies all gradients immediately before the optimizer uses them."""
 
     def on_pre_optimizer_step(self, args, state, control, model, **_):
         """Copy the gradients."""
@@ -76,7 +77,7 @@ class KeepGradient(TrainerCallback):
 
 
 def gradients(job: dict, folder: Path) -> None:
-    """Write `gradient-<k>.safetensors` for the k-th setting of the job."""
+    """Write `gradient-<k>.safetensors` for the k-th setting in the job."""
     order = torch.tensor(job["order"])
     for number, setting in enumerate(job["settings"]):
         keep = KeepGradient()
@@ -114,7 +115,7 @@ def comparing(job: dict, setting: dict, folder: Path, keep: KeepGradient):
 
 
 def plain(job: dict) -> dict:
-    """Return the arguments that all configurations here share."""
+    """Return the arguments that all configurations in this module share."""
     return dict(
         output_dir=job["output_dir"], num_generations=job["group_size"], temperature=1.0,
         max_completion_length=job["max_completion_length"], use_cpu=job["device"] == "cpu",
@@ -130,26 +131,26 @@ def policy(job: dict):
 
 
 def tokenizer(job: dict):
-    """Load the job's tokenizer, as in its tokenizer.json."""
+    """Load the job's tokenizer as its tokenizer.json defines it, with padding on the left."""
     return PreTrainedTokenizerFast.from_pretrained(job["model"], padding_side="left")
 
 
 class Rows(TrainerCallback):
-    """Callback with a row per optimizer step: its seconds, seconds of generation, tokens."""
+    """Callback that records seconds, seconds of generation and tokens of each optimizer step."""
 
     def __init__(self, device: str):
         self.device, self.rows = device, []
 
     def since(self, start: tuple[float, float]) -> list[float]:
-        """Return wall and CPU seconds since a start."""
+        """Return wall and CPU seconds since the given start."""
         return [end - begun for end, begun in zip(now(self.device), start, strict=True)]
 
     def on_step_begin(self, args, state, control, **_):
-        """Start the clock of a step."""
+        """Start timing a step."""
         self.begun, self.generating, self.tokens = now(self.device), [0.0, 0.0], 0
 
     def on_step_end(self, args, state, control, **_):
-        """Add the row of a step."""
+        """Record a step's row."""
         row = dict(zip(("wall", "cpu"), self.since(self.begun), strict=True))
         row |= dict(zip(("generate", "generate CPU"), self.generating, strict=True))
         self.rows.append(row | {"tokens": self.tokens})
@@ -170,7 +171,7 @@ class Timed(GRPOTrainer):
 
 
 def steps(job: dict, folder: Path) -> None:
-    """Write `result.json`: a row for each step, warm-up steps first, and the peak of memory."""
+    """Write `result.json` with a row for each step, warm-up steps first, and the peak memory."""
     if job["device"] == "cpu":
         torch.set_num_threads(job["threads"])
     rows, drawn = Rows(job["device"]), DrawnRewards(job["seed"], job["zero_variance"])

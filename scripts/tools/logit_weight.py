@@ -6,9 +6,9 @@ The arguments are overrides of `mse`; missing completions are added to the pool.
 tokens and scores but no probabilities, so the model reads each completion once more, in a forward
 pass only. The weight is the sum over tokens of 1 - 2 pi(token) + sum_v pi(v)^2, which is the
 squared norm of the gradient of log pi with respect to the token's logits (verl, `docs/algo/otb.md`
-and its metrics `variance_proxy`), here at the sampling temperature. The script prints Spearman
-correlations with the squared score norm over the completions of a prompt, for the weight and, for
-comparison, for the length.
+and its metrics `variance_proxy`), computed at the sampling temperature. The script prints Spearman
+correlations with the squared score norm, over the completions of each prompt, for the weight and,
+for comparison, for the completion length.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("override", nargs="*", help="as of `mse`: key=value, pool=DIR among them")
+    parser.add_argument(
+        "override", nargs="*", help="overrides as for `mse`, key=value, including pool=DIR"
+    )
     config = compose_config("mse", parser.parse_args().override)
     if not config.pool:
-        parser.error("pool=DIR is needed: the folder that keeps the completions")
+        parser.error("pool=DIR is missing: give the folder in which the completions are kept")
     prompts, _ = _prompts(config)
     pool, _ = build_pool(config, prompts, Path(config.pool))
     policy, store = (

@@ -1,16 +1,17 @@
-"""Count modules, rooms, lines by kind, functions, and uses of whole configurations of the package.
+"""Count the package's modules, rooms, lines by kind, functions, and whole configurations.
 
     python scripts/tools/measure_structure.py [FOLDER]
 
 A *room* is a package or a module directly below `grpo_ustat`. The *floors* are the layers of the
-import contract in pyproject.toml. Each line is counted once: as docstring, as comment (if it
-contains nothing else), as blank, or as code. A *private helper used once* is a function whose name
-begins with a single underscore and occurs in only one place apart from its definition.
+import contract in pyproject.toml. Each line counts as docstring, as comment (if it contains nothing
+else), as blank, or as code. A *private helper used once* is a function with a name that begins with
+a single underscore and occurs only once outside the function's definition.
 
-A *whole configuration* is an instance of a class in `config/` that has all fields of a command. It
-is identified by the type annotations of parameters. A file is *visited* if a function in it takes a
-whole configuration. A *climb* is a call that passes a whole configuration to a function of a lower
-floor; a reader who follows the call has to return to the higher floor.
+A *whole configuration* is an instance of a class in `config/` that has all fields of a command.
+Whole configurations are recognised by the type annotations of parameters. A file is *visited* if a
+function in it takes a whole configuration. A *climb* is a call that passes a whole configuration to
+a function on a lower floor. A reader who follows the call has to return to the higher floor for the
+configuration.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ WHOLE = ("MseConfig", "TrainConfig", "GapConfig", "ReportConfig", "Common", "Sha
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module's dotted name, such as `mse` of `grpo_ustat.mse.pool`."""
+    """Return the room in a module's dotted name, such as `mse` in `grpo_ustat.mse.pool`."""
     return (module.split(".") + [""])[1]
 
 
 def kinds_of_lines(source: str, tree: ast.Module) -> Counter[str]:
-    """Count lines of docstrings, comments, blank lines and code."""
+    """Count docstring lines, comment lines, blank lines and code lines."""
     lines = source.splitlines()
     docstring: set[int] = set()
     for node in ast.walk(tree):
@@ -63,7 +64,7 @@ def kinds_of_lines(source: str, tree: ast.Module) -> Counter[str]:
 
 
 def imported_modules(tree: ast.Module, modules: dict[str, ast.Module]) -> dict[str, str]:
-    """Return the module of the package from which each name is imported."""
+    """Return the module of the package from which each imported name comes."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -87,7 +88,7 @@ def takes_whole(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def main() -> None:
-    """Print a line for each number."""
+    """Print one line for each count."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT, help="of a checkout")
     root = parser.parse_args().folder.resolve()

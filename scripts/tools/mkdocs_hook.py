@@ -1,8 +1,8 @@
-"""Hooks for MkDocs: links to files outside docs/, and a warning about content from other hosts.
+"""Hooks for MkDocs that rewrite links to files outside docs/ and warn of external content.
 
 On GitHub, pages link to the README, and the README links to pages. On the site, the README is the
-page `start.md`. Other files of the repository have no address while the project has none
-(`project.urls`), so a link to such a file is replaced by the link's text, as on the PyPI page.
+page `start.md`. Other files of the repository have no public address as long as `project.urls` is
+not set. A link to such a file is therefore replaced by the link's text, as on the PyPI page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 log = logging.getLogger("mkdocs.hooks")
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
-# Content that a browser loads from a named host.
+# References that make a browser load content from another host.
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|link)\b[^>]*?\s(?:src|href)=["']?(?:https?:)?//[^\s"'>]+"""
     r"""|(?:url\(|@import)\s*["']?(?:https?:)?//[^\s"')]+"""
@@ -24,7 +24,7 @@ LOADED = re.compile(
 
 
 def on_files(files, config):
-    """Add the README of the repository as a page, and make pages as wide as lines of code."""
+    """Add the repository's README as a page, and make pages wide enough for lines of code."""
     from mkdocs.structure.files import File
 
     readme = Path(config.config_file_path).parent / "README.md"
@@ -40,11 +40,11 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def site_links(markdown, page):
-    """Return the text of a page with links within the site.
+    """Return a page's text with its links rewritten for the site.
 
     Args:
         markdown: text of the page in the repository.
-        page: its path in docs/; `start.md` for the README of the repository.
+        page: path of the page in docs/; `start.md` for the repository's README.
     """
     folder = posixpath.dirname("README.md" if page == "start.md" else f"docs/{page}")
 
@@ -60,8 +60,8 @@ def site_links(markdown, page):
 
 
 def on_post_build(config):
-    """Warn of each page and style sheet that loads from another host."""
+    """Warn of each page and style sheet that loads content from another host."""
     for file in sorted(Path(config.site_dir).rglob("*")):
         if file.suffix in (".html", ".css"):
             for loaded in LOADED.findall(file.read_text()):
-                log.warning("%s loads from another host: %s", file, loaded)
+                log.warning("%s loads content from another host: %s", file, loaded)

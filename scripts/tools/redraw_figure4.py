@@ -3,7 +3,8 @@
 
     python scripts/tools/redraw_figure4.py outputs/mse/NAME/seed-0     # writes figure4.png there
 
-This script is a starting point for your own figures. Change the selection, style or quantities.
+This script is a starting point for your own figures. Change its selection, style or quantities as
+needed.
 """
 
 import argparse
@@ -11,18 +12,19 @@ from pathlib import Path
 
 import matplotlib
 
-# Draw files without a screen.
+# Draw to files, which needs no screen.
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas
 
 parser = argparse.ArgumentParser(description="Redraw a study's figure.")
-parser.add_argument("folder", type=Path, help="the run folder of a finished study")
+parser.add_argument("folder", type=Path, help="run folder of a finished study")
 folder = parser.parse_args().folder
 if not (folder / "curves.csv").is_file():
     parser.error(f"{folder} has no curves.csv: name the folder of a finished study")
 
-# One row per method, baseline, target, setting and group size. Choose what to show.
+# The file has one row per method, baseline, target, setting and group size. Choose here which rows
+# to show.
 curves = pandas.read_csv(folder / "curves.csv")
 first = curves.iloc[0]
 shown = curves[

@@ -1,10 +1,10 @@
 """Train the embedded policies from scratch: `python scripts/tools/train_tiny.py tiny`.
 
 Each policy is a Qwen2 model of about 0.2 M parameters with a character-level tokenizer. It is
-trained by next-token prediction only on arithmetic of the train split. Splits are assigned by the
-hash of a question's canonical form, so the training questions contain no study or test question in
-any order of its terms. The training is seeded. The script prints the number of questions of each
-kind and the time.
+trained by next-token prediction on arithmetic questions from the train split only. Splits are
+assigned by a hash of each question's canonical form, so no study or test question occurs in
+training with its terms in any order. The training is seeded. The script prints the number of
+questions of each kind and the time taken.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training of a policy."""
+    """Settings for the training of a policy."""
 
     # Optimizer steps.
     steps: int
     # Solutions per step.
     rows: int
-    # True if it writes worked solutions, False if only the answer.
+    # True if the policy learns to write worked solutions, False if it learns to write answers only.
     reasons: bool
-    # Share of steps with a slip in the teacher's solutions: a policy that slips has a skill that
-    # sampling hides and reinforcement can bring out.
+    # Probability that a step in the teacher's solutions is wrong. A policy trained on such mistakes
+    # has a skill that sampling hides and that reinforcement learning can bring out.
     careless: float = 0.0
-    # True if the teacher adds filler words before its steps: randomness that does not decide the
+    # True if the teacher adds filler words before its steps, which are random but do not affect the
     # answer.
     chatty: bool = False
 
@@ -53,13 +53,14 @@ RECIPES = {
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token per printable ASCII character and newline, others UNKNOWN.
+    """Make a tokenizer with one token for each printable ASCII character and for newline.
 
-    It has the form of Qwen2's tokenizers, bytes without merges: for this type of model
-    `AutoTokenizer` uses a class that reads only the vocabulary and the merges.
+    All other characters become UNKNOWN. The tokenizer is a byte-level BPE without merges, like
+    Qwen2's tokenizers, because for this type of model `AutoTokenizer` uses a class that reads only
+    the vocabulary and the merges.
     """
     characters = [c for c in string.printable if c.isprintable()] + ["\n"]
-    # Space and newline in the notation of byte-level vocabularies.
+    # Byte-level vocabularies write space and newline with these characters.
     as_byte = {" ": "Ġ", "\n": "Ċ"}
     tokens = [PAD, END, UNKNOWN, *(as_byte.get(c, c) for c in sorted(characters))]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -82,7 +83,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_qwen2(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Make a Qwen2 of four layers, width 64, grouped-query attention, tied embeddings."""
+    """Make a small Qwen2 model with grouped-query attention and tied embeddings."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -102,7 +103,7 @@ def small_qwen2(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def batch(rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast):
-    """Return right-padded ids and labels, [B, T]; -100 outside completion and end token."""
+    """Return right-padded token ids and labels, [B, T]; prompt and padding have label -100."""
     ids, labels = [], []
     for prompt, completion in rows:
         head = tokenizer(prompt)["input_ids"]
@@ -117,7 +118,7 @@ def batch(rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast):
 
 
 def train(name: str, recipe: Recipe, steps: int, seed: int) -> None:
-    """Train a policy and write its folder."""
+    """Train a policy and save it in its folder."""
     torch.manual_seed(seed)
     write = Writer(seed, recipe.careless, recipe.chatty).solution if recipe.reasons else direct
     questions = stream("train", Ranges(), seed)
@@ -148,7 +149,9 @@ def train(name: str, recipe: Recipe, steps: int, seed: int) -> None:
     folder = ASSETS / name
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    counts = ", ".join(f"{k} {seen[k]} rows of {len(distinct[k])} forms" for k in sorted(seen))
+    counts = ", ".join(
+        f"{k} {seen[k]} questions, {len(distinct[k])} of them distinct" for k in sorted(seen)
+    )
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{name}: {parameters} parameters, {time.perf_counter() - start:.0f} s; {counts}")
 
@@ -157,9 +160,11 @@ def main() -> None:
     """Parse the command line and train the named policies in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=sorted(RECIPES))
-    parser.add_argument("--steps", type=int, help="instead of the recipe's number of steps")
+    parser.add_argument("--steps", type=int, help="number of steps (default: the recipe's)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="more is slower on busy cores")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of threads; several are slower on busy cores"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for name in arguments.names:

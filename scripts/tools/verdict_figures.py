@@ -1,11 +1,11 @@
-"""Draw published claims: the measured number for each policy, and the range in which a claim holds.
+"""Draw published claims: each policy's measurement, and the range in which a claim holds.
 
     python scripts/tools/verdict_figures.py
     python scripts/tools/verdict_figures.py "tiny_base=outputs/mse/NAME/seed-0" more studies
 
 The script draws the records in docs/examples/verdicts.csv. Studies with `experiment=verdicts` can
-be passed as NAME=FOLDER, where NAME is shown in the figures. They are first added to the records,
-and replace records of the same name.
+be passed as NAME=FOLDER, where NAME is shown in the figures. Their results are first added to the
+records and replace records with the same name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ ROOT = Path(__file__).resolve().parents[2]
 ENDS = {"number": "", "low": "_low", "high": "_high"}
 COLUMNS = ["policy", "claim", "measured", *ENDS, "least", "most", "holm_p", "verdict"]
 SHARE = "prompts' share of the noise"
-# Panels of a figure: beginning of the claim, label of the axis, True if it may be logarithmic.
+# Panels of a figure, each with the beginning of the claim, the axis label, and True if the axis can
+# be logarithmic.
 STEP_SIZE = [
     ("a step of 8192", "rollouts at which half of a step\nis noise, n_c(16)", True),
     ("512 x 16", "extra error of 128 x 64\nover 512 x 16", False),
 ]
-# Beginnings of claims on stale rollouts, whose records belong to the trained policy.
+# Beginnings of claims about stale rollouts. Only these claims are taken from a study of stale
+# rollouts.
 OF_AGE = ("stale rollouts", "the effective sample", "ratios of the sequence")
-# An axis is logarithmic if its ends have at least this ratio.
+# An axis that can be logarithmic is logarithmic if the ratio of its ends exceeds this.
 WIDE = 4
 SHADE = "#56B4E9"
 COLOURS = {"holds": "#0072B2", "does not hold": "#D55E00", "not decided": "#666666"}
@@ -44,10 +46,10 @@ Record = dict[str, str]
 
 
 def taken(policy: str, folder: Path) -> list[Record]:
-    """Return the records of a study: its verdicts, and the prompts' share at every G.
+    """Return a study's records: its verdicts, and the prompts' share of the noise at every G.
 
-    A study of stale rollouts only gives claims on their age, because the other records belong to
-    the policy that wrote them.
+    From a study of stale rollouts only the claims about staleness are taken, because the other
+    records belong to the policy that wrote the rollouts.
     """
     result = json.loads((folder / "result.json").read_text())
     if not result.get("verdicts"):
@@ -77,7 +79,7 @@ def taken(policy: str, folder: Path) -> list[Record]:
 
 
 def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Path) -> None:
-    """Draw 95 % intervals by policy, an arrow if an end is missing, a shade if the claim holds."""
+    """Draw 95 % intervals by policy, arrows for missing upper ends, and the claims' ranges."""
     shown = [[r for r in records if r["claim"].startswith(start)] for start, _, _ in panels]
     names = list(dict.fromkeys(r["policy"] for rows in shown for r in rows))
     image, axes = plt.subplots(
@@ -93,7 +95,7 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
         if log:
             low, high = low / 1.15, high * 1.15
             axis.set_xscale("log")
-            # Ticks at 1, 2 and 5, or only at powers of ten.
+            # Ticks are at 1, 2 and 5 times powers of ten, or at powers of ten only.
             digits = (1, 2, 5) if high < 100 * low else (1,)
             powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
             ticks = [digit * 10.0**power for power in powers for digit in digits]
@@ -134,7 +136,7 @@ def forest(panels: list[tuple[str, str, bool]], records: list[Record], path: Pat
 
 
 def prompt_shares(records: list[Record], path: Path) -> None:
-    """Draw the prompts' share of the noise against G, a line and a 95 % band per policy."""
+    """Draw the prompts' share of the noise against G, with a line and a 95 % band per policy."""
     image, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     rows = [r for r in records if r["claim"] == SHARE and r["number"]]
     for policy, colour in zip(dict.fromkeys(r["policy"] for r in rows), cycle(LINES), strict=False):
@@ -161,7 +163,7 @@ def prompt_shares(records: list[Record], path: Path) -> None:
 def main() -> None:
     """Entry."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("studies", nargs="*", help="NAME=FOLDER of a study")
+    parser.add_argument("studies", nargs="*", help="studies to add, as NAME=FOLDER")
     parser.add_argument("--records", type=Path, default=ROOT / "docs/examples/verdicts.csv")
     parser.add_argument("--images", type=Path, default=ROOT / "docs/images")
     options = parser.parse_args()
@@ -171,7 +173,7 @@ def main() -> None:
         rows = taken(name, Path(folder))
         records = [r for r in records if r["policy"] != name] + rows
     if not records:
-        parser.error(f"{options.records} has no records: name studies as NAME=FOLDER")
+        parser.error(f"{options.records} has no records: pass studies as NAME=FOLDER")
     if options.studies:
         with options.records.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

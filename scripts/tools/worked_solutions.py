@@ -32,7 +32,7 @@ class Writer:
     Args:
         seed: seed of the random choices.
         careless: the probability that a step's result is wrong; later steps use that result.
-        chatty: True if each step begins with a random filler word, which may be empty.
+        chatty: True if each step begins with a random filler word, which can be empty.
     """
 
     def __init__(self, seed: int, careless: float = 0.0, chatty: bool = False):
@@ -69,7 +69,7 @@ class Writer:
         return f"{a}{gaps[0]}{sign}{gaps[1]}{b}{gaps[2]}={result}", result
 
     def _add(self, a: int, b: int) -> tuple[str, int]:
-        """Write a + b; b may be negative, and non-negative summands come in either order."""
+        """Write a + b; b can be negative, and non-negative summands come in random order."""
         if b < 0:
             return self._step(a, "-", -b)
         if a >= 0 and self._rng.random() < 0.5:

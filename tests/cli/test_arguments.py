@@ -24,23 +24,25 @@ TRAIN = {
     ("group_size=true",): "group_size=true: a whole number is needed, such as group_size=8",
     ("group_size=",): "group_size= has no value: a whole number is needed, such as group_size=8",
     ("group_size=[4,8]",): (
-        "group_size=[4,8]: a whole number is needed, not a list; for a run of each: "
+        "group_size=[4,8]: a whole number is needed, not a list; for one run per value: "
         "-m group_size=4,8"
     ),
     ("group_size=4,8",): (
-        "group_size=4,8 has several values: add -m for a run of each, as in "
+        "group_size=4,8 has several values: add -m for one run per value, as in "
         "grpo-ustat train -m group_size=4,8"
     ),
     ("group_size",): "group_size has no value: write group_size=8",
     ("group_size", "=", "8"): "group_size has no value: write group_size=8",
     ("group_size=", "8"): (
-        "the argument 8 is not KEY=VALUE: write one, as in grpo-ustat train group_size=16 "
+        "the argument 8 is not KEY=VALUE: write KEY=VALUE, as in grpo-ustat train group_size=16 "
         "max_steps=200"
     ),
     ("group_size", "=8"): "group_size has no value: write group_size=8",
     ("group_size = 8",): "group_size = 8: remove the blanks, write group_size=8",
     ("group_size==8",): "group_size==8: a whole number is needed, such as group_size=8",
-    ("=8",): ("=8 is not KEY=VALUE: write one, as in grpo-ustat train group_size=16 max_steps=200"),
+    ("=8",): (
+        "=8 is not KEY=VALUE: write KEY=VALUE, as in grpo-ustat train group_size=16 max_steps=200"
+    ),
     ("--group_size", "8"): (
         "unknown flag --group_size: fields have no dashes, write group_size=..."
     ),
@@ -66,8 +68,12 @@ TRAIN = {
     ("eval.decoding=[sampled",): (
         "eval.decoding=[sampled: a list of words is needed, such as eval.decoding=[sampled]"
     ),
-    ("model.name='abc",): "model.name='abc: this cannot be read: check its brackets and quotes",
-    ("model.name=a(b",): ("model.name=a(b: this cannot be read, quote it: \"model.name='a(b'\""),
+    (
+        "model.name='abc",
+    ): "model.name='abc: the value cannot be read: check its brackets and quotes",
+    ("model.name=a(b",): (
+        "model.name=a(b: the value cannot be read, quote it: \"model.name='a(b'\""
+    ),
     ("seed=range(0,3",): "seed=range(0,3: a whole number is needed, such as seed=0",
     ("model=tny",): f"unknown model 'tny': did you mean tiny? {MODEL}",
     ("model=qwen2_5_1_5",): (
@@ -122,10 +128,10 @@ MSE = {
     ("group_sizes=[4,8]]",): (
         "group_sizes=[4,8]]: a list of whole numbers is needed, such as group_sizes=[2,4,8]"
     ),
-    ("pool=[a",): "pool=[a: this cannot be read: check its brackets and quotes",
+    ("pool=[a",): "pool=[a: the value cannot be read: check its brackets and quotes",
     ("group_sizes=4,8",): (
-        "group_sizes=4,8 has several values: write group_sizes=[4,8], or add -m for a run of "
-        "each, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
+        "group_sizes=4,8 has several values: write group_sizes=[4,8], or add -m for one run "
+        "per value, as in grpo-ustat mse -m 'group_sizes=[4],[8]'"
     ),
     ("baselines=oracle",): "baselines=oracle: a list is needed: baselines=[oracle]",
     ("study.methods=[close_form]",): (
@@ -158,7 +164,7 @@ GAP = {
         "theorem.baselines"
     ),
     ("theorem=lemma6,theorem7",): (
-        "theorem=lemma6,theorem7 has several values: add -m for a run of each, as in "
+        "theorem=lemma6,theorem7 has several values: add -m for one run per value, as in "
         "grpo-ustat gap -m theorem=lemma6,theorem7"
     ),
     ("problem.kind=coin",): (
@@ -168,7 +174,7 @@ GAP = {
 }
 REPORT = {
     ("outputs/train", "outputs/mse", "name=x"): (
-        "the argument outputs/train is not KEY=VALUE: write one, as in grpo-ustat report "
+        "the argument outputs/train is not KEY=VALUE: write KEY=VALUE, as in grpo-ustat report "
         "runs=outputs/train"
     ),
     ("--runs", "outputs/train"): ("unknown flag --runs: fields have no dashes, write runs=..."),
@@ -274,9 +280,12 @@ HINTED = [  # a wrong command line
 def typed(line):
     """The command lines that a message says to type, as a shell splits them."""
     line = line.partition(", where ")[0]
-    hint = re.split(r"(?:write|quote it[:,]|such as|as in|is needed:|each:) ", line, maxsplit=1)[1]
+    hint = re.split(
+        r"(?:write|quote it[:,]|such as|as in|is needed:|per value:) ", line, maxsplit=1
+    )[1]
     hint = re.sub(
-        r"(, or )(?:add -m for a run of each, as in|if it is a single value, quote it:|quote it,) ",
+        r"(, or )(?:add -m for one run per value, as in|if it is a single value, quote it:"
+        r"|quote it,) ",
         r"\1",
         hint,
     )
@@ -314,15 +323,15 @@ def test_a_path_with_blanks_and_a_comma_is_one_value_as_it_is_said(tmp_path, mon
 
 
 @pytest.mark.parametrize("words, line", [
-    (["--config-path", "/a b"], "--config-path=/a b would hide all that is configured here: write "
-     "'--config-dir=/a b', where files are looked for first"),
-    (["-cp", "conf", "-m", "seed=1,2"], "--config-path=conf would hide all that is configured"),
-    (["--experimental-rerun", "x.pickle"], "--experimental-rerun=x.pickle is not taken: type the"),
-    (["--resolve"], "--resolve changes what --cfg shows: write --cfg job --resolve"),
-    (["--package", "model"], "--package=model changes what --cfg shows: write --cfg job --packag"),
+    (["--config-path", "/a b"], "--config-path=/a b would hide the built-in configuration: write "
+     "'--config-dir=/a b', where files override the built-in files"),
+    (["-cp", "conf", "-m", "seed=1,2"], "--config-path=conf would hide the built-in"),
+    (["--experimental-rerun", "x.pickle"], "--experimental-rerun=x.pickle is not supported"),
+    (["--resolve"], "--resolve only changes the output of --cfg: write --cfg job --resolve"),
+    (["--package", "model"], "--package=model only changes the output of --cfg: write --cfg"),
     (["--config-dir", "/nowhere"], "--config-dir=/nowhere: there is no such folder"),
     (["seed=1\n2"], "seed=1 2: a whole number is needed"),
-    (["name=a\udcff"], r"'name=a\udcff' is no UTF-8"),
+    (["name=a\udcff"], r"'name=a\udcff' is not valid UTF-8"),
 ])  # fmt: skip
 def test_a_flag_that_would_change_nothing_is_refused(words, line):
     for entry in ("train", "report"):

@@ -81,12 +81,12 @@ def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
     assert [one.name for one in planned] == ["model=tiny", "model=tiny_base"]
     assert [one.config.model.name for one in planned] == ["tiny", "tiny_base"]
     for word, line in (
-        ("model=glob(nope*)", r"model=glob\(nope\*\) names none of hub, .*tiny, tiny_base"),
-        ("model=glob()", r"model=glob\(\): this cannot be read: check its brackets"),
+        ("model=glob(nope*)", r"model=glob\(nope\*\) matches none of hub, .*tiny, tiny_base"),
+        ("model=glob()", r"model=glob\(\): the value cannot be read: check its brackets"),
         ("model=glob(tiny*),hub", r"model=glob\(tiny\*\),hub: write one glob\(\[PATTERN,NAME\]\)"),
-        ("seed=range(0,0)", r"seed=range\(0,0\) has no value to go through"),
-        ("seed=interval(0,1)", r"interval\(0,1\): an interval has no list"),
-        ("seed=glob(*)", r"seed=glob\(\*\) has no value to go through"),
+        ("seed=range(0,0)", r"seed=range\(0,0\) contains no values"),
+        ("seed=interval(0,1)", r"interval\(0,1\): an interval is not a list"),
+        ("seed=glob(*)", r"seed=glob\(\*\) contains no values"),
     ):
         with pytest.raises(ConfigError, match=line):
             parse("mse", ["-m", word])

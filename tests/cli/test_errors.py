@@ -107,9 +107,9 @@ def test_a_part_is_no_value_and_a_choice_no_number(word, line):
     (["hydra=3"], "hydra=3: a name is needed"),
     (["hydra/launcher=3"], "hydra/launcher=3: a name is needed"),
     (["hydra.verbose=3"], "hydra.verbose=3: use true or false"),
-    (["hydra.run.dir=${nothing}"], "hydra.run.dir is known only in a running job"),
-    (["hydra.run.dir=x/${hydra.job.num}"], "hydra.run.dir is known only in a running job"),
-    (["-m", "seed=0,1", "hydra.sweep.dir=${nope}"], "hydra.sweep.dir is known only"),
+    (["hydra.run.dir=${nothing}"], "hydra.run.dir has a value only in a running job"),
+    (["hydra.run.dir=x/${hydra.job.num}"], "hydra.run.dir has a value only in a running job"),
+    (["-m", "seed=0,1", "hydra.sweep.dir=${nope}"], "hydra.sweep.dir has a value only"),
 ])  # fmt: skip
 def test_what_hydra_would_end_in_a_traceback_is_one_line(words, line):
     with pytest.raises(ConfigError, match=re.escape(line)):

@@ -194,8 +194,8 @@ def test_help_shows_the_fields_of_the_theorem_and_the_problem_that_are_chosen(ca
 
 
 def test_a_choice_is_told_by_the_first_comment_of_its_file():
-    assert first_comment(CONF / "optimizer" / "adamw.yaml") == "Loshchilov & Hutter 2019."
-    assert first_comment(CONF / "dataset" / "math.yaml").startswith("Competition problems")
+    assert first_comment(CONF / "optimizer" / "adamw.yaml") == "AdamW (Loshchilov & Hutter 2019)."
+    assert first_comment(CONF / "dataset" / "math.yaml").startswith("MATH, competition")
     assert "grpo-ustat train" not in first_comment(CONF / "hydra" / "launcher" / "slurm.yaml")
 
 

@@ -47,8 +47,14 @@ def test_a_part_and_what_it_refers_to(capsys):
             ("--cfg job bogus=1", "unknown key bogus"),
             ("--cfg job model=nosuch", "unknown model 'nosuch': choose from hub"),
             ("--cfg job seed=1,2", "seed=1,2 has several values"),
-            ("-m --cfg job seed=1,2", "--multirun and --cfg exclude each other: leave one out"),
-            ("--cfg job --info plugins", "--cfg and --info exclude each other: leave one out"),
+            (
+                "-m --cfg job seed=1,2",
+                "--multirun and --cfg cannot be combined: use only one of them",
+            ),
+            (
+                "--cfg job --info plugins",
+                "--cfg and --info cannot be combined: use only one of them",
+            ),
             (
                 "--cfg job --resolve +note=${nosuch}",
                 "--cfg job: Interpolation key 'nosuch' not found",

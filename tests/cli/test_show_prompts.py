@@ -50,7 +50,7 @@ def test_texts_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
     assert "read from the reference: nothing, reward 0" in third
     total = 17 + 96
     assert (
-        f"longest of 3 train prompts: 17 tokens (q0); with max_completion_length=96 {total}" in out
+        f"longest of 3 train prompts: 17 tokens (q0); with max_completion_length=96: {total}" in out
     )
     assert f"can reach {total} tokens, but the model has 64 positions" in err.replace("\n", " ")
 
@@ -71,7 +71,7 @@ def test_a_prompt_that_fits_is_no_warning(monkeypatch, capsys):
     questions = [Question("q", "1+1", "2", "sum", "1+1=2 #### 2")]
     out, err = preview(monkeypatch, capsys, questions, entry="mse", split="study")
     assert "--- study prompt 1: 4 tokens, '1' '+' '1' '='" in out and not err
-    assert "96 100, of the model's 512" in out
+    assert "96: 100 tokens (limit of the model: 512)" in out
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ FRAMEWORKS = (
 WRONG = {
     "convert": "SRC and DST are missing, as in grpo-ustat convert rollouts/ rollouts.parquet",
     "convert FILE": "DST is missing, as in grpo-ustat convert rollouts/ rollouts.parquet",
-    "convert a b c": "c is not taken here, as in grpo-ustat convert rollouts/ rollouts.parquet",
+    "convert a b c": (
+        "c is not an argument of this command, as in grpo-ustat convert rollouts/ rollouts.parquet"
+    ),
     "convert a b --from trll": f"--from trll: did you mean trl? choose from {FRAMEWORKS}",
     "convert --from trll": f"--from trll: did you mean trl? choose from {FRAMEWORKS}",
     "convert --form trl": "unknown --form: did you mean --from? choose from --help, --from, "
@@ -98,7 +100,9 @@ WRONG = {
     "sweep": "status and DIR are missing, as in grpo-ustat sweep status outputs/train",
     "sweep stats": "stats: did you mean status? choose from status",
     "sweep status": "DIR is missing, as in grpo-ustat sweep status outputs/train",
-    "doctor outputs": "outputs is not taken here, as in grpo-ustat doctor --output outputs",
+    "doctor outputs": (
+        "outputs is not an argument of this command, as in grpo-ustat doctor --output outputs"
+    ),
     "doctor --outptu x": "unknown --outptu: did you mean --output? choose from --help, --output, "
     "--json, --only",
     "advise --jsno": "unknown --jsno: did you mean --json? choose from --help, --json",

@@ -80,9 +80,9 @@ REFUSED = {
     "max_steps": (["max_steps=4,6"], "share the folder .*max_steps=4 and max_steps=6"),
     "the same twice": (["seed=0,0"], "share the folder .*: they differ in no setting"),
     "job.num": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.num}"],
-                "hydra.sweep.subdir is known only in a running job"),
+                "hydra.sweep.subdir has a value only in a running job"),
     "job.id": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.id}"],
-               "hydra.sweep.subdir is known only in a running job"),
+               "hydra.sweep.subdir has a value only in a running job"),
     "one folder for all": (["seed=0,1", "hydra.sweep.subdir=x"], "share the folder .*/x"),
     "a folder elsewhere": (["seed=0,1", "hydra.sweep.subdir=/elsewhere/${seed}"],
                            "gives /elsewhere/0, outside hydra.sweep.dir=outputs/train"),
@@ -130,7 +130,7 @@ def test_more_steps_continue_every_point(typed, tmp_path):
     assert typed("seed=0,1")[0] == 0
     code, out, _ = typed("seed=0,1", "max_steps=6")
     assert code == 0 and "done already" not in out and starts(tmp_path) == {0: 2, 1: 2}
-    assert out.count("6 steps are asked now") == 2
+    assert out.count("max_steps is now 6") == 2
     results = [json.loads((run_of(tmp_path, seed) / "result.json").read_text()) for seed in (0, 1)]
     assert [result["steps"] for result in results] == [6, 6]
     assert typed("seed=0,1", "max_steps=6")[0] == 0 and starts(tmp_path) == {0: 2, 1: 2}

@@ -82,5 +82,5 @@ def test_without_style_a_fair_coin_is_worked_by_hand():
 
 def test_a_rule_that_is_biased_has_none():
     problem = unequal()
-    with pytest.raises(ValueError, match="'group_mean' has no covariance here: use none, oracle"):
+    with pytest.raises(ValueError, match="'group_mean' has no exact covariance: use none, oracle"):
         covariance_parts(*problem.law(np.zeros((1, 1))), problem.rewards_PY, "group_mean")

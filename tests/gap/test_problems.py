@@ -87,6 +87,6 @@ def test_coins_that_are_no_policy_are_refused():
     with pytest.raises(ValueError, match="must have mean 0 over prompts"):
         coins(slope_PK=np.array([[0.1, 0.0], [0.2, 0.0]]), style_PK=np.zeros((2, 2)), prompts=2)
     with pytest.raises(
-        ValueError, match="reach=0.3 gives a probability as small as .*: lower reach"
+        ValueError, match="reach=0.3 gives a smallest probability of .*: lower reach"
     ):
         coins(reach=0.3)

@@ -78,8 +78,8 @@ def test_as_the_paper_states_it_it_disagrees(study):
     slope = next(claim for claim in found.claims if "slope of log bias^2 on log G" in claim.what)
     assert ("like 1/G^2." in found.answer) == (slope.verdict == AGREES)
     of_updates = (
-        "with normalisation: slope of log ||bias - bias at learning rate 0||^2 on log learning "
-        "rate, exact steps"
+        "with normalisation: slope of log(||bias - bias at learning rate 0||^2) on log(learning "
+        "rate), exact steps"
     )
     assert by_verdict[of_updates] == AGREES
     assert found.rollouts == 2 * 8 * 2 * 2 * 4
@@ -90,7 +90,7 @@ def test_as_the_paper_states_it_it_disagrees(study):
 def test_without_the_penalty_its_claims_and_curves_are_gone(study):
     found = study(beta=0.0, normalisations=["none"])
     assert found.verdict == AGREES
-    assert not any("only the KL term" in claim.what for claim in found.claims)
+    assert not any("KL term only" in claim.what for claim in found.claims)
     assert not any("KL" in curve.label for curve in found.panels[2].curves)
 
 
@@ -125,7 +125,7 @@ def test_a_target_that_the_estimate_does_not_have_disagrees(study, monkeypatch):
     found = {claim.what: claim.verdict for claim in study().claims}
     plain = "without normalisation: "
     assert found[f"{plain}bias^2 / variance at theta_k = theta_old"] == DISAGREES
-    assert found[f"{plain}slope of log bias^2 on log learning rate, exact steps"] == DISAGREES
+    assert found[f"{plain}slope of log(bias^2) on log(learning rate), exact steps"] == DISAGREES
 
 
 def test_ratios_of_one_and_two_tokens_by_hand():

@@ -235,7 +235,7 @@ def test_weights_of_one_limit_are_the_same_for_all():
     found = eight.limit_weights_at(coins(), GRPO, FALLING, np.zeros((2, 7)))
     expected = eight.limit_weights(coins().curvature_KK, noise(coins(), np.zeros(2), GRPO), 2.5)
     np.testing.assert_allclose(found, expected[:, None])
-    with pytest.raises(ValueError, match="2 weights for each limit"):
+    with pytest.raises(ValueError, match="have 2 weights each"):
         eight.limit_cdf(np.ones((2, 3)), np.ones(3))
 
 

@@ -43,4 +43,4 @@ def test_every_part_has_rows(tmp_path):
 
 def test_a_part_that_is_cut_is_said_to_be_and_the_next_one_runs(tmp_path):
     text = check("rates", "correct", "--minutes", "0.001")
-    assert text.count("not finished: why cut after 0.001 minutes") == 2
+    assert text.count("not finished: why stopped after 0.001 minutes") == 2

@@ -89,13 +89,13 @@ def described(text, version=grpo_ustat.__version__):
     "text", ["see [x](docs/trl.md)", "![x](docs/images/x.png)", "`./scripts/run mse`", "in `.venv`"]
 )
 def test_a_description_that_leads_nowhere_is_refused(script, text):
-    with pytest.raises(script["Failure"], match="of no use on the page of an index"):
+    with pytest.raises(script["Failure"], match="does not work on a package index's page"):
         script["check_metadata"](described(text), "")
 
 
 def test_a_tag_is_of_the_version_and_of_a_section(script):
     script["check_metadata"](described("[below](#install)"), "")
-    with pytest.raises(script["Failure"], match="the tag is v9, the version"):
+    with pytest.raises(script["Failure"], match="the tag is v9, but the version"):
         script["check_metadata"](described("x"), "v9")
     with pytest.raises(script["Failure"], match=r"no section \[0.0.9\]"):
         script["check_metadata"](described("x", "0.0.9"), "v0.0.9")

@@ -57,27 +57,27 @@ CHANGES = {
     "questions is 0.5, not a whole number from 1 on": {"questions": 0.5},
     "accuracy is 'high', not a finite number": {"accuracy": "high"},
     "space is 'half', not one of full, adapter": {"space": "half"},
-    "mood is no field of a row": {"mood": "good"},
+    "mood is not a field of a row": {"mood": "good"},
     "accuracy 0.9 is not within [0.276268, 0.301176]": {"accuracy": 0.9},
     "gstar 5.0 is not within [8.16821, 9.8404]": {"gstar": 5.0},
-    "accuracy has 1.2, beyond 0 to 1": {"accuracy_high": 1.2},
-    "prompt_share has -0.1, beyond 0 to 1": {"prompt_share_low": -0.1},
-    "n_c has -1, beyond 0 to any": {"n_c_low": -1},
-    "gstar has 0.5, beyond 1 to any": {"gstar_low": 0.5},
-    "stage is 'trained', not 'base' or '20 steps'": {"stage": "trained"},
-    "commands has no training, of stage 20 steps": {"stage": "20 steps"},
-    "questions x completions are 500 x 4, at least 8 x 8 are needed": {"completions": 4},
+    "accuracy has 1.2, not in 0 to 1": {"accuracy_high": 1.2},
+    "prompt_share has -0.1, not in 0 to 1": {"prompt_share_low": -0.1},
+    "n_c has -1, not in 0 to inf": {"n_c_low": -1},
+    "gstar has 0.5, not in 1 to inf": {"gstar_low": 0.5},
+    "stage is 'trained', not 'base' or a number such as '20 steps'": {"stage": "trained"},
+    "commands lacks the training for stage 20 steps": {"stage": "20 steps"},
+    "questions x completions is 500 x 4, but must be at least 8 x 8": {"completions": 4},
     "versions has no torch": {"versions": {"grpo-ustat": "0.2.0", "transformers": "5.23.0"}},
-    "date is 'today', not as 2026-03-01": {"date": "today"},
-    "date 2999-01-01 is yet to come": {"date": "2999-01-01"},
-    "commit is 'main', not 40 letters of 0-9a-f: measure committed code": {"commit": "main"},
-    "commands are not lines that begin with grpo-ustat mse or grpo-ustat train": {"commands": []},
+    "date is 'today', not in the form 2026-03-01": {"date": "today"},
+    "date 2999-01-01 is in the future": {"date": "2999-01-01"},
+    "commit is 'main', not 40 hexadecimal digits: measure committed code": {"commit": "main"},
+    "commands must be lines that begin with grpo-ustat mse or grpo-ustat train": {"commands": []},
     "model is empty": {"model": " "},
-    "model has a path of a machine: '/data/qwen'; --local ID=FOLDER writes its id": {
+    "model contains a local path: '/data/qwen'; write its id by --local ID=FOLDER": {
         "model": "/data/qwen"
     },
-    "commands has a path of a machine: 'grpo-ustat mse model=~/qwen'; --local ID=FOLDER writes its "
-    "id": {"commands": ["grpo-ustat mse model=~/qwen"]},
+    "commands contains a local path: 'grpo-ustat mse model=~/qwen'; write its id by --local "
+    "ID=FOLDER": {"commands": ["grpo-ustat mse model=~/qwen"]},
 }
 
 
@@ -94,7 +94,7 @@ def test_a_value_without_an_interval_is_a_fault(kept, numbers_table):
     row |= {"gstar_low": None, "gstar_high": None}
     (folder / "row.json").write_text(numbers_table.row_text(row))
     (fault,) = numbers_table.faults(folder, folder / "numbers.md")
-    assert fault == "row.json: gstar_low is missing, of gstar 8.99771"
+    assert fault == "row.json: gstar_low is missing although gstar is 8.99771"
 
 
 def test_a_file_that_is_none_a_second_row_and_another_table_are_faults(kept, numbers_table):
@@ -104,13 +104,15 @@ def test_a_file_that_is_none_a_second_row_and_another_table_are_faults(kept, num
     text = page.read_text()
     page.write_text(text.replace("|CPU|", "|GPU|"))
     (fault,) = numbers_table.faults(folder, page)
-    assert fault == "numbers.md: its table is not that of the rows: run this with --table"
+    assert (
+        fault == "numbers.md: its table does not match the row files: run this script with --table"
+    )
     page.write_text(text.replace(numbers_table.END, ""))
-    assert "lacks the marks" in numbers_table.faults(folder, page)[0]
+    assert "lacks the markers" in numbers_table.faults(folder, page)[0]
     page.write_text(text)
     (folder / "twin.json").write_text(numbers_table.row_text(row))
     (fault,) = numbers_table.faults(folder, page)
-    assert fault == "twin.json: model, data, stage and space are those of row.json"
+    assert fault == "twin.json: model, data, stage and space are the same as in row.json"
     (folder / "twin.json").write_text("{")
     (fault,) = numbers_table.faults(folder, page)
     assert fault.startswith("twin.json: Expecting property name")
@@ -201,7 +203,7 @@ def test_a_row_has_the_id_of_a_model_on_disk(tmp_path, numbers_table):
 def test_a_run_that_is_no_row_is_refused(tmp_path, numbers_table):
     with pytest.raises(ValueError, match=r"no trl_dapo at G = 8 and 256 rollouts: .*objectives=\["):
         numbers_table.row_of(EXAMPLE, {})
-    with pytest.raises(ValueError, match="no finished study of mse"):
+    with pytest.raises(ValueError, match="not a finished study with mse"):
         numbers_table.row_of(ROOT / "docs/examples/sweep/group_size-2/seed-0", {})
     study = study_in(tmp_path / "mse", "org/name")
     config = (study / ".hydra/config.yaml").read_text().replace("device: cpu", "device: cuda")
@@ -244,7 +246,7 @@ def test_a_row_that_no_longer_fits_is_left_out(gpu_numbers, monkeypatch, tmp_pat
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("tiny_base_bare_base_full: measuring, 5 min left")
     assert second == "tiny_base_bare_base_full: failed, mse failed (tiny_base_bare_base_full.log)"
-    assert third == "tiny_base_bare_2-steps_adapter: left out, needs 6 min, left are 5 min"
+    assert third == "tiny_base_bare_2-steps_adapter: skipped; needs 6 min, left: 5 min"
 
 
 @pytest.mark.nightly(minutes=0.1)
@@ -261,8 +263,11 @@ def test_a_row_under_way_when_the_minutes_end_is_stopped(
     monkeypatch.setattr(gpu_numbers, "finish", cut)
     assert measured(gpu_numbers, monkeypatch, tmp_path, 40) == 0
     _, second, third = capsys.readouterr().out.splitlines()
-    assert second == "tiny_base_bare_base_full: stopped after 40 minutes, type it again to go on"
-    assert third == "tiny_base_bare_2-steps_adapter: left out, needs unknown, left are 0 s"
+    assert (
+        second
+        == "tiny_base_bare_base_full: stopped after 40 minutes; repeat the command to continue"
+    )
+    assert third == "tiny_base_bare_2-steps_adapter: skipped; needs unknown, left: 0 s"
 
 
 def smoke(out):
@@ -293,4 +298,4 @@ def test_a_measurement_that_was_stopped_gives_the_same_rows(tmp_path, numbers_ta
         faults = numbers_table.row_faults(row | {"date": "2026-03-01", "commit": None})
         assert [*faults] == []
     again = smoke(stopped)
-    assert again.communicate()[0].count(": is in ") == 2 and again.returncode == 0
+    assert again.communicate()[0].count(": already in ") == 2 and again.returncode == 0

@@ -96,7 +96,7 @@ ALONG = SCRIPTS / "tools/along_training.py"
 @pytest.mark.nightly
 def test_a_run_without_checkpoints_is_refused(tmp_path, execute):
     code, _, err = execute(ALONG, tmp_path)
-    assert code == 2 and "has no checkpoint-* with a model: train first" in err
+    assert code == 2 and "contains no checkpoint-* with a model: train first" in err
     assert execute(ALONG, tmp_path / "nowhere")[0] == 2
 
 
@@ -179,4 +179,4 @@ def test_a_study_is_taken_into_the_records_in_place_of_an_earlier_one(tmp_path, 
     refused = execute(VERDICTS, f"c={tmp_path}", *places)
     assert refused[0] == f"{tmp_path} has no verdicts: run the study with experiment=verdicts"
     empty = execute(VERDICTS, "--records", tmp_path / "nowhere.csv")
-    assert empty[0] == 2 and "has no records: name studies as NAME=FOLDER" in empty[2]
+    assert empty[0] == 2 and "has no records: pass studies as NAME=FOLDER" in empty[2]

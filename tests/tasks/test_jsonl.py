@@ -142,8 +142,8 @@ def test_a_worked_example_keeps_its_white_space_under_as_is(tmp_path):
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"question": "x"}, "row 3: field answer is missing, the fields there are: question"),
-    ({"question": " ", "answer": "1"}, "row 3: field question is ' ', it must be a text that"),
+    ({"question": "x"}, "row 3: field answer is missing, the row has question"),
+    ({"question": " ", "answer": "1"}, "row 3: field question is ' ', it must be non-empty"),
     ({"question": "x", "answer": [1]}, r"row 3: field answer is \[1\], it must be a text or a num"),
     ({"question": "x", "answer": True}, "row 3: field answer is True, it must be a text or a num"),
     ({"question": "x", "answer": "so ####"}, "row 3: field answer is 'so ####', it must be"),
@@ -164,7 +164,7 @@ def test_a_row_that_cannot_be_used_is_named(row, message, tmp_path):
 @pytest.mark.parametrize("answer, fault", [
     (None, "field answer is missing"),
     ([1], r"field answer is \[1\], it must be a text or a number"),
-    (" ", "field answer is ' ', it must be a text that is not empty"),
+    (" ", "field answer is ' ', it must be non-empty text"),
 ])  # fmt: skip
 def test_a_broken_row_is_refused_before_the_command_says_what_it_does(answer, fault, tmp_path):
     path = written(tmp_path / "my.jsonl", [*ROWS[:2], {"question": "x", "answer": answer}])
@@ -173,7 +173,7 @@ def test_a_broken_row_is_refused_before_the_command_says_what_it_does(answer, fa
 
 
 def test_an_empty_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no row"):
+    with pytest.raises(ConfigError, match="contains no rows"):
         configured(written(tmp_path / "my.jsonl", [""]))
 
 
@@ -241,18 +241,18 @@ async def score(prompt, text):
 
 @pytest.mark.parametrize("source, message", [
     ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
-    ("def score(p, t):\n return float('nan')", "the reward is nan, but it must be a finite num"),
-    ("def score(p, t):\n return 'good'", "the reward is 'good', but it must be a finite number"),
-    ("def score(p, t):\n return -float('inf')", "the reward is -inf, but it must be a finite"),
-    ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50 for the comp"),
-    ("def score(p, t):\n return 10**5000", "the reward is a number of many digits, but it must be"),
+    ("def score(p, t):\n return float('nan')", "the reward is nan, but each call must"),
+    ("def score(p, t):\n return 'good'", "the reward is 'good', but each call must"),
+    ("def score(p, t):\n return -float('inf')", "the reward is -inf, but each call must"),
+    ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50"),
+    ("def score(p, t):\n return 10**5000", "the reward is an integer with many digits, but each"),
     ("import numpy\ndef score(p, t):\n return numpy.ones(2)", r"the reward is array\(\[1., 1.\]\)"),
-    ("def score(p, t):\n return None", "the reward is None, but it must be a finite number"),
+    ("def score(p, t):\n return None", "the reward is None, but each call must"),
     ("import sys\ndef score(p, t):\n sys.exit(0)", r"SystemExit: 0 \(.*my.py, line 3\)"),
     ("def score(p, t):\n raise SystemExit('enough')", r"SystemExit: enough \(.*my.py, line 2\)"),
     ("async def score(p, t):\n return 1 / 0", r"ZeroDivisionError: .* \(.*my.py, line 2\)"),
     ("async def score(p, t):\n exit()", r"SystemExit: None \(.*, line \d+\)"),
-    ("async def score(p, t):\n return 'x'", "the reward is 'x', but it must be a finite number"),
+    ("async def score(p, t):\n return 'x'", "the reward is 'x', but each call must"),
 ])  # fmt: skip
 def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     made = task(*reward_in(tmp_path, source))
@@ -310,7 +310,7 @@ def test_a_file_without_its_function_says_which_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("columns, words, fix", [
-    (("problem", "solution"), (), "question is missing, the fields there are: problem, solution: "
+    (("problem", "solution"), (), "question is missing, the row has problem, solution: "
      "set dataset.question=problem dataset.answer=solution"),
     (("problem", "answer"), (), "field question is missing, .*: set dataset.question=problem$"),
     (("problem", "solution"), ("dataset.question=problem",), "set dataset.answer=solution$"),
@@ -333,7 +333,7 @@ def test_columns_of_other_names_are_named_before_anything_is_read(
 
 @pytest.mark.parametrize("rows, words, line", [
     (2, (), "my.jsonl has 2 rows, 1 for studies .* 0 for tests .* and 1 to train on, but training "
-     "needs 2 for tests and 8 a step .*: use 11 rows or more$"),
+     "needs 2 for tests and 8 per step .*: use 11 rows or more$"),
     (10, (), "use 11 rows or more, or lower budget.rollouts"),
     (11, (), "use dataset.study_size=1 dataset.test_size=2, or lower"),
     (20, ("dataset.test_size=12",), "use dataset.study_size=1 dataset.test_size=11, or lower"),
@@ -353,7 +353,7 @@ def test_too_few_rows_to_train_on_are_refused_with_what_can_be_typed(rows, words
 def test_rows_of_a_test_file_are_not_counted_among_those_to_train_on(tmp_path):
     path, tests = (written(tmp_path / name, ROWS[:8]) for name in ("my.jsonl", "test.jsonl"))
     words = ("budget.rollouts=64", f"dataset.test_path={tests}")
-    with pytest.raises(ConfigError, match=naming("study_size", "6 to train", "8 a step", "9 r")):
+    with pytest.raises(ConfigError, match=naming("study_size", "6 to train", "8 per step", "9 r")):
         configured(path, *words)
 
 
@@ -433,7 +433,7 @@ def test_rows_of_csv_are_texts_with_the_names_of_the_header(tmp_path):
 
 
 @pytest.mark.parametrize("line, message", [
-    ("a,b,c", "row 41 has more fields than the header names"),
+    ("a,b,c", "row 41 has more fields than the header"),
     ("a", "row 41: field answer is missing"),
     ('"a,b', "rows.csv cannot be read: unexpected end of data"),
 ])  # fmt: skip

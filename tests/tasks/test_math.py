@@ -114,7 +114,7 @@ def test_a_given_answer_goes_before_the_box_and_an_empty_one_does_not():
         ({"subjects": []}, "dataset.subjects=.. keeps no row"),
         (
             {"subjects": ["algebra"]},
-            "names 'algebra', which no train row has: there are Algebra, Geo",
+            "names 'algebra', which no train row has: use one of Algebra, Geo",
         ),
         ({"subjects": ["Prealgebra"], "filter_test": True}, "'Prealgebra', which no test row has"),
         ({"test_ids": "nowhere.txt"}, "dataset.test_ids=nowhere.txt: no such file"),
@@ -131,9 +131,9 @@ def test_wrong_options_are_refused(fields, match):
     [
         ({"level": "Level 7"}, "train.jsonl row 2: field level is 'Level 7', it must be 1 to 5"),
         ({"level": "hard"}, "row 2: field level is 'hard'"),
-        ({"level": None}, "row 2: field level is missing, the fields there are"),
-        ({"type": None}, "row 2: field subject or type is missing, the fields there are: problem"),
-        ({"solution": ""}, "row 2: field solution is '', it must be a text"),
+        ({"level": None}, "row 2: field level is missing, the row has"),
+        ({"type": None}, "row 2: field subject or type is missing, the row has problem"),
+        ({"solution": ""}, "row 2: field solution is '', it must be non-empty text"),
         ({"answer": 31}, "row 2: field answer is 31, it must be a text"),
         ({"problem": 3}, "row 2: field problem is 3"),
     ],

@@ -142,15 +142,15 @@ def refused(match, path, **fields):
 
 
 BAD_LINES = {
-    '{"question": "x", "answer"': r"bad.jsonl row 8 is no json: ",
+    '{"question": "x", "answer"': r"bad.jsonl row 8 is not valid JSON: ",
     '["x", "y"]': "row 8 is .'x', 'y'., it must be an object with named fields",
-    '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the fields there are: question",
-    '{"question": "x", "answer": 4}': "row 8: field answer is 4, it must be a text",
-    '{"question": " ", "answer": "#### 4"}': "row 8: field question is ' ', it must be a text",
+    '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the row has question",
+    '{"question": "x", "answer": 4}': "row 8: field answer is 4, it must be non-empty text",
+    '{"question": " ", "answer": "#### 4"}': "row 8: field question is ' ', it must be non-empty",
     '{"question": ["x"], "answer": "#### 4"}': r"row 8: field question is \['x'\], it must be",
     '{"question": "x", "answer": "four"}': "row 8: field answer is 'four', it must be a solution",
-    '{"question": "x", "answer": "#### four"}': "row 8: .* ends in #### and a number",
-    '{"question": "x", "answer": "3 #### "}': "row 8: .* ends in #### and a number",
+    '{"question": "x", "answer": "#### four"}': "row 8: .* ends with #### and a number",
+    '{"question": "x", "answer": "3 #### "}': "row 8: .* ends with #### and a number",
 }
 
 
@@ -170,7 +170,7 @@ def test_a_row_of_a_parquet_file_is_named(tmp_path):
 
 def test_other_fields_are_named(tmp_path):
     other = written(tmp_path / "other.jsonl", '{"problem": "x", "solution": "y"}\n')
-    told = "row 1: field question is missing, the fields there are: problem, solution"
+    told = "row 1: field question is missing, the row has problem, solution"
     refused(told, other, test_path=str(written(tmp_path / "good.jsonl", LINES)))
 
 
@@ -178,8 +178,8 @@ def test_other_fields_are_named(tmp_path):
     "name, content, match",
     [
         ("empty.jsonl", "", "empty.jsonl cannot be read: it is empty"),
-        ("rows.md", "# rows", "rows.md row 1 is no json"),
-        ("rows.json", "[{]", "rows.json cannot be read: no json"),
+        ("rows.md", "# rows", "rows.md row 1 is not valid JSON"),
+        ("rows.json", "[{]", "rows.json cannot be read: invalid JSON"),
         ("rows.parquet", LINES, "rows.parquet cannot be read: .*[Pp]arquet"),
         ("rows.jsonl.gz", LINES, "rows.jsonl.gz cannot be read: .*[Nn]ot a gzipped file"),
         ("cut.jsonl.gz", gzip.compress(LINES)[:-20], "cut.jsonl.gz cannot be read"),

@@ -1,1 +1,1 @@
-"""Statements of studies; `error_rates.py` counts how often they are wrong."""
+"""Kinds of statements in studies; `error_rates.py` counts how often the statements are wrong."""

@@ -1,9 +1,10 @@
-"""Intervals of G* in AdamW's metric, and the warning that v has not converged.
+"""Intervals for G* in AdamW's metric, and the warning that v has not converged.
 
-The synthetic prompts have moments that are finite sums. An outcome is a pair of a reward (0 or 1)
-and one of four styles. Reward and style are independent given the prompt, so an entry of the score
-that depends only on the style has no gradient. Common entries are changed by every completion. Rare
-entries are numerous, and each prompt changes only a few of them.
+The synthetic prompts have finitely many outcomes, so that moments are exact sums. An outcome is a
+pair of a reward (0 or 1) and one of four styles. Reward and style are independent given the prompt,
+so an entry of the score that depends only on the style has no gradient. Common entries of the score
+are nonzero for every completion. Rare entries are numerous, and each prompt has nonzero values in
+only a few of them.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.mse.second_moments import GroupGradients, is_uncertain, shift
 from grpo_ustat.policy.scores.metric import adam_metric
 
-# Size of the steps whose second moments make v.
+# Rollouts and group size of the steps from which AdamW's v is computed.
 ROLLOUTS, GROUP_SIZE = 256, 8
 STYLES, PROMPTS = 4, 3000
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Numbers of entries of each kind."""
+    """Numbers of score entries of each kind."""
 
-    # Common entries, which depend on reward and style, or only on the style.
+    # Common entries, first those that depend on reward and style, then those on the style only.
     reward: int = 20
     style: int = 0
     # Rare entries of the same two kinds.
     rare_reward: int = 0
     rare_style: int = 0
-    # Number of rare entries that each outcome of a prompt changes, and their size there.
+    # Number of nonzero rare entries for each outcome of a prompt, and the scale of their values.
     moved: int = 4
     loud: float = 1.0
 
@@ -57,7 +58,7 @@ POLICIES = {
 
 
 def population_of(kinds: Entries, count: int, rng: np.random.Generator) -> Population:
-    """Draw prompts with 2 x 4 outcomes: chances, features and scales of entries."""
+    """Draw prompts with 2 x 4 outcomes: probabilities, features and the scales of entries."""
     value_P = rng.beta(1.5, 1.0, count)
     styles_PY = rng.dirichlet(np.full(STYLES, 2.0), count)
     right_P2 = np.stack([1 - value_P, value_P], axis=1)
@@ -65,7 +66,7 @@ def population_of(kinds: Entries, count: int, rng: np.random.Generator) -> Popul
     rewards_PY = np.tile(np.repeat([0.0, 1.0], STYLES), (count, 1))
     shape = (count, 2, STYLES)
     common = rng.normal(size=(*shape, kinds.reward))
-    # Right answers have a common component.
+    # Right answers share a component, which gives the gradient a common direction.
     common[:, 1, :, 0] += 0.5
     of_style = np.broadcast_to(
         rng.normal(size=(count, 1, STYLES, kinds.style)), (*shape, kinds.style)
@@ -86,7 +87,7 @@ def population_of(kinds: Entries, count: int, rng: np.random.Generator) -> Popul
 def draw(
     population: Population, questions: int, completions: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw rewards [P, N] and scores [P, N, D] of the completions of new questions."""
+    """Draw rewards [P, N] and scores [P, N, D] for completions of newly drawn questions."""
     chosen = rng.choice(len(population.p_PY), questions, replace=False)
     outcome_PN = population.draw(chosen, completions, rng)
     scores_PND = np.take_along_axis(population.scores_PYD[chosen], outcome_PN[..., None], axis=1)
@@ -94,13 +95,13 @@ def draw(
 
 
 def second_moments(entries: dict[str, np.ndarray]) -> np.ndarray:
-    """Compute E ghat_j^2 of a step of n rollouts in groups of G, [D]."""
+    """Compute E ghat_j^2 for a step of n rollouts in groups of G, [D]."""
     noise = GROUP_SIZE * entries["c1"] + entries["c2"] + entries["c3"] / (GROUP_SIZE - 1)
     return entries["grad_sq"] + noise / ROLLOUTS
 
 
 def halves(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> list[GroupGradients]:
-    """Sum the gradients of each half of the questions."""
+    """Collect the groups' gradients for each half of the questions."""
     groups, gradients = rewards_PN.shape[1] // GROUP_SIZE, []
     for half in range(2):
         gradients.append(GroupGradients(groups))
@@ -113,7 +114,7 @@ def halves(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> list[GroupGradient
 
 
 def study(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> tuple[ClosedForm, float]:
-    """Compute closed forms, each half of the questions in the other's metric, and the shift."""
+    """Compute closed forms, with each half in the metric from the other half, and the shift."""
     gradients, prompts = halves(rewards_PN, scores_PND), ROLLOUTS // GROUP_SIZE
     scores_PND = scores_PND.copy()
     for half in range(2):
@@ -125,7 +126,7 @@ def study(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> tuple[ClosedForm, f
 
 
 def adam(name: str, asked: Asked) -> Iterator[Cell]:
-    """Intervals of G* and of n_c(8) in AdamW's metric, and the warning that v has not converged."""
+    """Judge intervals for G* and n_c(8) in AdamW's metric, and the warning about v."""
     population = population_of(POLICIES[name], PROMPTS, np.random.default_rng(7))
     entries = population.by_entry()
     v = second_moments(entries)
@@ -134,7 +135,7 @@ def adam(name: str, asked: Asked) -> Iterator[Cell]:
     best, scale = truth.best_size(), truth.noise_scale(GROUP_SIZE).estimate
 
     def studies(questions: int, completions: int) -> Iterator[dict[str, bool | float]]:
-        """Yield statements of studies."""
+        """Yield the statements of each study."""
         rng = np.random.default_rng(1)
         for _ in range(asked.studies):
             result, moved = study(*draw(population, questions, completions, rng))

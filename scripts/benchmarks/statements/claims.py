@@ -1,9 +1,10 @@
 """Verdicts on published claims, as printed by a study.
 
-Whether a claim is true is determined by its number over all prompts with 64 completions each; for
-two findings on Assumption 2 it is determined by the sign. The populations "opposed" and "few loud"
-were not used to choose the rules. "any" is any answer of a study. Claims about stale rollouts use
-the same rule for verdicts; the kind "stale" covers their intervals.
+A claim counts as true or false according to its number over all prompts with 64 completions each.
+For two findings about Assumption 2 the number's sign decides. The populations "opposed" and "few
+loud" were not used to choose the rules for verdicts. The statement "any" is wrong if any answer of
+a study is wrong. Claims about stale rollouts use the same rule for verdicts and are not simulated
+here; the kind "stale" tests their intervals.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_ustat.measurements.verdicts import FAILS, HOLDS, ClaimVerdict, claim_v
 from grpo_ustat.records import ScorePool
 
 ROLLOUTS, SIZE = 64, 8
-# Findings of a study that state the sign of a number.
+# Findings that depend on the sign of a number in the study.
 SIGNS = {
     "right answers have the longer gradients": "corr",
     "vanilla beats GRPO": "av_minus_a0",
@@ -29,7 +30,7 @@ SIGNS = {
 
 
 def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict], ClosedForm]:
-    """Return the verdicts of a study of this pool, and its statistics for new questions."""
+    """Return the verdicts of a study with this pool, and its statistics for new questions."""
     request = Request([], {}, len(pool.rewards_PN), True, {})
     population = closed_form(pool, request, "questions")
     study = PoolStudy(
@@ -40,7 +41,7 @@ def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict]
 
 
 def truths_of(pool: ScorePool) -> tuple[dict[str, str], dict[str, float]]:
-    """Return the true answer to each claim, and its number, from a large pool."""
+    """Return each claim's true answer and number, computed from a large pool."""
     rows, population = verdicts(pool, 2000, 1)
     answers: dict[str, str] = {}
     numbers: dict[str, float] = {}
@@ -56,7 +57,7 @@ def truths_of(pool: ScorePool) -> tuple[dict[str, str], dict[str, float]]:
 
 
 def answers_of(pool: ScorePool, draws: int, seed: int) -> dict[str, str]:
-    """Return the answers of a study of this pool, by claim."""
+    """Return the answers of a study with this pool, by claim."""
     rows, population = verdicts(pool, draws, seed)
     answers = {row.claim: row.verdict for row in rows if row.verdict in (HOLDS, FAILS)}
     for claim, name in SIGNS.items():
@@ -68,13 +69,13 @@ def answers_of(pool: ScorePool, draws: int, seed: int) -> dict[str, str]:
 
 
 def claims(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge verdicts on published claims, and "any" of a study."""
+    """Judge verdicts on published claims, and "any" for a study with any wrong answer."""
     population = POPULATIONS[name]()
     indices = np.arange(len(population.p_PY))
     truth, numbers = truths_of(population.pool(indices, 64, np.random.default_rng(9)))
 
     def studies(prompts: int, completions: int) -> Iterator[dict[str, bool]]:
-        """Yield wrong and right answers of studies."""
+        """Yield each study's answers, with True for wrong answers."""
         rng = np.random.default_rng(10)
         for number in range(asked.studies):
             pool = population.pool(rng.choice(indices, prompts), completions, rng)

@@ -1,6 +1,6 @@
 """Statements about the group size and the noise of a step.
 
-For each statement, the list describes when it is wrong:
+The list shows for each statement under which condition it counts as wrong:
 
 G                the error of the recommended G exceeds the minimum by more than the tolerance
 G*               the interval misses the true G*
@@ -43,10 +43,10 @@ SENTENCES = (
     "change", "keep",
 )  # fmt: skip
 SIZE = 8
-# Share of a step of 256 rollouts below which "at least so much is noise" is not worth printing.
+# A lower bound on the noise is printed only if it exceeds this share of a step of 256 rollouts.
 MIN_SHARE, STEP = 0.05, 256
 IN_USE = (4, 8, 16, 32, 64)
-# Monitored runs: numbers of steps, rollouts of a step x group size.
+# Monitored runs: numbers of steps, and cells of rollouts per step x group size.
 STEPS = (4, 8, 20)
 STEP_CELLS = ((64, 4), (64, 8), (64, 16), *((256, size) for size in IN_USE))
 MONITORED = (
@@ -55,7 +55,7 @@ MONITORED = (
 
 
 def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
-    """Yield each sentence that the study prints, and True if it is wrong."""
+    """Yield each statement that the study prints, with True if the statement is wrong."""
     errors = {size: truth.n_mse(size) for size in USUAL_SIZES}
     gstar = truth.best_size()
     size, tolerance = study.decide(USUAL_SIZES)
@@ -89,7 +89,7 @@ def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
 
 
 def advised(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
-    """Yield True if any advice on a size in use is wrong, for steps of 256 rollouts."""
+    """Yield "change" and "keep" if printed, with True if any such advice is wrong; n is 256."""
     verdicts = [judged_advice(truth, study, size, STEP) for size in IN_USE]
     for sentence, words in (("change", (RAISE, LOWER)), ("keep", (KEEP,))):
         wrong = [is_wrong for verdict, is_wrong in verdicts if verdict in words]
@@ -100,10 +100,10 @@ def advised(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
 def judged_advice(
     truth: ScalingLaw, measured: ScalingLaw, size: int, rollouts: int
 ) -> tuple[str, bool]:
-    """Return the verdict of `advise` on a size in use, and True if it is wrong.
+    """Return the verdict of `advise` on a size in use, and True if the verdict is wrong.
 
-    Wrong are "raise" or "lower" to a size that is no better, and "keep" of a size whose error is
-    30 % above the minimum, or more.
+    "Raise" and "lower" are wrong if the advised size is not better. "Keep" is wrong if the error of
+    the size in use exceeds the minimum by more than 30 %.
     """
     verdict, _, numbers = group_size_advice(measured, measured.gstar(), size, rollouts)
     error = truth.n_mse(size)
@@ -113,13 +113,13 @@ def judged_advice(
 
 
 def extra_error(truth: ScalingLaw, size: int, rollouts: int) -> float:
-    """Return the relative extra error of a size over the best size that divides the rollouts."""
+    """Return a size's relative extra error over the best size that divides the rollouts."""
     sizes = (other for other in range(2, rollouts + 1) if rollouts % other == 0)
     return truth.n_mse(size) / min(map(truth.n_mse, sizes)) - 1
 
 
 def sentences(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge the sentences of `mse` on the group size and on the noise of a step."""
+    """Judge the statements of `mse` about the group size and about a step's noise."""
     population = POPULATIONS[name]()
     gstar = round(population.law.best_size(), 2)
     for prompts, completions in asked.cells:
@@ -134,9 +134,10 @@ def sentences(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def needs(name: str, asked: Asked) -> Iterator[Cell]:
-    """Compare numbers of prompts that an undecided study prints with those at which studies decide.
+    """Compare the numbers of prompts that undecided studies print with the true numbers.
 
-    At the true numbers, half and nine in ten of new studies of 16 completions per prompt decide.
+    The true numbers are those at which half, and nine in ten, of new studies with 16 completions
+    per prompt decide.
     """
     population = POPULATIONS[name]()
     rng = np.random.default_rng(7)
@@ -159,7 +160,7 @@ def needs(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def prompts_to_decide(study: ScalingLaw) -> dict[str, float]:
-    """Return the numbers of prompts that an undecided study prints; empty if it decides."""
+    """Return the numbers of prompts that an undecided study prints; empty if the study decides."""
     if study.decide(USUAL_SIZES).tolerance is not None:
         return {}
     half, most = study.prompts_to_decide(USUAL_SIZES)
@@ -169,7 +170,7 @@ def prompts_to_decide(study: ScalingLaw) -> dict[str, float]:
 def monitored_runs(
     population: Population, prompts: int, size: int, steps: int, runs: int, rng: np.random.Generator
 ) -> Iterator[Array]:
-    """Yield C1, C2, C3, ||grad J||^2 of a run's steps, [4, S]; NaN if no group has variance."""
+    """Yield C1, C2, C3, ||grad J||^2 at a run's steps, [4, S]; NaN if no group has variance."""
     laws = population.studies(prompts, size, runs * steps, rng)
     while values := [law.constants_4 for law in islice(laws, steps)]:
         values_4S = np.array(values).T
@@ -177,9 +178,9 @@ def monitored_runs(
 
 
 def advice(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge `advise` on training runs of 4, 8 or 20 monitored steps; cells are n x G.
+    """Judge `advise` on training runs with 4, 8 or 20 monitored steps; cells are n x G.
 
-    C1, C2 and C3 of a step are as `monitor.gradient_mse_every` measures them, and steps are
+    For each step, C1, C2 and C3 are estimated as by `monitor.gradient_mse_every`. The steps are
     averaged as in `advise`.
     """
     population = POPULATIONS[name]()
@@ -199,7 +200,7 @@ def advice(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def verdict_of(truth: ScalingLaw, run_4S: Array, size: int, rollouts: int) -> dict[str, bool]:
-    """Return the verdict on a run, and True if it is wrong; empty for too few steps."""
+    """Return the verdict on a run, with True if it is wrong; empty if there are too few steps."""
     measured_4S = run_4S[:, np.isfinite(run_4S[0])]
     if measured_4S.shape[1] < MIN_STEPS:
         return {}

@@ -1,7 +1,7 @@
-"""Relative efficiency of a loss: intervals, and statements about smaller groups.
+"""Relative efficiency of losses: intervals, and statements about smaller groups.
 
-These statements are made about a loss at a given G, even if its expectation does not point along
-the gradient:
+These statements are made about a loss at a given G, even if the loss's expectation does not point
+along the gradient:
 
     efficiency_same_g   efficiency relative to the unbiased estimate at the same G
     efficiency_best_g   efficiency relative to the unbiased estimate at its best G
@@ -43,15 +43,15 @@ from grpo_ustat.measurements.recipes import recipe_efficiencies
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, BaselineContext, ScorePool
 
-# The computations of TRL's hooks need no TRL: only its version is checked.
+# The computations in the TRL hooks do not need TRL itself. Only the version check is patched.
 version = metadata.version
 with mock.patch.object(metadata, "version", lambda x: "1.16" if x == "trl" else version(x)):
     from grpo_ustat.integrations.trl.objective import OwnLoss, own_loss
 
 ROLLOUTS = 64
-# Sizes of the unbiased estimate and the losses, and of losses on rollouts of another policy.
+# Group sizes for the unbiased estimate and the losses, and for losses on another policy's rollouts.
 SIZES, LAGGED_SIZES = (2, 4, 8, 16), (4, 8)
-# Draws of batches for the truth.
+# Number of batches drawn to compute true values.
 TRUE_DRAWS = 2000
 CELLS = ((20, 16), (40, 16), (100, 16), (200, 32))
 CALLBACK_CELLS = ((64, 8), (128, 8), (256, 8), (64, 16), (128, 16), (256, 16))
@@ -81,14 +81,14 @@ LOSSES = [
     Loss("group_std, bnpo", "group_std", STD, "bnpo", MAX_LENGTH, micro_batch_size=8),
     Loss("batch_std, sum", "batch_std", STD, "sum", MAX_LENGTH),
 ]
-# Prompts that are enumerated at once.
+# Number of prompts that are enumerated at a time.
 BLOCK = 500
 
 
 def losses(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge intervals of the relative efficiency of losses, each and of all decided recipes.
+    """Judge intervals for the relative efficiency of losses, and of all decided recipes together.
 
-    The truth is the estimate from all prompts of the population with 64 completions each.
+    The true values are estimates from all prompts of the population with 64 completions each.
     """
     population = POPULATIONS[name]()
     large = population.pool(np.arange(len(population.p_PY)), 64, np.random.default_rng(9))
@@ -100,7 +100,7 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
     )
 
     def judged_study(pool: ScorePool, number: int) -> Iterator[tuple[str, bool | float]]:
-        """Yield a study's statements on losses and recipes."""
+        """Yield a study's statements about losses and recipes."""
         rows = loss_efficiencies(pool, LOSSES, SIZES, ROLLOUTS, asked.draws, seed=number)
         yield from judged_efficiencies(rows, truth)
         for row in rows:
@@ -132,19 +132,19 @@ def losses(name: str, asked: Asked) -> Iterator[Cell]:
 def pools_of(
     population: Population, prompts: int, completions: int, studies: int, rng: np.random.Generator
 ) -> Iterator[ScorePool]:
-    """Draw pools of prompts with replacement."""
+    """Draw pools of prompts, which are drawn with replacement."""
     for _ in range(studies):
         chosen = rng.integers(len(population.p_PY), size=prompts)
         yield population.pool(chosen, completions, rng)
 
 
 def place_of(row: LossRow) -> str:
-    """Name the loss and G of a row."""
+    """Return a row's loss and G as a name."""
     return f"{row.loss.name}, G = {row.group_size}"
 
 
 def numbers_of(rows: list[LossRow]) -> dict[str, float]:
-    """Return the finite estimates of all relative efficiencies, by loss, G and number."""
+    """Return the finite estimates of all relative efficiencies, named by loss, G and field."""
     numbers = {
         f"{place_of(row)}: {field.name}": getattr(row.efficiency, field.name).estimate
         for row in rows if row.efficiency is not None
@@ -156,7 +156,7 @@ def numbers_of(rows: list[LossRow]) -> dict[str, float]:
 def judged_efficiencies(
     rows: list[LossRow], truth: Mapping[str, float]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield each interval of an efficiency that has two ends, and True if it misses."""
+    """Yield each efficiency's interval that has both ends, with True if it misses."""
     for row in rows:
         if row.efficiency is None:
             continue
@@ -168,7 +168,7 @@ def judged_efficiencies(
 
 
 def against_best(rows: list[LossRow]) -> dict[str, Interval]:
-    """Return decided relative efficiencies against the unbiased estimate's best G."""
+    """Return the decided efficiencies relative to the unbiased estimate at its best G."""
     efficiencies = {
         row.loss.name: row.efficiency.efficiency_best_g
         for row in rows
@@ -182,7 +182,7 @@ def against_best(rows: list[LossRow]) -> dict[str, Interval]:
 
 
 def stale(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge the efficiency of another policy's completions, against as many of this policy."""
+    """Judge the efficiency of another policy's completions relative to the current policy's."""
     population = POPULATIONS[name]()
     indices = np.arange(PROMPTS)
     fresh, pools = lagged(population, indices, 64, np.random.default_rng(9))
@@ -192,7 +192,7 @@ def stale(name: str, asked: Asked) -> Iterator[Cell]:
     truth = {x: y for x, y in truth.items() if x.endswith((": efficiency_same_g", ": direction"))}
 
     def studies(prompts: int, completions: int) -> Iterator[dict[str, bool]]:
-        """Yield judged statements of studies."""
+        """Yield the judged statements of each study."""
         rng = np.random.default_rng(10)
         for number in range(asked.studies):
             chosen = rng.integers(PROMPTS, size=prompts)
@@ -208,10 +208,11 @@ def stale(name: str, asked: Asked) -> Iterator[Cell]:
 def lagged(
     population: Population, chosen: Array, completions: int, rng: np.random.Generator
 ) -> tuple[ScorePool, dict[TokenWeights, ScorePool]]:
-    """Draw a pool of the population, and a pool of another policy for each weighting of tokens.
+    """Draw a pool from the population, and a pool from another policy for each token weighting.
 
-    The other policy's chances of the outcomes are the chances of the population times a log-normal
-    factor (sigma .3); the prompts are the same, a completion is one token.
+    The other policy's outcome probabilities are the population's probabilities times a lognormal
+    factor (sigma .3), normalised. The prompts are the same, and each completion has the ratio of a
+    single token.
     """
     noise_PY = np.random.default_rng(11).normal(size=(PROMPTS, OUTCOMES)) * 0.3
     q_PY = population.p_PY * np.exp(np.concatenate([noise_PY, noise_PY], axis=1))
@@ -219,7 +220,7 @@ def lagged(
     fresh = population.pool(chosen, completions, rng)
     earlier = copy(population)
     earlier.ends_PY = q_PY.cumsum(axis=1)
-    # The outcomes are stored in place of lengths.
+    # The outcomes are stored in place of lengths, so that the pool contains them.
     earlier.lengths_PY = np.tile(np.arange(2 * OUTCOMES), (PROMPTS, 1))
     stale = earlier.pool(chosen, completions, rng)
     outcomes_PN = stale.lengths_PN
@@ -244,7 +245,7 @@ def lagged(
 
 
 def turned(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge efficiency and direction of a mean over tokens, whose direction tokens change."""
+    """Judge efficiency and direction of a mean over tokens, which turns with the lengths."""
     population = POPULATIONS[name]()
     truth = truth_by_tokens(population, TURNED_SIZE, ROLLOUTS)
     for count, completions in asked.cells:
@@ -259,7 +260,7 @@ def turned(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_by_tokens(pool: ScorePool, truth: Mapping[str, float], seed: int) -> dict[str, bool]:
-    """Return a study's statements on the mean over tokens, True if wrong."""
+    """Return a study's statements about the mean over tokens, with True if they are wrong."""
     (row,) = loss_efficiencies(pool, [BY_TOKENS], [TURNED_SIZE], ROLLOUTS, 2, seed)
     printed = {name: getattr(row.efficiency, name) for name in truth}
     return {
@@ -268,10 +269,10 @@ def judged_by_tokens(pool: ScorePool, truth: Mapping[str, float], seed: int) -> 
 
 
 def smaller(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge statements of TRL's callback on smaller groups; cells are groups x their size.
+    """Judge statements of the TRL callback about smaller groups; cells are groups x their size.
 
-    "any" is an interval of several sizes, "better" is wrong if the named size is truly no better,
-    "none better" is wrong if a size is better by 30 %.
+    The statement "any" is wrong if the interval for any smaller size misses. "better" is wrong if
+    the named size is not better. "none better" is wrong if some size is better by more than 30 %.
     """
     population = POPULATIONS[name]()
     for loss, (count, size) in product(TRAINED, asked.cells):
@@ -293,11 +294,11 @@ def smaller(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_sizes(result: OwnLoss, truth: Mapping[int, float]) -> Iterator[tuple[str, bool]]:
-    """Yield each statement on smaller groups, and True if it is wrong.
+    """Yield each statement about smaller groups, with True if it is wrong.
 
     Args:
-        result: result of the callback.
-        truth: the relative efficiency of a rollout in smaller groups, by g.
+        result: result that the callback reports.
+        truth: true relative efficiency of a rollout in groups of size g, by g.
     """
     decided = {g: x for g, x in result.against.items() if math.isfinite(x.estimate)}
     if not (result.decided and decided):
@@ -318,8 +319,9 @@ def group_moments(
 ) -> tuple[Array, float]:
     """Compute the mean of a group's `sum_i A_i u_i / G`, and its mean squared norm.
 
-    With k the counts of the rewards' levels in a group, of multinomial chance P(k), and m_l and V_l
-    the means of u and of its squared norm over the outcomes of level l,
+    Let T be this sum, `sum_i A_i u_i / G`. Let k be the counts of the reward levels in a group,
+    with multinomial probability P(k). Let m_l and V_l be the means of u and of ||u||^2 over the
+    outcomes at level l. Then
 
         G   E T      = sum_k P(k) sum_l a_l k_l m_l
         G^2 E||T||^2 = sum_k P(k) { sum_l a_l^2 k_l V_l
@@ -327,8 +329,8 @@ def group_moments(
 
     Args:
         population: prompts and outcomes, which are enumerated.
-        vectors_PYD: u of every outcome.
-        loss: loss with a baseline that gives equal rewards equal advantages a_l.
+        vectors_PYD: vector u of every outcome.
+        loss: loss with a baseline that gives completions with equal rewards equal advantages a_l.
         size: G.
     """
     p_PY = population.p_PY
@@ -360,7 +362,7 @@ def group_moments(
 
 
 def true_error(population: Population, loss: Loss, size: int, rollouts: int) -> tuple[float, float]:
-    """Compute the error of a loss's update of n rollouts and cos^2 of its mean, by enumeration."""
+    """Enumerate the error of a loss's update with n rollouts, and the cos^2 of its mean."""
     gradient, _ = group_moments(population, population.scores_PYD, UNBIASED, size)
     vectors_PYD = population.scores_PYD * loss.length_factors(population.lengths_PY)[..., None]
     mean, energy = group_moments(population, vectors_PYD, loss, size)
@@ -371,7 +373,7 @@ def true_error(population: Population, loss: Loss, size: int, rollouts: int) -> 
 
 
 def truth_by_tokens(population: Population, size: int, rollouts: int) -> dict[str, float]:
-    """Compute efficiency and direction of the mean over tokens, by enumeration."""
+    """Enumerate the efficiency and the direction of the mean over tokens."""
     error, direction = true_error(population, BY_TOKENS, size, rollouts)
     unbiased, _ = true_error(population, UNBIASED, size, rollouts)
     return {"efficiency_same_g": unbiased / error, "direction": direction}

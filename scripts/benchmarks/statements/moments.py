@@ -1,9 +1,10 @@
-"""Intervals of the constants, G* and the noise scale for distributions whose moments are sums.
+"""Intervals for constants, G* and noise scale at distributions with exactly known moments.
 
 Scores are vectors in the plane. A score is `r u`, where u is a random direction and r is the score
-norm, which has a lognormal, Student or Pareto distribution. The reward is 1 with probability
-`V + a <u, d> + b sign(r - median)`, where V, a, d and the scale of r differ between questions. The
-scales of questions are lognormal, with sigma 1.2 in "norms differ" and .3 in the other populations.
+norm, which has a lognormal, Student or Pareto distribution. The reward is 1 with probability `V + a
+<u, d> + b sign(r - median)`, where V, a, d and the scale of r differ between questions. The scale
+of r is lognormal over questions, with sigma 1.2 in populations named "norms differ" and .3 in the
+others.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from grpo_ustat.records import Array, ScorePool
 
 GROUP_SIZE = 2
 BASELINES = ("none", "oracle", "leave_one_out", "optimal")
-# Questions for the truth over questions.
+# Number of questions from which true values for new questions are computed.
 POPULATION = 100_000
 CELLS = tuple((questions, 16) for questions in (12, 25, 60, 120, 250, 500))
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A law of the score norm r: quantiles, E r, E r^2 and E[r^2; r > median]."""
+    """A law of the score norm r, with its quantiles, E r, E r^2 and E[r^2; r > median]."""
 
     quantile: Callable[[np.ndarray], np.ndarray]
     mean: float
@@ -44,7 +45,7 @@ class Norm:
 
 
 def lognormal(sd: float) -> Norm:
-    """Make the law in which log r is normal with this standard deviation, log q with twice it."""
+    """Make the law in which log r is normal with this standard deviation."""
     square = math.exp(2 * sd**2)
     upper = square * stats.norm.cdf(2 * sd)
     return Norm(lambda u: np.exp(sd * stats.norm.ppf(u)), math.exp(sd**2 / 2), square, upper)
@@ -58,7 +59,7 @@ def pareto(index: float) -> Norm:
 
 
 def student(dof: float) -> Norm:
-    """Make the law in which r is the absolute value of a Student variable."""
+    """Make the law in which r is the absolute value of a Student's t variable."""
     law = stats.t(dof)
 
     def moment(power: int, above: float) -> float:
@@ -75,14 +76,14 @@ TAILS = {
 
 
 class Questions:
-    """m questions in the plane.
+    """`count` questions with scores in the plane.
 
     Args:
         norm: law of the score norm.
-        count: m.
-        link: b, the dependence of the reward on the score norm; 0: Assumption 2 holds.
+        count: number of questions.
+        link: b, the dependence of the reward on the score norm; if 0, Assumption 2 holds.
         spread: standard deviation of the logarithm of a question's scale.
-        rng: draws V, a, d and the scales.
+        rng: generator from which V, a, d and the scales are drawn.
     """
 
     def __init__(self, norm, count, link, spread, rng):
@@ -95,7 +96,7 @@ class Questions:
         self.scale_P = np.exp(spread * rng.normal(size=count) - spread**2)
 
     def pool(self, completions: int, rng) -> ScorePool:
-        """Draw completions of each question."""
+        """Draw a pool with `completions` completions of each question."""
         shape = (self.count, completions)
         u = rng.random(shape)
         direction = rng.normal(size=(*shape, 2))
@@ -107,7 +108,7 @@ class Questions:
         return pool_of(z, scores)
 
     def truth(self, questions: int) -> dict[str, float]:
-        """Return exact values; curves are for a batch of so many questions, each once."""
+        """Return exact values; errors are for a batch with each of `questions` questions once."""
         scale_sq = self.scale_P**2
         m0 = self.norm.square * scale_sq
         covariance = self.link_P * (2 * self.norm.upper - self.norm.square) * scale_sq
@@ -132,14 +133,14 @@ class Questions:
 
 
 def row_of(name: str, questions: int) -> CurvePoint:
-    """Return the key of a baseline's error with each question once in a batch."""
+    """Return the key of a baseline's error for a batch with each question once."""
     return CurvePoint(name, GROUP_SIZE, "all_questions_once", questions)
 
 
 def simulated(
     norm: Norm, cell: tuple[int, int], interval: str, count: int, **law: float
 ) -> Iterator[ClosedForm]:
-    """Simulate studies; for intervals given the questions, all have the same questions."""
+    """Simulate studies; for intervals given the questions, all studies share the questions."""
     questions, completions = cell
     rng = np.random.default_rng(1)
     fixed = Questions(norm, questions, rng=np.random.default_rng(7), **law)
@@ -151,7 +152,7 @@ def simulated(
 
 
 def constants(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge intervals of errors, constants, G* and noise, for given and for new questions."""
+    """Judge intervals for errors, constants, G* and noise, for given and for new questions."""
     tail, _, differ = name.partition(", ")
     law = {"link": -0.1, "spread": 1.2 if differ else 0.3}
     for interval in ("completions", "questions"):
@@ -160,7 +161,7 @@ def constants(name: str, asked: Asked) -> Iterator[Cell]:
             size = POPULATION if over else cell[0]
             exact = Questions(TAILS[tail], size, rng=np.random.default_rng(7), **law)
             truth = exact.truth(cell[0])
-            # Studies of given questions state nothing on training.
+            # Studies of given questions state nothing about training.
             if not over:
                 of_training = ("gstar", "noise", "prompt_share")
                 truth = {x: y for x, y in truth.items() if not x.startswith(of_training)}
@@ -173,7 +174,7 @@ def constants(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged(result: ClosedForm, truth: Mapping[str, float]) -> dict[str, bool | float]:
-    """Return True for each interval of a study that misses, and its warnings."""
+    """Return True for each of a study's intervals that misses, and the study's warnings."""
     statements: dict[str, bool | float] = {
         name: not result[name].low <= value <= result[name].high
         for name, value in truth.items()
@@ -187,7 +188,7 @@ def judged(result: ClosedForm, truth: Mapping[str, float]) -> dict[str, bool | f
 
 
 def gradient(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge ||grad J||^2 by the jackknife over questions with normal gradients in D directions."""
+    """Judge jackknife intervals for ||grad J||^2 with normal gradients in D directions."""
     rng = np.random.default_rng(0)
     for dimensions in (2, 30, 200):
         for questions in (12, 60):
@@ -212,14 +213,14 @@ def gradient(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_ends(interval: Interval, truth: float) -> dict[str, bool]:
-    """Return True if an interval misses, on which side, and if it states a positive number."""
+    """Return statements about misses on either side, and about an interval above 0."""
     low, high = interval.low > truth, interval.high < truth
     statements = {"||grad J||^2": low or high, "low end": low, "high end": high}
     return statements | ({"||grad J||^2 > 0": False} if interval.low > 0 else {})
 
 
 def accuracy(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge the accuracy over questions whose chances have law Beta(a, b)."""
+    """Judge intervals for the accuracy over questions with probabilities from Beta(a, b)."""
     rng = np.random.default_rng(0)
     for a, b in ((1, 2), (4, 8), (0.5, 2), (0.3, 6)):
         for questions in (4, 8, 12, 30, 60, 500):
@@ -239,21 +240,23 @@ def accuracy(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def noise_scale(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge the noise scale of steps of 32 groups of 8, from scores and from norms of b groups.
+    """Judge the noise scale for steps of 32 groups of 8, from scores and from norms of b groups.
 
-    The small norms belong to each part of the step, or to another gradient per step from other
-    rollouts. Scores are normal in 30 dimensions, rewards linear in them plus noise, the questions'
-    slopes normal with variance 1/4 per dimension.
+    The norms of gradients from b groups are either those of the step's parts, or those of one
+    further gradient per step from other rollouts. Scores are normal in 30 dimensions. Rewards are
+    linear in the scores plus noise. The slopes differ between questions and are normal with
+    variance 1/4 per dimension.
     """
     rng, dimensions, prompts, size = np.random.default_rng(0), 30, 32, 8
     for grad_sq in (1.6, 0.36):
-        # C2 and C3 are equal.
+        # C2 and C3 are equal here, to `length`.
         length = (dimensions + 1) * (grad_sq + dimensions / 4) + dimensions
         truth = (size * dimensions / 4 + length + length / (size - 1)) / grad_sq
         for steps in (10, 40, 160):
             studies = []
             for _ in range(asked.studies):
-                # Twice the steps: the second half gives gradients of other rollouts.
+                # Twice as many steps are drawn. The second half gives the gradients from other
+                # rollouts.
                 shape = (2 * steps, prompts, size)
                 slope = rng.standard_normal((2 * steps, prompts, 1, dimensions)) / 2
                 slope += math.sqrt(grad_sq / dimensions)
@@ -266,13 +269,13 @@ def noise_scale(name: str, asked: Asked) -> Iterator[Cell]:
 def judged_scales(
     rewards: Array, scores: Array, steps: int, truth: float
 ) -> Iterator[tuple[str, bool | float]]:
-    """Yield, for each estimate of the noise scale, miss, relative half-width and upper end.
+    """Yield miss, relative half-width and finite upper end for each noise-scale estimate.
 
     Args:
-        rewards: [steps, prompts, size], twice as many steps as are measured.
+        rewards: rewards, [steps, prompts, size], with twice as many steps as are measured.
         scores: scores of the same completions.
         steps: number of measured steps.
-        truth: the noise scale.
+        truth: true noise scale.
     """
     prompts, size = rewards.shape[1:]
     ghat = np.einsum("spg,spgd->spd", pool_gradient_weights(rewards), scores)
@@ -298,7 +301,8 @@ class Softmax:
     """Questions with six outcomes and 0/1 rewards, `p = softmax(phi theta)` in 20 directions.
 
     Args:
-        shared: dependence of the reward on the first direction, the same for all questions.
+        shared: dependence of the reward on the first direction, which is the same for all
+            questions.
     """
 
     def __init__(self, shared: float):
@@ -308,7 +312,7 @@ class Softmax:
         self.rewards_PY = (shared * self.phi_PYD[..., 0] + noise_PY > 0.5).astype(float)
 
     def policy(self, theta_RD):
-        """Return chances [R, P, Y], mean features [R, P, D], C1, C2, C3, ||grad J||^2 [R, 4]."""
+        """Return probabilities [R, P, Y], mean features [R, P, D], and the constants [R, 4]."""
         logits = np.einsum("pyd,rd->rpy", self.phi_PYD, theta_RD, optimize=True)
         p = np.exp(logits - logits.max(axis=2, keepdims=True))
         p /= p.sum(axis=2, keepdims=True)
@@ -325,10 +329,10 @@ class Softmax:
 
 
 def windows(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge windows of 32 batches of a group of 8, with an update after each batch.
+    """Judge windows of 32 batches with one group of 8 each and an update after each batch.
 
-    The truth is the mean over their policies; intervals leave out one group, or one window, at a
-    time.
+    The true values are means over the windows' policies. The intervals come from a jackknife that
+    deletes one group, or one window, at a time.
     """
     for rate in (0.0, 0.02, 0.05, 0.1, 0.2):
         for number in (1, 4, 8):
@@ -342,19 +346,19 @@ def windows(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 class Trained(NamedTuple):
-    """Runs that train with a rate."""
+    """Training runs that share a learning rate."""
 
-    # Estimates of each window, [R, 4, windows], and the terms of the groups of each, by run.
+    # Estimates by window, [R, 4, windows], and each run's group terms by window.
     values: Array
     steps: list[list[GroupTerms]]
-    # C1, C2, C3, ||grad J||^2, means over the policies, [R, 4].
+    # True C1, C2, C3 and ||grad J||^2, averaged over the policies, [R, 4].
     truth: Array
-    # Drift within the first window, in nats per completion.
+    # Drift of the policy within the first window, in nats per completion.
     drift: float
 
 
 def train(rate: float, number: int, count: int, size: int = 8, batches: int = 32) -> Trained:
-    """Train `count` runs through a number of windows."""
+    """Train `count` runs for a number of windows."""
     problem, run_R1 = Softmax(0.8), np.arange(count)[:, None]
     rng, theta, drift = np.random.default_rng(7), np.zeros((count, 20)), 0.0
     values, exact, steps = np.empty((count, 4, number)), [], [[] for _ in range(count)]
@@ -387,7 +391,7 @@ def train(rate: float, number: int, count: int, size: int = 8, batches: int = 32
 
 
 def judged_run(trained: Trained, run: int, unit: str, size: int = 8) -> dict[str, bool | float]:
-    """Return a run's relative errors of estimates, misses of intervals, and their half-widths."""
+    """Return a run's relative errors of estimates, and misses and half-widths of intervals."""
     if unit == "group":
         intervals = noise_estimate(trained.steps[run], size).intervals
     else:

@@ -1,16 +1,17 @@
-"""Correlations of two reward functions within prompts, and of p (1-p) with a prompt's noise.
+"""Correlations of two reward functions, and of p (1-p) with a prompt's noise.
 
-For the two reward functions, the first reward is 1 with a probability that is drawn from Beta(a, b)
-for each prompt. In `formats`, the second reward copies the first with probability 0.3, and is
-otherwise 1 with another probability (from Beta(40, 1) in `rare`). In `lengths`, the second reward
-is minus a length. The length is lognormal with a scale that depends on the prompt, and 1.5 times as
-long if the first reward is 0; in `long tails` the standard deviation of its log is 1. The true
-correlation is enumerated for the same prompts and for 200 000 other prompts.
+The correlation of two reward functions is measured within prompts. The first reward is 1 with a
+probability that is drawn from Beta(a, b) for each prompt. In `formats`, the second reward copies
+the first with probability 0.3, and is otherwise 1 with a probability from a second Beta
+distribution (Beta(40, 1) in `rare`). In `lengths`, the second reward is minus a length. The length
+is lognormal with a scale that depends on the prompt, and is multiplied by 1.5 if the first reward
+is 0. In `long tails` the standard deviation of the log length is 1. The true correlation is
+computed exactly for the same prompts and for 200 000 other prompts.
 
-For p (1-p), each pool has new prompts. They have probabilities drawn from Beta(a, b), 40 outcomes,
-and score norms that differ between prompts by a factor exp(2 spread N(0, 1) - 2 slope p). The true
-correlation is enumerated from 12 000 prompts; "uncorrected" is the estimate from the pool without
-splitting it into halves.
+For the correlation of p (1-p) with the noise, each pool has new prompts. These prompts have
+probabilities p drawn from Beta(a, b), 40 outcomes, and squared score norms with a factor exp(2
+spread N(0, 1) - 2 slope p). The true correlation is enumerated from 12 000 prompts. The row
+"uncorrected" is the estimate from the whole pool, which is not split into halves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from grpo_ustat.estimators.reward_correlation import reward_correlation
 from grpo_ustat.records import Array, ScorePool
 
 COPIES, LONGER = 0.3, 1.5
-# a and b of the first chance; a and b of the second, or the standard deviation of log length.
+# a and b for the first probability, and either a and b for the second probability or the standard
+# deviation of the log length.
 REWARDS = {
     "formats": ((1.0, 2.0), (2.0, 2.0)),
     "rare": ((1.0, 2.0), (40.0, 1.0)),
@@ -39,7 +41,7 @@ Law = tuple[tuple[float, float], tuple[float, float] | float]
 
 
 def prompts(law: Law, count: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Draw chances of the first function, and of the second or scales of lengths, [P] each."""
+    """Draw probabilities of the first reward, and probabilities or scales of the second, [P]."""
     first, second = law
     chance_P = rng.beta(*first, count)
     if isinstance(second, float):
@@ -48,7 +50,7 @@ def prompts(law: Law, count: int, rng: np.random.Generator) -> tuple[Array, Arra
 
 
 def moments(law: Law, chance_P: Array, other_P: Array) -> Array:
-    """Return the exact covariance and both variances within each prompt, [3, P]."""
+    """Return the exact covariance and both variances of the rewards within each prompt, [3, P]."""
     variance_P = chance_P * (1 - chance_P)
     if not isinstance(law[1], float):
         mean_P = COPIES * chance_P + (1 - COPIES) * other_P
@@ -61,7 +63,7 @@ def moments(law: Law, chance_P: Array, other_P: Array) -> Array:
 
 
 def draw(law: Law, chance_P: Array, other_P: Array, size: int, rng: np.random.Generator) -> Array:
-    """Draw rewards of N completions of each prompt, [P, N, 2]."""
+    """Draw both rewards for N completions of each prompt, [P, N, 2]."""
     shape = (len(chance_P), size)
     first_PN = rng.random(shape) < chance_P[:, None]
     if isinstance(law[1], float):
@@ -74,18 +76,18 @@ def draw(law: Law, chance_P: Array, other_P: Array, size: int, rng: np.random.Ge
 
 
 def correlation(moments_3P: Array) -> float:
-    """Divide the mean covariance by the root of both mean variances."""
+    """Divide the mean covariance by the square root of the product of the mean variances."""
     covariance, first, second = moments_3P.mean(axis=1)
     return float(covariance / math.sqrt(first * second))
 
 
 def reward_functions(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge the correlation of two reward functions within prompts, of these and new prompts."""
+    """Judge intervals for the correlation of two rewards, for these prompts and for new prompts."""
     law, rng = REWARDS[name], np.random.default_rng(0)
     truth = correlation(moments(law, *prompts(law, 200_000, rng)))
 
     def studies(count: int, size: int) -> Iterator[dict[str, bool]]:
-        """Yield True for each interval that misses."""
+        """Yield each study's intervals, with True if an interval misses."""
         for _ in range(asked.studies):
             of_prompts = prompts(law, count, rng)
             rewards_PNF = draw(law, *of_prompts, size, rng)
@@ -101,7 +103,7 @@ def reward_functions(name: str, asked: Asked) -> Iterator[Cell]:
         yield Cell(facts, studies(count, size), {"new prompts": truth})
 
 
-# a, b, spread, slope.
+# Values of a, b, spread and slope.
 PROXIES = {
     "harder, larger scores": (1.5, 3.5, 0.25, 1.0),
     "much larger scores": (1.5, 3.5, 0.25, 3.0),
@@ -112,7 +114,7 @@ PROXIES = {
 
 
 def draw_prompts(count: int, law: tuple[float, ...], rng: np.random.Generator) -> Population:
-    """Draw prompts of a law, softmax in 8 features."""
+    """Draw prompts with the law's parameters, whose policy is a softmax in 8 features."""
     a, b, spread, slope = law
     p_P1 = rng.beta(a, b, (count, 1))
     rewards_PY = (rng.random((count, 40)) < p_P1).astype(float)
@@ -123,7 +125,7 @@ def draw_prompts(count: int, law: tuple[float, ...], rng: np.random.Generator) -
 
 
 def proxies(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge the correlation of p (1-p) with a prompt's noise at G = 8, corrected by halves."""
+    """Judge intervals for the correlation of p (1-p) with a prompt's noise at G = 8."""
     law, rng = PROXIES[name], np.random.default_rng(0)
     parts = [draw_prompts(3000, law, rng).moments for _ in range(4)]
     variance_P, noise_P = np.concatenate(
@@ -141,7 +143,7 @@ def proxies(name: str, asked: Asked) -> Iterator[Cell]:
 
 
 def judged_proxy(pool: ScorePool, truth: float) -> dict[str, bool | float]:
-    """Return misses of the interval, estimates of halves and pool, zero-variance prompts."""
+    """Return interval misses, estimates with and without halves, and zero-variance shares."""
     halves, full = halves_of(pool)
     noise, of_pool = (group_error(part["first"], part["second"], 8) for part in (halves, full))
     interval = corrected_correlation(halves["variance"], noise)

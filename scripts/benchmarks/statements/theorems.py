@@ -1,9 +1,9 @@
-"""Verdicts of shortened tests of theorems: false alarms, and detections of planted errors.
+"""Verdicts of shortened theorem tests: false alarms, and detections of planted errors.
 
 Each test is run with many seeds. In unchanged tests, the verdict "disagrees" is a false alarm. For
-a tenth of the seeds, the test is also run with an error planted in its prediction, which
-"disagrees" detects. Lemma 11 and Theorem 12 predict enumerated numbers, and only their problem has
-a seed, so they are run once. Each claim that disagreed has a separate row.
+a tenth of the seeds, the test is also run with an error planted in its prediction; the verdict
+"disagrees" then detects the error. The predictions of Lemma 11 and Theorem 12 are enumerated, so
+each of these tests is run only once. Each claim that disagrees gets a separate row.
 
 The predictions are limits for large T. At 400 steps the mean scaled gap of `theorem8` is still 1 to
 3 % above its limit, so the shortened test uses few replicates of many steps.
@@ -38,22 +38,22 @@ ONCE = {"lemma11": ["theorem=lemma11"], "theorem12": ["theorem=theorem12"]}
 
 
 def times(factor: float) -> Callable[[Callable], Callable]:
-    """Multiply a prediction by a factor."""
+    """Return a change that multiplies a prediction by a factor."""
     return lambda real: lambda *arguments: factor * real(*arguments)
 
 
 def largest_size(real: Callable) -> Callable:
-    """Predict the largest group size by every theory."""
+    """Replace every theory's prediction by the largest group size."""
     return lambda problem, point, sizes: dict.fromkeys(real(problem, point, sizes), max(sizes))
 
 
 def other_group(real: Callable) -> Callable:
-    """Predict the field of four times the group size."""
+    """Replace the predicted field by the field at four times the group size."""
     return lambda value, group_size, epsilon: real(value, 4 * group_size, epsilon)
 
 
 def one_optimum(real: Callable) -> Callable:
-    """Predict the maximiser next to 0 as every replicate's limit."""
+    """Replace every replicate's limit by the maximiser nearest to 0."""
     return lambda problem, estimator, rate, u_KR: real(problem, estimator, rate, 0 * u_KR)
 
 
@@ -74,7 +74,7 @@ PLANTED: dict[str, dict[str, tuple[str, Callable]]] = {
 
 @contextmanager
 def planted(name: str, error: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Replace a prediction of a module of `grpo_ustat.gap` by a wrong one within the block."""
+    """Replace a prediction in a module of `grpo_ustat.gap` by a wrong one within the block."""
     module_name, attribute = name.split(".")
     module = importlib.import_module(f"grpo_ustat.gap.{module_name}")
     real = getattr(module, attribute)
@@ -86,12 +86,12 @@ def planted(name: str, error: Callable[[Callable], Callable]) -> Iterator[None]:
 
 
 def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, bool | float]]:
-    """Yield the verdict at each seed, and the claims that disagreed.
+    """Yield each seed's verdict and the claims that disagree.
 
     Args:
         words: overrides of the configuration.
         seeds: seeds of the runs.
-        wrong: True if it is wrong to disagree.
+        wrong: True if the verdict "disagrees" is wrong.
     """
     config = compose_config("gap", [*words, "launch.workers=1"])
     for seed in seeds:
@@ -104,7 +104,7 @@ def verdicts(words: list[str], seeds: range, wrong: bool) -> Iterator[dict[str, 
 
 
 def theorems(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge verdicts of studies of theorems: false disagreements, and detected planted errors."""
+    """Judge verdicts of theorem tests: false disagreements, and detected planted errors."""
     if name in ONCE:
         studies = verdicts(ONCE[name], range(1), True)
         yield Cell({"case": "as it is, enumerated"}, studies, statements=("disagrees",))

@@ -22,7 +22,7 @@ from grpo_ustat.costs.cost import total
 from grpo_ustat.costs.duration import duration, one_after_the_other
 
 SMALL = ("dataset=plus_one", "prompt=plain", "max_completion_length=24", "study.questions=4")
-# Verb, words, and words of the short run before it, by name.
+# Command, its words, and the words of the short run before it, by name.
 COMMANDS = {
     "train, seconds": ("train", ["debug=train"], None),
     "train": (
@@ -45,19 +45,19 @@ COMMANDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model of a study, and the choice of commands."""
-    parser.add_argument("--model", help="a folder, for the study of another model")
+    """Add options for a study's model and for the choice of commands."""
+    parser.add_argument("--model", help="model's folder, for a study of a further model")
     parser.add_argument("--only", nargs="*", default=list(COMMANDS))
     parser.set_defaults(turns=1)
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """List the commands that can run."""
+    """Return the names of the commands that can run."""
     return [name for name in options.only if options.model or name != "mse, another model"]
 
 
 def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
-    """Run the short command and estimate the long one, which a run executes."""
+    """Run the short command and estimate the long command; a run executes the long command."""
     verb, words, before = COMMANDS[program]
     folder = tempfile.TemporaryDirectory()
 
@@ -83,7 +83,7 @@ def execute(verb: str, words: list[str]) -> None:
 
 
 def estimated(verb: str, words: list[str]) -> tuple[float, float]:
-    """Return estimated seconds and MB, NaN if unknown."""
+    """Return the estimated seconds and MB; unknown values are NaN."""
     planner = import_module(f"grpo_ustat.{verb}.plan")
     plans = [planner.plan(planned) for planned in parse(verb, words).planned_runs]
     seconds = one_after_the_other([duration(plan) for plan in plans])

@@ -3,8 +3,8 @@
     python scripts/benchmarks/speed.py gap
     python scripts/benchmarks/speed.py gap --replicates 1000 --turns 3
 
-There are 10 000 replicates of 1 000 steps, n = 16 completions per step, 8 parameters, and 2
-processes. The time includes the start of the processes.
+By default there are 10 000 replicates with 1 000 steps, n = 16 completions per step and 8
+parameters, in 2 processes. The measured time includes the start of the processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROGRAMS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Numbers of replicates, steps and processes."""
+    """Add options for the numbers of replicates, steps and processes."""
     parser.add_argument("--replicates", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)

@@ -1,20 +1,21 @@
-"""Time closed forms and brute force until all curves of a study are known to +-5 %.
+"""Time closed forms and brute force until they measure all curves of a study to +-5 %.
 
     python scripts/benchmarks/speed.py mse
 
-The curves of none, leave_one_out and oracle are measured at every group size, on the same
-questions, by the programs
+The curves of the baselines none, leave_one_out and oracle are measured at every group size, on the
+same questions, by these programs:
 
     closed_form  a pool of scored completions, extended until the intervals are narrow enough
     ordinary     fresh rollouts and a backward pass for every (baseline, group)
     weighted     the same, with all gradients of a replicate from one backward pass, like
                  monte_carlo
 
-until the 95 % interval of every curve is within the target. The two brute-force programs stop
-measuring a curve when it is within the target. A replicate draws the largest group of each question
-and splits it into disjoint groups for the smaller sizes. The reference gradient and V have separate
-streams of draws. In `ordinary`, the oracle's V causes an error of about 1/K of its curve, where
-K = budget.value_completions; `weighted` subtracts this error.
+A program ends when the relative half-width of every curve's 95 % interval is at most the target.
+The two brute-force programs stop measuring a curve as soon as it reaches the target. A replicate
+draws the largest group of each question and splits it into disjoint groups for the smaller sizes.
+The reference gradient and V are estimated from separate random streams. In `ordinary`, the
+estimation error of V changes the oracle's curve by a share of about 1/K, where K =
+budget.value_completions; `weighted` subtracts this error.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from grpo_ustat.tasks.base import summed_rewards
 PROGRAMS = ("closed_form", "ordinary", "weighted")
 BASELINES = ("none", "leave_one_out", "oracle")
 MAX_POOL_COMPLETIONS = 8192
-# Replicates before a curve may count as known.
+# Smallest number of replicates after which a curve can reach the target.
 MIN_REPLICATES = 4
 # A baseline and a group size.
 Key = tuple[str, int]
@@ -67,9 +68,11 @@ Curves = Mapping[Key, Interval]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the study and the target."""
-    parser.add_argument("overrides", nargs="*", help="of the configuration, key=value")
-    parser.add_argument("--model", default="tiny", help="embedded, or a folder")
+    """Add options for the study and the target."""
+    parser.add_argument("overrides", nargs="*", help="overrides for the configuration, key=value")
+    parser.add_argument(
+        "--model", default="tiny", help="name of an embedded model, or a model's folder"
+    )
     parser.add_argument("--questions", type=int, default=25)
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--target", type=float, default=0.05, help="relative half-width")
@@ -82,7 +85,7 @@ def programs(options: argparse.Namespace) -> list[str]:
 
 
 def configured(options: argparse.Namespace) -> MseConfig:
-    """Compose the configuration of the study."""
+    """Compose the study's configuration."""
     model = [f"model={options.model}"]
     if Path(options.model).is_dir():
         model = ["model=hub", f"model.model_name_or_path={options.model}"]
@@ -95,7 +98,7 @@ def configured(options: argparse.Namespace) -> MseConfig:
 
 
 def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, Any]]:
-    """Load the model; a run brings all curves to the target."""
+    """Load the model; a run measures until all curves reach the target."""
     config = configured(options)
     policy = configured_policy(config.policy_options)
     task = configured_task(config.task_options, config.model)
@@ -122,7 +125,7 @@ def halfwidth(point: Interval) -> float:
 def by_pools(
     config: MseConfig, policy: Policy, prompts: list[Prompt], target: float
 ) -> tuple[dict[str, int], Curves]:
-    """Extend a pool until all widths are within the target; return counts and curves."""
+    """Extend a pool until all curves reach the target; return counts and curves."""
     pool.configured_policy = lambda *_: policy
     facts, size = pool.model_facts(config.policy_options, prompts), config.budget.pool_completions
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +146,8 @@ def by_pools(
 def next_pool_size(worst: float, target: float, size: int) -> int:
     """Predict the completions per question that bring the worst half-width to the target.
 
-    A half-width falls like 1/sqrt(N); a tenth more compensates for the error of the pilot.
+    A half-width falls like 1/sqrt(N). The prediction is raised by a tenth to compensate for the
+    error of the pilot's half-width.
     """
     factor = min(4.0, 1.1 * (worst / target) ** 2) if math.isfinite(worst) else 4.0
     return int(np.ceil(size * max(factor, 1.2)))
@@ -151,28 +155,29 @@ def next_pool_size(worst: float, target: float, size: int) -> int:
 
 @dataclass
 class Sums:
-    """Sums of a baseline and group size: ||ghat_r||^2, <ghat_r, ref_h> and sum_r ghat_r."""
+    """Sums for a baseline and group size: ||ghat_r||^2, <ghat_r, ref_h> and sum_r ghat_r."""
 
     squared: list[float] = field(default_factory=list)
     products_H: list[np.ndarray] = field(default_factory=list)
     total_D: np.ndarray | float = 0.0
 
     def add(self, gradients_CD: np.ndarray, blocks_HD: np.ndarray) -> None:
-        """Add the groups of a replicate."""
+        """Add the gradients of a replicate's groups."""
         self.squared.extend(np.square(gradients_CD).sum(axis=1))
         self.products_H.extend(gradients_CD @ blocks_HD.T)
         self.total_D = self.total_D + gradients_CD.sum(axis=0)
 
 
 class BruteForce:
-    """Brute-force study: values, then reference blocks, then replicates.
+    """Brute-force study, which measures values, then reference blocks, then replicates.
 
     Args:
-        way: `ordinary` or `weighted`, see the module; also the name of the draws' streams.
+        way: `ordinary` or `weighted`, see the module's docstring; also part of the names of the
+            random streams.
         config: configuration of the study.
         prompts: prompts of the study.
-        policy: the sampled and scored policy.
-        task: gives the rewards.
+        policy: policy from which completions are sampled and whose gradients are computed.
+        task: task that computes the rewards.
     """
 
     def __init__(self, way: str, config: MseConfig, prompts: list[Prompt], policy: Policy, task):
@@ -183,7 +188,7 @@ class BruteForce:
         self.counts = {"rollouts": 0, "gradients": 0}
 
     def run(self, target: float) -> tuple[dict[str, int], Curves]:
-        """Run until all curves are within the target; return counts and curves."""
+        """Measure until all curves reach the target; return counts and curves."""
         budget = self.config.budget
         _, rewards_PK = self._draw("value", budget.value_completions)
         self.value_P = rewards_PK.mean(axis=1)
@@ -200,7 +205,7 @@ class BruteForce:
         return self.counts, self.curves()
 
     def curves(self) -> Curves:
-        """Return the mean squared errors so far."""
+        """Return the mean squared errors measured so far."""
         gram_HH = self.blocks_HD @ self.blocks_HD.T
         curves = {}
         for (name, size), sums in self.sums.items():
@@ -217,7 +222,7 @@ class BruteForce:
         return rollouts, summed_rewards(self.task, rollouts)
 
     def _block(self, h: int, size: int) -> tuple[np.ndarray, float]:
-        """Compute a reference gradient, and the excess of squared norms from V's error."""
+        """Compute a reference gradient, and the amount by which V's error raises squared norms."""
         rollouts, rewards_PN = self._draw("reference", size, first=h * size)
         weights_PN = pool_gradient_weights(rewards_PN) / len(self.prompts)
         gradients, q_PN = self._form(rollouts, weights_PN[None], size)
@@ -245,8 +250,9 @@ class BruteForce:
 def ordinary(policy, rollouts, weights_CPG: np.ndarray, temperature: float, width: int):
     """Compute gradients by plain autograd.
 
-    There is a forward for every `width` completions of each question, and for each gradient a
-    backward through the completions with a weight. Sketches beyond `SKETCH_SIZE` parameters.
+    There is a forward pass for every `width` completions of each question and, for each gradient, a
+    backward pass through the completions with nonzero weights. Gradients with more than
+    `SKETCH_SIZE` parameters are sketched.
 
     Returns:
         Gradients [C, D], and None in place of squared score norms, which autograd does not yield.
@@ -288,12 +294,12 @@ def _add_block(
 
 
 def weighted(policy, rollouts, weights_CPG: np.ndarray, temperature: float, width: int):
-    """Compute all gradients and squared score norms in one backward of `completion_scores`."""
+    """Compute all gradients and squared score norms in one call of `completion_scores`."""
     return _gradients(policy, rollouts, weights_CPG, temperature)
 
 
 def compare(measured: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Print closed_form - brute force in standard errors, and the simultaneous limit."""
+    """Print closed form minus brute force in standard errors, with the simultaneous limit."""
     curves = {
         name: {tuple(row[:2]): Interval(*row[2:]) for row in turns[0]["rows"][0]["curves"]}
         for name, turns in measured.items()
@@ -313,5 +319,5 @@ def compare(measured: Mapping[str, list[dict[str, Any]]]) -> None:
 
 
 def error_of(point: Interval) -> float:
-    """Return the standard error of an interval."""
+    """Return the standard error that belongs to a 95 % interval."""
     return (point.high - point.low) / 2 / 1.96

@@ -1,11 +1,11 @@
-"""Time all steps of a study after sampling its pool, for several numbers of questions.
+"""Time what a study does after its pool is sampled, for several numbers of questions.
 
     python scripts/benchmarks/speed.py questions --folder FOLDER --questions 500 2000 6000
 
-The pools are synthetic. They have 8 completions of each question, 0/1 rewards, normal random
-numbers in place of scores, and sketches of the default size. With such a pool the command `mse`
-neither samples nor scores, so its CPU seconds are spent on reading, statistics, files, figures and
-the page. Imports are not counted.
+The pools are synthetic. They have 8 completions per question, 0/1 rewards, normal random numbers in
+place of scores, and sketches of the default size. With such a pool the command `mse` neither
+samples nor scores, so its CPU seconds are spent on reading, statistics, files, figures and the
+page. Imports are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOSSES = (
 
 
 def overrides(options: argparse.Namespace, questions: int, name: str) -> list[str]:
-    """Return overrides of the study of so many questions, on the pool written for it."""
+    """Return overrides for a study with `program` questions that uses the pool written for it."""
     return [
         f"study.questions={questions}", f"dataset.study_size={questions}",
         "dataset.max_term=999", "dataset.max_factor=9999",
@@ -47,7 +47,7 @@ def overrides(options: argparse.Namespace, questions: int, name: str) -> list[st
 
 
 def write_pool(options: argparse.Namespace, questions: int) -> None:
-    """Write parts of all questions in the store's format."""
+    """Write the pool parts of all questions in the store's format."""
     config = compose_config("mse", overrides(options, questions, "none"))
     store = PoolStore(Path(config.pool), draws_of(config))
     store.open()
@@ -77,20 +77,24 @@ def write_pool(options: argparse.Namespace, questions: int) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the pools, and the sizes of the study."""
-    parser.add_argument("--folder", type=Path, required=True, help="of the pools and the runs")
+    """Add options for the folder and for the sizes of the study."""
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder of the pools and the runs"
+    )
     parser.add_argument("--questions", type=int, nargs="+", default=[500, 2000, 6000])
-    parser.add_argument("--losses", type=int, default=0, help="beside Algorithm 1's, 0 to 10")
+    parser.add_argument(
+        "--losses", type=int, default=0, help="number of losses besides Algorithm 1's, 0 to 10"
+    )
     parser.set_defaults(turns=1)
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """List the numbers of questions."""
+    """Return the numbers of questions, each of which is a program."""
     return list(map(str, options.questions))
 
 
 def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
-    """Write the pool unless it exists; a run is the study."""
+    """Write the pool unless it exists; a run is a study."""
     options.folder = options.folder.resolve()
     questions = int(program)
     write_pool(options, questions)

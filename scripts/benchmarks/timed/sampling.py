@@ -1,11 +1,11 @@
-"""Time `rollout=local` with completions of given lengths, of equal length, or ended by the model.
+"""Time `rollout=local` with given, equal, or model-chosen completion lengths.
 
     python scripts/benchmarks/speed.py sampling --model FOLDER --lengths gsm8k \\
         --questions gsm8k/train.jsonl --prompts 8 --rows 8
 
-A completion has the length of a question's reference answer in tokens of the model (`gsm8k`), has
-the maximum length (`equal`), or ends where the model ends it (`own`, on arithmetic). `check` is a
-sum over the tokens that another checkout must reproduce.
+The length of a completion is the length of a question's reference answer in tokens (`gsm8k`), the
+maximum length (`equal`), or the length at which the model ends it (`own`, on arithmetic). The
+column `check` is a checksum of the tokens, which another checkout must reproduce.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ from grpo_ustat.rollout import local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add model, questions and shape of the batch."""
-    parser.add_argument("--model", default="embedded:tiny", help="embedded:NAME or a folder")
+    """Add options for the model, the questions and the shape of the batch."""
+    parser.add_argument(
+        "--model", default="embedded:tiny", help="embedded:NAME, or a model's folder"
+    )
     parser.add_argument("--lengths", choices=["gsm8k", "equal", "own"], default="own")
     parser.add_argument("--questions", type=Path, help="gsm8k/train.jsonl")
-    parser.add_argument("--letters", type=int, default=1, help="of a token, if the model spells")
+    parser.add_argument(
+        "--letters",
+        type=int,
+        default=1,
+        help="factor by which answers are shortened, for character-level models",
+    )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--rows", type=int, default=32)
@@ -37,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """List the only program."""
+    """Return the only program."""
     return [options.lengths]
 
 
 def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str, float]]:
-    """Load the model and sample a little; a run is a call of `sample`."""
+    """Load the model and sample a few tokens; a run is a call of `sample`."""
     torch.set_num_threads(options.threads)
     policy = load_policy(options.model)
     if options.lengths == "own":
@@ -69,7 +76,7 @@ def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str,
 
 
 def ending(options: argparse.Namespace, lengths: list[int]) -> Callable[..., np.ndarray]:
-    """Make uniforms that draw token 0, which ends a completion, at its length and not before."""
+    """Make uniforms that draw token 0, which ends a completion, at the completion's length only."""
     uniforms = local.uniforms
 
     def until_the_end(*arguments: Any) -> np.ndarray:

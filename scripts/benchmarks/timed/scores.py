@@ -1,4 +1,4 @@
-"""Time exact scores, compared with an ordinary forward and backward pass over the same batch.
+"""Time exact scores and an ordinary forward and backward pass over the same batch.
 
     python scripts/benchmarks/speed.py scores FOLDER --rows 8 --prompt 40 --completion 88
     python scripts/benchmarks/speed.py scores FOLDER --rows 32 --completion 256 --spread 0.6 \\
@@ -7,9 +7,10 @@
 The programs are `ordinary` (log-probabilities of the completions, and a backward pass to all
 parameters), `scores` (squared norms and one pooled gradient), `gram` (with the Gram matrix),
 `study` (with the Gram matrix, 2 pooled gradients and the sketches that a study stores) and `layers`
-(like `study`, but each layer is computed twice). `passes` and `passes-layers` are like `study` and
-`layers`, but with completions of similar length in each pass, as in studies. With `--spread`, the
-lengths are lognormal with this sigma, and the longest completion has `--completion` tokens.
+(like `study`, but each layer is computed twice). The programs `passes` and `passes-layers` are like
+`study` and `layers`, but each pass contains completions of similar length, as in studies. With
+`--spread`, the lengths are lognormal with this sigma, and the longest completion has `--completion`
+tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ PROGRAMS = ("ordinary", "scores", "gram", "study", "layers", "passes", "passes-l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add model, shape of the batch and programs."""
-    parser.add_argument("model", help="embedded:NAME or a folder")
+    """Add options for the model, the shape of the batch and the programs."""
+    parser.add_argument("model", help="embedded:NAME, or a model's folder")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=40, help="tokens")
     parser.add_argument("--completion", type=int, default=88, help="tokens")
@@ -42,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """List the chosen programs."""
+    """Return the chosen programs."""
     return list(options.programs)
 
 
 def batch(options: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
-    """Draw tokens, attention and completion masks of rows with the same prompt."""
+    """Draw tokens, attention masks and completion masks of rows that share a prompt."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.prompt + options.completion)
     ids = torch.randint(0, vocabulary, shape, generator=generator)
@@ -61,7 +62,7 @@ def batch(options: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
 
 
 def prepare(options: argparse.Namespace, program: str) -> Callable[[], object]:
-    """Load the model; a run is a batch."""
+    """Load the model; a run processes a batch."""
     torch.set_num_threads(options.threads)
     model = load_policy(options.model, dtype=options.dtype).model.to(options.device)
     rows = batch(options, model.config.vocab_size)

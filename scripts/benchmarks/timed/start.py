@@ -1,4 +1,4 @@
-"""Time commands that start no run, compared with the import of Hydra.
+"""Time commands that start no run, and compare them with the import of Hydra.
 
     python scripts/benchmarks/speed.py start
     python scripts/benchmarks/speed.py start --turns 7 --against OTHER_CHECKOUT
@@ -23,17 +23,17 @@ BASE = "import hydra"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Set as many turns as a median of short times needs."""
+    """Set a default number of turns that suffices for the median of short times."""
     parser.set_defaults(turns=7)
 
 
 def programs(asked: argparse.Namespace) -> list[str]:
-    """Return the import and the command lines."""
+    """Return the import of Hydra and the commands."""
     return [BASE, *LINES]
 
 
 def prepare(asked: argparse.Namespace, program: str) -> Callable[[], object]:
-    """Return a run, which is the process from its start to its end."""
+    """Return a run, which starts the process and waits for its end."""
     words = ["-c", BASE] if program == BASE else ["-m", "grpo_ustat", *program.split()]
 
     def run() -> None:

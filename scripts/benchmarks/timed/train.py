@@ -6,13 +6,14 @@ Both sides use the same model, questions, group size, completion length, samplin
 full vocabulary), optimizer (AdamW) and learning rate. Rewards are drawn at random, so that no
 advantage is zero. A turn loads the model, makes `--warm` steps and then `--repeats` timed steps.
 TRL runs in a separate environment with the project's versions of torch and transformers, once for
-each micro-batch size in --trl (in completions). --ours gives `micro_batch_tokens`. `8c` means 8
-completions with gradient checkpointing, TRL's default.
+each micro-batch size in --trl. These sizes are in completions, and `8c` means 8 completions with
+gradient checkpointing, which is TRL's default. The option --ours gives values of
+`micro_batch_tokens`.
 
-Each side uses its default AdamW of PyTorch (TRL's is fused). Our side uses leave_one_out and
-algorithm1, and TRL uses dr_grpo without scaling. The two gradients are the same up to a constant;
-see `compare_trl.py`. `generate` is the wall and CPU seconds of generation, and `tokens` is the
-number of completion tokens of a step.
+Each side uses its default variant of PyTorch's AdamW (TRL's is fused). Our side uses leave_one_out
+with algorithm1, and TRL uses dr_grpo without scaling. The two gradients are the same up to a
+constant; see `compare_trl.py`. The columns `generate` are the wall and CPU seconds of generation,
+and `tokens` is the number of completion tokens per step.
 """
 
 from __future__ import annotations
@@ -39,19 +40,23 @@ TEMPLATE = "Question: {question}\nAnswer:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add model, questions, shape of a step, and the micro-batches of both sides."""
+    """Add options for the model, the questions, the shape of a step, and the micro-batches."""
     add_environment_argument(parser)
-    parser.add_argument("--model", help="folder in save_pretrained layout")
-    parser.add_argument("--questions", type=Path, help="GSM8K as .jsonl or .parquet")
+    parser.add_argument("--model", help="model's folder in save_pretrained layout")
+    parser.add_argument("--questions", type=Path, help="GSM8K questions as .jsonl or .parquet")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--length", type=int, default=48, help="tokens of a completion at most")
+    parser.add_argument(
+        "--length", type=int, default=48, help="largest number of tokens in a completion"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--ours", type=micro_batch, nargs="*", default=["16384", "2048"])
     parser.add_argument("--trl", type=micro_batch, nargs="*", default=["8", "8c", "32"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--bf16", action="store_true", help="compute in it over --dtype float32")
+    parser.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16 over float32 weights"
+    )
     parser.set_defaults(warm=1, repeats=2)
 
 
@@ -63,12 +68,14 @@ def micro_batch(text: str) -> str:
     """
     number = text.removesuffix("c")
     if not number.isdigit() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number, as 8, or 8c")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a micro-batch: give a number, such as 8 or 8c"
+        )
     return text
 
 
 def programs(options: argparse.Namespace) -> list[str]:
-    """List side and micro-batch of each program."""
+    """Return the programs, each named by its side and micro-batch."""
     check(options)
     asked_questions(options)
     return [f"ours {x}" for x in options.ours] + [f"TRL {x}" for x in options.trl]
@@ -81,12 +88,10 @@ def check(options: argparse.Namespace) -> None:
         if count % int(micro.removesuffix("c")):
             raise SystemExit(
                 f"error: --trl {micro} does not divide {options.prompts} x {options.group_size} = "
-                f"{count} completions a step"
+                f"{count} completions per step: choose a divisor"
             )
     if options.bf16 and options.dtype != "float32":
-        raise SystemExit(
-            f"error: --bf16 computes over float32 weights: leave out --dtype {options.dtype}"
-        )
+        raise SystemExit(f"error: --bf16 needs float32 weights: remove --dtype {options.dtype}")
     if not options.model or not options.questions:
         raise SystemExit("error: --model FOLDER and --questions FILE are needed")
     if not (Path(options.model) / "tokenizer.json").is_file():
@@ -107,7 +112,7 @@ def read_questions(file: Path, count: int) -> list[str]:
 
 
 class Questions:
-    """Task of a file's questions with drawn rewards."""
+    """Task with the questions of a file and random rewards."""
 
     def __init__(self, job: dict):
         self.given = [Prompt(p["id"], p["text"], p["text"], "", "drawn") for p in job["prompts"]]
@@ -122,7 +127,7 @@ class Questions:
         return None
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Draw rewards without regard to the completions."""
+        """Draw rewards that ignore the completions."""
         return [self.drawn.draw(prompt.id) for prompt in prompts]
 
     def take_counts(self) -> dict[str, int]:
@@ -131,17 +136,17 @@ class Questions:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Counts of dropped questions: none."""
+        """Counts of dropped questions, which are empty."""
         return {}
 
-    # The task has no remarks.
+    # The task has no notes.
     note = ""
     reward_funcs: ClassVar[dict] = {}
     reward_weights_F = np.ones(1)
 
 
 def our_configuration(job: dict) -> TrainConfig:
-    """Compose this project's configuration of a job."""
+    """Compose this project's configuration for a job."""
     return compose_config("train", [
         "model=hub", f"model.model_name_or_path={job['model']}", f"model.dtype={job['dtype']}",
         f"launch.device={job['device']}", f"launch.num_threads={job['threads']}",
@@ -156,7 +161,7 @@ def our_configuration(job: dict) -> TrainConfig:
 
 
 def job_of(program: str, options: argparse.Namespace, questions: list[str], turn: int) -> dict:
-    """Describe the job of a program, with prompts in the order of the steps."""
+    """Describe a program's job, with prompts in the order in which the steps use them."""
     side, micro = program.split()
     steps = options.warm + options.repeats
     job = {
@@ -181,7 +186,7 @@ def job_of(program: str, options: argparse.Namespace, questions: list[str], turn
 
 
 def asked_questions(options: argparse.Namespace) -> list[str]:
-    """Read as many questions as all steps need."""
+    """Read the questions for all steps."""
     return read_questions(options.questions, options.prompts * (options.warm + options.repeats))
 
 
@@ -215,7 +220,7 @@ def prepare(options: argparse.Namespace, program: str) -> Callable[[], dict[str,
 
 
 def turn_elsewhere(options: argparse.Namespace, program: str, turn: int) -> dict | None:
-    """Run a turn of TRL in its environment; None for our programs."""
+    """Run a turn of TRL in its environment; return None for our programs."""
     if program.startswith("ours"):
         return None
     job = job_of(program, options, asked_questions(options), turn)
