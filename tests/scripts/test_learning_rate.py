@@ -70,7 +70,8 @@ def test_rates_of_a_curve():
     curve = benchmark.Curve(rates, np.stack([mean_R, mean_R], axis=1))
     # The vertex is at 4; from 3 at 8 to 0 at 16, half of 4 is passed after a third of the way.
     assert curve.best(mean_R) == pytest.approx(2.0)
-    assert curve.largest(mean_R) == pytest.approx(3 + 1 / 3)
+    assert curve.largest(mean_R, 0.5) == pytest.approx(3 + 1 / 3)
+    assert curve.largest(mean_R, 0.0) == 4.0
     assert curve.next_rate() is None
     assert benchmark.Curve(rates[2:], curve.gain_RS[2:]).next_rate() == 2.0
     assert benchmark.Curve(rates[:4], curve.gain_RS[:4]).next_rate() == 16.0
@@ -81,3 +82,27 @@ def test_the_law_of_tiny_base_is_that_of_its_record():
     assert law.best_size() == pytest.approx(8.99771)
     assert law.noise_scale(8).estimate == pytest.approx(3461.0)
     assert law.prompt_share(8).estimate == pytest.approx(0.13265)
+
+
+def test_the_page_quotes_the_records():
+    page = (ROOT / "docs/verdicts.md").read_text()
+    paragraph = page.partition("**The best learning rate changes")[2].partition("![")[0]
+    rows = benchmark.read_bandits(benchmark.BANDITS)
+    near = [
+        change
+        for kind in ("n", "G")
+        for change in benchmark.changes(rows, kind)
+        if change.distance != "far"
+    ]
+    without = max(c.errors[0] for c in near if "style" not in c.policy)
+    styled = [c for c in near if "style" in c.policy and c.distance == "near"]
+    worst = max(styled, key=lambda c: c.errors[0])
+    assert f"{100 * without:.0f} %" in paragraph
+    assert f"{worst.exact:.2f}, while the rule says {worst.rule:.2f}" in " ".join(paragraph.split())
+    gains = benchmark.gains_of(benchmark.read_rows(benchmark.TRAINING))
+    factors = {(m.optimizer, m.before, m.after): m for m in benchmark.measured(gains)}
+    for pair in (((128, 8), (256, 8)), ((128, 2), (128, 8))):
+        row = factors["sgd", *pair]
+        estimate, low, high = row.factors[1]
+        assert f"{estimate:.1f} [{low:.1f}, {high:.1f}]" in paragraph
+        assert f"{row.rule:.1f})" in paragraph
