@@ -106,3 +106,33 @@ def test_the_page_quotes_the_records():
         estimate, low, high = row.factors[1]
         assert f"{estimate:.1f} [{low:.1f}, {high:.1f}]" in paragraph
         assert f"{row.rule:.1f})" in paragraph
+
+
+def test_the_grid_is_extended_and_finished_runs_are_not_repeated(tmp_path, monkeypatch):
+    trained = []
+
+    def train(cell, rate, seed, before):
+        """A gain that is largest at a rate of 8 and negative above 16."""
+        trained.append((rate, seed))
+        return 0.5, 0.5 + 0.01 * (2 - abs(np.log2(rate / 8)))
+
+    monkeypatch.setattr(benchmark, "train", train)
+    monkeypatch.setattr(benchmark, "MIDDLE", {("sgd", 32, 8): 2.0})
+    file = tmp_path / "runs.csv"
+    benchmark.run_cells(file, minutes=0)
+    assert not trained
+    benchmark.run_cells(file, minutes=1)
+    assert sorted({rate for rate, _ in trained}) == [1, 2, 4, 8, 16]
+    count = len(trained)
+    assert count == 5 * len(benchmark.SEEDS)
+    benchmark.run_cells(file, minutes=1)
+    assert len(trained) == count
+    curve = benchmark.curves(benchmark.gains_of(benchmark.read_rows(file)))["sgd", 32, 8]
+    assert curve.best(curve.mean_R) == pytest.approx(3.0)
+
+
+@pytest.mark.slow
+def test_a_run_measures_accuracy_before_and_after(monkeypatch):
+    monkeypatch.setattr(benchmark, "RUN", [*benchmark.RUN, "max_steps=1", "eval.num_generations=1"])
+    before, after = benchmark.train(("sgd", 32, 8), 0.1, 0, None)
+    assert 0.2 < before < 0.4 and 0.2 < after < 0.4
