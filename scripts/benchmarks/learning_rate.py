@@ -555,8 +555,8 @@ def report(rows: list[Exact], gains: Gains) -> None:
 
 
 GROUPS = {
-    "noise where J curves": ("#0072B2", "o"),
-    "noise of a style without reward": ("#D55E00", "s"),
+    "every parameter affects the reward": ("#0072B2", "o"),
+    "some parameters do not affect the reward": ("#D55E00", "s"),
 }
 OPTIMIZERS = {"sgd": ("SGD", "#0072B2", "o"), "adamw": ("AdamW", "#D55E00", "s")}
 
@@ -567,9 +567,9 @@ def draw(rows: list[Exact], gains: Gains, path: Path) -> None:
     A line is a 95 % interval. A horizontal line is the range of the rule for AdamW.
     """
     with plt.rc_context({"font.size": 9}):
-        image, (exact, trained) = plt.subplots(1, 2, figsize=(7.2, 4.4), layout="constrained")
+        image, (exact, trained) = plt.subplots(1, 2, figsize=(7.2, 4.7), layout="constrained")
         for label, (colour, marker) in GROUPS.items():
-            styled = label == "noise of a style without reward"
+            styled = label == "some parameters do not affect the reward"
             points = [c for kind in ("n", "G") for c in changes(rows, kind)]
             points = [c for c in points if ("style" in c.policy) == styled]
             exact.plot([c.rule for c in points], [c.exact for c in points], marker, color=colour,
@@ -593,10 +593,10 @@ def draw(rows: list[Exact], gains: Gains, path: Path) -> None:
             ends = (*axes.get_xlim(), *axes.get_ylim())
             ends = min(ends), max(ends)
             axes.plot(
-                ends, ends, color="black", linestyle="--", linewidth=1, label="as the rule says"
+                ends, ends, color="black", linestyle="--", linewidth=1, label="equal to the rule"
             )
-            axes.set(xlim=ends, ylim=ends, aspect="equal", xlabel="factor by the rule",
-                     ylabel=f"factor of the {name} learning rate")  # fmt: skip
+            axes.set(xlim=ends, ylim=ends, aspect="equal", xlabel="factor predicted by the rule",
+                     ylabel=f"factor by which the {name} rate changes")  # fmt: skip
             axes.grid(alpha=0.3)
             axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17))
         image.savefig(path, dpi=100)
