@@ -189,6 +189,8 @@ class Format:
                 rollouts = [Rollout(path, place, run=str(path.parent), fault=fault)]
             if len(rollouts) == 1:
                 rollouts[0].possible_ids = rollouts[0].possible_ids or short_values(row)
+                if isinstance(row, dict) and rollouts[0].advantage is None:
+                    rollouts[0].advantage = row.get("advantage", row.get("advantages"))
             yield from rollouts
 
     def _rollout(self, fields: Fields, place: str, file: File) -> Rollout:

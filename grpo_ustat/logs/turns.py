@@ -1,18 +1,21 @@
-"""Refuse rows that are turns of one rollout rather than independent samples for a question.
+"""Recognise rows that are turns of one rollout rather than independent samples for a question.
 
-An agent's log may have one row per turn, each with the reward of the whole rollout. The prompt of a
-later turn contains the earlier turns, so each row would count as a separate question. The content
-of the rows reveals this. In a usable log a prompt has several completions, so the prompt occurs in
-several rows with the same id or with different ids. The turns of one rollout have different
-prompts. Each of these prompts extends the previous prompt or occurs under only one id.
+An agent's log may have one row per turn, each with the reward of the whole rollout. Such rows count
+as one rollout: its score is the sum of the scores of its rows. The prompt of a later turn contains
+the earlier turns, so without this module each row would count as a separate question. The content
+of the rows reveals turns. In a log of single rows a prompt has several completions, so the prompt
+occurs in several rows with the same id or with different ids. The turns of one rollout have
+different prompts. Each of these prompts extends the previous prompt or occurs under only one id.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
@@ -21,6 +24,10 @@ from grpo_ustat.config.schema import ConfigError
 ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?|sessions?|conversations?|dialogs?|dialogues?|"
     r"interactions?|requests?|eids?|uids?)(_?(id|ids|uid|uuid|idx|index|key|no|num|number))?"
+)
+# Names that mean a single rollout; the other names may also mean a question or a request.
+SINGLE_ROLLOUT_NAME = re.compile(
+    r"(traj|trajector(y|ies)|episodes?|rollouts?)(_?(id|ids|uid|uuid|key))?"
 )
 TURN_NAME = re.compile(
     r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
@@ -32,12 +39,22 @@ TURN_NAME = re.compile(
 SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
 # Names of index columns; an index may restart from 0 in each group.
 INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")
+# Names of columns that identify the question, with which an index of a rollout becomes unique.
+QUESTION_NAME = re.compile(
+    r"(prompt|group|question|task|instance|data|example|problem)(_?(id|uid|uuid|idx|index))?|uid"
+)
+LAST_TURN_NAME = re.compile(r"(is_)?last_(step|turn)")
+ADVANTAGE_NAME = re.compile(r"advantages?|baselines?")
+# Relative difference of two advantages that rounding explains.
+ADVANTAGE_ROUNDING = 1e-5
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
 # Fields that never contain ids of rollouts.
 CONTENT = frozenset(
     {"prompt", "prompt_id", "prompt_ids", "completion", "completion_ids", "reward", "step"}
     | {"input", "output", "gts", "question", "answer", "text", "content"}
 )
+# Columns that identify the question of a row, if prompts are not logged.
+QUESTION_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
 
 
 def is_id(name: str) -> bool:
@@ -49,10 +66,35 @@ def is_id(name: str) -> bool:
     return any(pattern.fullmatch(name.lower()) for pattern in (ROLLOUT_NAME, TURN_NAME, ID_NAME))
 
 
-def check_rollouts(
+@dataclass(frozen=True)
+class Turns:
+    """Rollouts to which rows belong, for rows that are turns of rollouts."""
+
+    # Names of the columns that identify a rollout, for messages.
+    column: str
+    # Name of each row's rollout; None: the row is a rollout itself.
+    rollouts: Sequence[str | None]
+    # Turn number of each row; None: not logged.
+    numbers: Sequence[int] | None
+
+    def rows(self) -> dict[str, list[int]]:
+        """Return the rows of each rollout that has several, in the order of turn numbers."""
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(self.rollouts):
+            if name is not None:
+                rows.setdefault(name, []).append(row)
+        numbers = self.numbers
+        if numbers is not None:
+            rows = {name: sorted(places, key=numbers.__getitem__) for name, places in rows.items()}
+        return {name: places for name, places in rows.items() if len(places) > 1}
+
+
+def find_turns(
     place: object, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
-) -> None:
-    """Raise an error if the rows are turns of one rollout.
+) -> Turns | None:
+    """Identify the rollout of each row if the rows are turns of rollouts; return None if not.
+
+    An error is raised if rows are turns and no columns identify their rollouts.
 
     Args:
         place: source of the rows, for messages.
@@ -64,14 +106,152 @@ def check_rollouts(
         for name, values in columns.items()
         if name not in CONTENT
     }
+    questions = next((columns[name] for name in QUESTION_COLUMNS if name in columns), None)
     keys = None if prompts is None else _comparable(prompts)
-    evidence = _evidence_of_ids(ids, keys) or _evidence_of_numbers(ids, keys)
-    if evidence:
-        raise ConfigError(
-            f"{place}: the rows are turns of one rollout ({evidence}), and each would count as a "
-            "separate question: write one row per rollout, with all turns in completion_ids "
-            "(loss_mask 0 on tokens that the policy did not write) and the final reward"
-        )
+    column, evidence = _evidence_of_ids(ids, keys, questions)
+    evidence = evidence or _evidence_of_numbers(ids, keys)
+    if not evidence:
+        return None
+    partners = {name: ids.get(name, columns[name]) for name in columns if _is_question(name)}
+    named = [name for name in ids if ROLLOUT_NAME.fullmatch(name.lower())]
+    numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
+    for name in dict.fromkeys([column] * bool(column) + named):
+        alone = [] if INDEX_NAME.fullmatch(name.lower()) else [(name,)]
+        for key in [*alone, *((partner, name) for partner in partners if partner != name)]:
+            rollouts = _joint_ids([partners[x] if x in partners else ids[x] for x in key])
+            counted = _turn_numbers(rollouts, keys, numbers)
+            if counted is not None:
+                return Turns(" and ".join(key), rollouts, counted or None)
+    raise ConfigError(
+        f"{place}: the rows are turns of one rollout ({evidence}), and no column identifies the "
+        "rollout of a row: add a column rollout_id with the same value in all rows of a rollout, "
+        "and a column turn that numbers them"
+    )
+
+
+def _is_question(name: str) -> bool:
+    return QUESTION_NAME.fullmatch(name.lower()) is not None
+
+
+def _joint_ids(columns: Sequence[Sequence[Any]]) -> list[str | None]:
+    """Join the values of several id columns, row by row; None if a value is missing."""
+    return [
+        None if None in values else "/".join(map(str, values))
+        for values in zip(*columns, strict=True)
+    ]
+
+
+def _turn_numbers(
+    rollouts: Sequence[str | None], keys: Sequence[Any] | None, columns: Sequence[Sequence[Any]]
+) -> list[int] | None:
+    """Return the turn number of each row, or [] if turns are not numbered.
+
+    None is returned if `rollouts` cannot identify rollouts. They can if the turn numbers or, without
+    such numbers, the prompts within a rollout are all different.
+    """
+    places: dict[str, list[int]] = {}
+    for row, name in enumerate(rollouts):
+        if name is not None:
+            places.setdefault(name, []).append(row)
+    several = [rows for rows in places.values() if len(rows) > 1]
+    if not several:
+        return None
+    for values in columns:
+        is_number = all(isinstance(values[row], int) for rows in several for row in rows)
+        if is_number and all(_are_distinct(values, rows) for rows in several):
+            return [value if isinstance(value, int) else 0 for value in values]
+    if columns or (keys is not None and not all(_are_distinct(keys, rows) for rows in several)):
+        return None
+    return []
+
+
+def one_row_per_rollout(
+    place: object, columns: Mapping[str, list[Any]], reward: str
+) -> dict[str, list[Any]]:
+    """Keep the first row of each rollout of a table of rewards, with the rollout's reward.
+
+    Args:
+        place: source of the table, for messages.
+        columns: values by column name.
+        reward: name of the column of rewards.
+    """
+    turns = find_turns(place, columns.get("prompt_ids", columns.get("prompt")), columns)
+    if turns is None:
+        return dict(columns)
+    columns = {**columns, reward: shared_rewards(place, turns, columns[reward], columns)}
+    later = {row for rows in turns.rows().values() for row in rows[1:]}
+    dropped = [name for name in columns if SINGLE_TURN_NAME.fullmatch(name.lower())]
+    return {
+        name: [value for row, value in enumerate(values) if row not in later]
+        for name, values in columns.items() if name not in dropped
+    }  # fmt: skip
+
+
+def shared_rewards(
+    place: object,
+    turns: Turns,
+    rewards: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[Any]:
+    """Return the reward of each row's rollout.
+
+    Rows may repeat the reward, or only one row has it and the others have none. If a column marks
+    the last turn, as in SkyRL, the other turns may also have the reward 0. An error is raised if the
+    rows of a rollout have different rewards or different advantages, because the gradient of a
+    rollout is its advantage times the sum of the scores of its rows.
+
+    Args:
+        place: source of the rows, for messages.
+        turns: rollouts of the rows.
+        rewards: reward of each row; None or NaN: not logged.
+        columns: values of all rows by column name.
+    """
+    shared = list(rewards)
+    last = next(
+        (values for name, values in columns.items() if LAST_TURN_NAME.fullmatch(name.lower())), None
+    )
+    advantages = {
+        name: values for name, values in columns.items() if ADVANTAGE_NAME.fullmatch(name.lower())
+    }
+    for name, rows in turns.rows().items():
+        which = f"{place}: rollout {turns.column}={name}"
+        for advantage, values in advantages.items():
+            given = [x for x in map(_single_number, [values[row] for row in rows]) if x is not None]
+            if given and max(given) - min(given) > ADVANTAGE_ROUNDING * max(map(abs, given)):
+                raise ConfigError(
+                    f"{which} has {advantage} {min(given):g} and {max(given):g} in its rows: all "
+                    "turns of a rollout must share one advantage, because advantages by turn give "
+                    "another gradient: drop the rollout, or log it without a baseline by turn"
+                )
+        logged = [row for row in rows if not _is_missing(rewards[row])]
+        if last is not None and [bool(last[row]) for row in rows].count(True) == 1:
+            (final,) = [row for row in rows if last[row]]
+            if final in logged:
+                logged = [row for row in logged if row == final or rewards[row] != 0]
+        different = [row for row in logged if rewards[row] != rewards[logged[0]]]
+        if different:
+            raise ConfigError(
+                f"{which} has the rewards {rewards[logged[0]]!r:.20} and "
+                f"{rewards[different[0]]!r:.20} in rows {logged[0]} and {different[0]} (from 0), "
+                "but all turns of a rollout must share one reward: write the reward of the whole "
+                "rollout in each of its rows"
+            )
+        for row in rows:
+            shared[row] = rewards[logged[0]] if logged else rewards[row]
+    return shared
+
+
+def _is_missing(reward: Any) -> bool:
+    return reward is None or (isinstance(reward, float) and math.isnan(reward))
+
+
+def _single_number(value: Any) -> float | None:
+    """Return the only nonzero value of an advantage, which may be a list with a value per token."""
+    values = value if isinstance(value, list) else [value]
+    numbers = {x for x in values if isinstance(x, int | float) and x != 0}
+    if any(x is None or isinstance(x, str) for x in values) or len(numbers) > 1:
+        return None
+    return float(next(iter(numbers), 0.0))
 
 
 def check_turn_numbers(
@@ -119,8 +299,10 @@ def _extends(later: Any, earlier: Any) -> bool:
     return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
 
-def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """Describe an example from the id column that reveals turns of rollouts, or return "".
+def _evidence_of_ids(
+    ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None, questions: Sequence[Any] | None
+) -> tuple[str, str]:
+    """Return the id column that reveals turns of rollouts and an example, or two empty texts.
 
     A column named like a rollout id reveals turns if at least half of the ids that have several
     rows belong to rollouts of several turns. For any other column, all of these ids must do so, and
@@ -142,20 +324,44 @@ def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | Non
         # Skip an index within groups, for which every prompt has a row with each index value.
         if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
             continue
+        is_single = SINGLE_ROLLOUT_NAME.fullmatch(name.lower()) is not None
+        within = is_single and _are_within(rows.values(), questions if keys is None else keys)
         rollouts = []
         for value, places in several.items():
             prompts = None if keys is None else [keys[row] for row in places]
             is_counted = is_named and any(_are_distinct(x, places) for x in numbers)
-            if _are_turns(prompts, ids_of, is_named, is_counted):
+            if _are_turns(prompts, ids_of, is_named, is_counted, is_single and is_counted, within):
                 rollouts.append(value)
         if len(rollouts) >= (max(1, len(several) / 2) if is_named else max(2, len(several))):
-            different = "" if keys is None else " of different prompts"
-            return f"{name}={rollouts[0]!r:.40} has {len(several[rollouts[0]])} rows{different}"
-    return ""
+            different = "" if keys is None or within else " of different prompts"
+            return (
+                name,
+                f"{name}={rollouts[0]!r:.40} has {len(several[rollouts[0]])} rows{different}",
+            )
+    return "", ""
+
+
+def _are_within(rollouts: Iterable[Sequence[int]], questions: Sequence[Any] | None) -> bool:
+    """Return True if each rollout belongs to one question and some question has several rollouts.
+
+    Args:
+        rollouts: rows of each rollout.
+        questions: question of each row; None: not logged.
+    """
+    if questions is None:
+        return False
+    of_rollouts = [{repr(questions[row]) for row in places} for places in rollouts]
+    counts = Counter(next(iter(names)) for names in of_rollouts if len(names) == 1)
+    return sum(counts.values()) == len(of_rollouts) and max(counts.values(), default=0) > 1
 
 
 def _are_turns(
-    prompts: Sequence[Any] | None, ids_of: Mapping[Any, int], is_named: bool, is_counted: bool
+    prompts: Sequence[Any] | None,
+    ids_of: Mapping[Any, int],
+    is_named: bool,
+    is_counted: bool,
+    is_certain: bool,
+    is_within: bool,
 ) -> bool:
     """Return True if the rows that share an id are turns of a rollout.
 
@@ -164,7 +370,11 @@ def _are_turns(
         ids_of: number of different ids under which each prompt occurs.
         is_named: True if the column's name is that of a rollout id.
         is_counted: True if another column numbers the turns of the rollout.
+        is_certain: True if turns are numbered and the column's name means a single rollout.
+        is_within: True if the column divides each question's rows into rollouts.
     """
+    if is_certain or (is_within and (prompts is None or len(set(prompts)) < len(prompts))):
+        return True
     if prompts is None:
         return is_counted
     ordered = sorted(prompts, key=len)
