@@ -123,8 +123,9 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
 
     The rows that are left out are counted by reason. Rows are left out if the framework did not
     train on them, or if they cannot be used, for example because of an infinite reward or a lone
-    surrogate. Rows that are turns of one rollout are kept or left out together. `sieve` leaves out copies, batches that were written again, rows of other runs and
-    other policies, groups with several prompts, and prompts with few completions.
+    surrogate. Rows that are turns of one rollout are kept or left out together. `sieve` leaves out
+    copies, batches that were written again, rows of other runs and other policies, groups with
+    several prompts, and prompts with few completions.
 
     Args:
         source: file or folder to read.
@@ -195,7 +196,8 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     _write(target, groups, exact, {key: str(x) for key, x in metadata.items() if x is not None})
     return Conversion(
         framework.name, len(paths) - len(damaged), sum(len(row.turns) for row in rollouts),
-        sum(len(row.turns) for row in usable), len(usable), len(groups), exact, reasons, example, tuple(notes), step_rollouts, max(map(len, groups)), pairing,
+        sum(len(row.turns) for row in usable), len(usable), len(groups), exact, reasons, example,
+        tuple(notes), step_rollouts, max(map(len, groups)), pairing,
     )  # fmt: skip
 
 
@@ -264,7 +266,9 @@ def _joined_turns(source: Path, rows: Sequence[Rollout]) -> list[Rollout]:
             result += policy_rows
             continue
         columns["advantage"] = [row.advantage for row in policy_rows]
-        rewards = shared_rewards(source, turns, [row.reward for row in policy_rows], columns)
+        rewards = [row.reward for row in policy_rows]
+        places = [f"{row.path.name} {row.place}" for row in policy_rows]
+        rewards = shared_rewards(source, turns, rewards, columns, places)
         for row, reward in zip(policy_rows, rewards, strict=True):
             row.reward = reward
         result += joined(policy_rows, turns)
@@ -352,8 +356,8 @@ def _write(
     """Write the rows to a Parquet file, and omit columns that are empty in all rows.
 
     If rollouts have several turns, each turn is a row, with its number and the rollout's name and
-    reward. The file's metadata contains the number of rollouts per step and the update count of the policy
-    that wrote the rows. `advise` and `mse` read both numbers.
+    reward. The file's metadata contains the number of rollouts per step and the update count of the
+    policy that wrote the rows. `advise` and `mse` read both numbers.
     """
     import pyarrow
     from pyarrow import parquet
@@ -373,7 +377,6 @@ def _write(
         group[0].group for group in groups for rollout in group for _ in rollout.turns
     ]
     columns["reward"] = [rollout.reward for rollout in whole for _ in rollout.turns]
-    # Rows of the file keep whether their turn ended; the last turn decides for the rollout.
     if len(whole) < len(rollouts):
         columns["rollout_id"] = [
             f"{place} {rollout.rollout_id or rollout.sample or ''}".strip()

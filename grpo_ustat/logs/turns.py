@@ -29,8 +29,10 @@ ROLLOUT_NAME = re.compile(
 SINGLE_ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?)(_?(id|ids|uid|uuid|key))?"
 )
+TRAJECTORY_NAME = re.compile(r"traj(ector(y|ies))?(_?(id|ids|uid|uuid|key))?")
 TURN_NAME = re.compile(
-    r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
+    r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?"
+    r"(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
 # Names of columns that number the turns of a rollout. Plural names such as `turns` are excluded,
@@ -146,8 +148,8 @@ def _turn_numbers(
 ) -> list[int] | None:
     """Return the turn number of each row, or [] if turns are not numbered.
 
-    None is returned if `rollouts` cannot identify rollouts. They can if the turn numbers or, without
-    such numbers, the prompts within a rollout are all different.
+    None is returned if `rollouts` cannot identify rollouts. They can if the turn numbers within a
+    rollout are all different or, without such numbers, if the prompts are.
     """
     places: dict[str, list[int]] = {}
     for row, name in enumerate(rollouts):
@@ -192,12 +194,13 @@ def shared_rewards(
     turns: Turns,
     rewards: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
+    places: Sequence[str] | None = None,
 ) -> list[Any]:
     """Return the reward of each row's rollout.
 
     Rows may repeat the reward, or only one row has it and the others have none. If a column marks
-    the last turn, as in SkyRL, the other turns may also have the reward 0. An error is raised if the
-    rows of a rollout have different rewards or different advantages, because the gradient of a
+    the last turn, as in SkyRL, the other turns may also have the reward 0. An error is raised if
+    the rows of a rollout have different rewards or different advantages, because the gradient of a
     rollout is its advantage times the sum of the scores of its rows.
 
     Args:
@@ -205,8 +208,10 @@ def shared_rewards(
         turns: rollouts of the rows.
         rewards: reward of each row; None or NaN: not logged.
         columns: values of all rows by column name.
+        places: position of each row, for messages; None: rows are numbered from 0.
     """
     shared = list(rewards)
+    places = places or [f"row {row} (from 0)" for row in range(len(shared))]
     last = next(
         (values for name, values in columns.items() if LAST_TURN_NAME.fullmatch(name.lower())), None
     )
@@ -216,12 +221,12 @@ def shared_rewards(
     for name, rows in turns.rows().items():
         which = f"{place}: rollout {turns.column}={name}"
         for advantage, values in advantages.items():
-            given = [x for x in map(_single_number, [values[row] for row in rows]) if x is not None]
-            if given and max(given) - min(given) > ADVANTAGE_ROUNDING * max(map(abs, given)):
+            if different := differ_by_turn([values[row] for row in rows]):
+                low, high = different
                 raise ConfigError(
-                    f"{which} has {advantage} {min(given):g} and {max(given):g} in its rows: all "
-                    "turns of a rollout must share one advantage, because advantages by turn give "
-                    "another gradient: drop the rollout, or log it without a baseline by turn"
+                    f"{which} has {advantage} {low:g} and {high:g} in its rows: all turns of a "
+                    "rollout must share one advantage, because advantages by turn give another "
+                    "gradient: drop the rollout, or log it without a baseline by turn"
                 )
         logged = [row for row in rows if not _is_missing(rewards[row])]
         if last is not None and [bool(last[row]) for row in rows].count(True) == 1:
@@ -232,7 +237,7 @@ def shared_rewards(
         if different:
             raise ConfigError(
                 f"{which} has the rewards {rewards[logged[0]]!r:.20} and "
-                f"{rewards[different[0]]!r:.20} in rows {logged[0]} and {different[0]} (from 0), "
+                f"{rewards[different[0]]!r:.20} in {places[logged[0]]} and {places[different[0]]}, "
                 "but all turns of a rollout must share one reward: write the reward of the whole "
                 "rollout in each of its rows"
             )
@@ -245,11 +250,23 @@ def _is_missing(reward: Any) -> bool:
     return reward is None or (isinstance(reward, float) and math.isnan(reward))
 
 
+def differ_by_turn(values: Sequence[Any]) -> tuple[float, float] | None:
+    """Return the smallest and the largest value of the turns, or None if all are equal.
+
+    Args:
+        values: a number, a list of numbers by token or None for each turn.
+    """
+    given = [x for x in map(_single_number, values) if x is not None]
+    if not given or max(given) - min(given) <= ADVANTAGE_ROUNDING * max(map(abs, given)):
+        return None
+    return min(given), max(given)
+
+
 def _single_number(value: Any) -> float | None:
     """Return the only nonzero value of an advantage, which may be a list with a value per token."""
     values = value if isinstance(value, list) else [value]
     numbers = {x for x in values if isinstance(x, int | float) and x != 0}
-    if any(x is None or isinstance(x, str) for x in values) or len(numbers) > 1:
+    if not values or any(x is None or isinstance(x, str) for x in values) or len(numbers) > 1:
         return None
     return float(next(iter(numbers), 0.0))
 
@@ -325,19 +342,19 @@ def _evidence_of_ids(
         if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
             continue
         is_single = SINGLE_ROLLOUT_NAME.fullmatch(name.lower()) is not None
+        is_trajectory = TRAJECTORY_NAME.fullmatch(name.lower()) is not None
         within = is_single and _are_within(rows.values(), questions if keys is None else keys)
         rollouts = []
         for value, places in several.items():
             prompts = None if keys is None else [keys[row] for row in places]
             is_counted = is_named and any(_are_distinct(x, places) for x in numbers)
-            if _are_turns(prompts, ids_of, is_named, is_counted, is_single and is_counted, within):
+            is_certain = is_trajectory or (is_single and is_counted)
+            if is_certain or _are_turns(prompts, ids_of, is_named, is_counted, within):
                 rollouts.append(value)
         if len(rollouts) >= (max(1, len(several) / 2) if is_named else max(2, len(several))):
             different = "" if keys is None or within else " of different prompts"
-            return (
-                name,
-                f"{name}={rollouts[0]!r:.40} has {len(several[rollouts[0]])} rows{different}",
-            )
+            count = len(several[rollouts[0]])
+            return name, f"{name}={rollouts[0]!r:.40} has {count} rows{different}"
     return "", ""
 
 
@@ -360,7 +377,6 @@ def _are_turns(
     ids_of: Mapping[Any, int],
     is_named: bool,
     is_counted: bool,
-    is_certain: bool,
     is_within: bool,
 ) -> bool:
     """Return True if the rows that share an id are turns of a rollout.
@@ -370,10 +386,9 @@ def _are_turns(
         ids_of: number of different ids under which each prompt occurs.
         is_named: True if the column's name is that of a rollout id.
         is_counted: True if another column numbers the turns of the rollout.
-        is_certain: True if turns are numbered and the column's name means a single rollout.
         is_within: True if the column divides each question's rows into rollouts.
     """
-    if is_certain or (is_within and (prompts is None or len(set(prompts)) < len(prompts))):
+    if is_within and (prompts is None or len(set(prompts)) < len(prompts)):
         return True
     if prompts is None:
         return is_counted
