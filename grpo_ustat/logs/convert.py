@@ -261,6 +261,7 @@ def _joined_turns(source: Path, rows: Sequence[Rollout]) -> list[Rollout]:
             name: [row.possible_ids.get(name) for row in policy_rows] for name in fields
         }
         prompts = [row.prompt_ids or row.prompt for row in policy_rows]
+        columns["completion"] = [row.completion_ids or row.completion for row in policy_rows]
         turns = find_turns(source, prompts, columns)
         if turns is None:
             result += policy_rows

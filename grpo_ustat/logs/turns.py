@@ -49,6 +49,8 @@ LAST_TURN_NAME = re.compile(r"(is_)?last_(step|turn)")
 ADVANTAGE_NAME = re.compile(r"advantages?|baselines?")
 # Relative difference of two advantages that rounding explains.
 ADVANTAGE_ROUNDING = 1e-5
+# Minimum share of rows whose prompts continue other rows, if no column reveals turns.
+MIN_LATER_TURNS = 0.25
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
 # Fields that never contain ids of rollouts.
 CONTENT = frozenset(
@@ -104,7 +106,7 @@ def find_turns(
         columns: values of all rows by column name; only texts and whole numbers are used.
     """
     ids = {
-        name: [x if isinstance(x, str | int) and not isinstance(x, bool) else None for x in values]
+        name: [_id_of(x, is_id(name)) for x in values]
         for name, values in columns.items()
         if name not in CONTENT
     }
@@ -112,35 +114,73 @@ def find_turns(
     keys = None if prompts is None else _comparable(prompts)
     column, evidence = _evidence_of_ids(ids, keys, questions)
     evidence = evidence or _evidence_of_numbers(ids, keys)
+    if not evidence and prompts is not None and not _have_unique_ids(ids):
+        completions = columns.get("completion_ids", columns.get("completion"))
+        evidence = _evidence_of_contents(prompts, completions)
     if not evidence:
         return None
-    partners = {name: ids.get(name, columns[name]) for name in columns if _is_question(name)}
+    partners = [
+        ids.get(name, columns[name]) for name in columns if QUESTION_NAME.fullmatch(name.lower())
+    ]
     named = [name for name in ids if ROLLOUT_NAME.fullmatch(name.lower())]
-    numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
+    numbers = [
+        values for name, values in ids.items()
+        if TURN_NAME.fullmatch(name.lower()) and not LAST_TURN_NAME.fullmatch(name.lower())
+    ]  # fmt: skip
     for name in dict.fromkeys([column] * bool(column) + named):
-        alone = [] if INDEX_NAME.fullmatch(name.lower()) else [(name,)]
-        for key in [*alone, *((partner, name) for partner in partners if partner != name)]:
-            rollouts = _joint_ids([partners[x] if x in partners else ids[x] for x in key])
+        joint = [_joint_ids(partner, ids[name]) for partner in partners if partner != ids[name]]
+        alone = [None if x is None else str(x) for x in ids[name]]
+        finer = [x for x in joint if _divides(alone, x)]
+        is_index = INDEX_NAME.fullmatch(name.lower()) is not None
+        candidates = joint if is_index else [*finer, alone, *joint]
+        if finer and not is_index and _turn_numbers(alone, keys, numbers) == []:
+            candidates = finer
+        for rollouts in candidates:
             counted = _turn_numbers(rollouts, keys, numbers)
             if counted is not None:
-                return Turns(" and ".join(key), rollouts, counted or None)
+                return Turns(name, rollouts, counted or None)
     raise ConfigError(
         f"{place}: the rows are turns of one rollout ({evidence}), and no column identifies the "
         "rollout of a row: add a column rollout_id with the same value in all rows of a rollout, "
-        "and a column turn that numbers them"
+        "and a column turn that numbers them; or drop the ids if every row is a rollout"
     )
 
 
-def _is_question(name: str) -> bool:
-    return QUESTION_NAME.fullmatch(name.lower()) is not None
+def _id_of(value: Any, is_named: bool) -> str | int | None:
+    """Return a text or a whole number, or None for other values.
+
+    Tables with missing values store numbers as floats, so columns named like ids may contain them.
+    """
+    if isinstance(value, float) and is_named and value.is_integer():
+        return int(value)
+    return value if isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
-def _joint_ids(columns: Sequence[Sequence[Any]]) -> list[str | None]:
-    """Join the values of several id columns, row by row; None if a value is missing."""
+def _joint_ids(questions: Sequence[Any], ids: Sequence[Any]) -> list[str | None]:
+    """Join the question and the id of each row; None if one of them is missing."""
     return [
-        None if None in values else "/".join(map(str, values))
-        for values in zip(*columns, strict=True)
+        None if question is None or value is None else f"{question}/{value}"
+        for question, value in zip(questions, ids, strict=True)
     ]
+
+
+def _places(ids: Sequence[Any]) -> list[list[int]]:
+    """Return the rows of each id that has several rows."""
+    rows: dict[Any, list[int]] = {}
+    for row, value in enumerate(ids):
+        if value is not None:
+            rows.setdefault(value, []).append(row)
+    return [places for places in rows.values() if len(places) > 1]
+
+
+def _divides(ids: Sequence[Any], finer: Sequence[Any]) -> bool:
+    """Return True if ids begin anew with each question, so that a question is part of the name.
+
+    They do if an id occurs with several questions, and some rows of an id share their question. If
+    each turn has another question, the column contains prompts of turns rather than questions.
+    """
+    is_divided = any(len({finer[row] for row in rows}) > 1 for rows in _places(ids))
+    return is_divided and bool(_places(finer))
 
 
 def _turn_numbers(
@@ -149,22 +189,35 @@ def _turn_numbers(
     """Return the turn number of each row, or [] if turns are not numbered.
 
     None is returned if `rollouts` cannot identify rollouts. They can if the turn numbers within a
-    rollout are all different or, without such numbers, if the prompts are.
+    rollout are all different. Without such numbers, the prompts must be different, and either each
+    prompt extends the previous one, or only one of them occurs in several rollouts.
     """
-    places: dict[str, list[int]] = {}
-    for row, name in enumerate(rollouts):
-        if name is not None:
-            places.setdefault(name, []).append(row)
-    several = [rows for rows in places.values() if len(rows) > 1]
+    several = _places(rollouts)
     if not several:
         return None
     for values in columns:
         is_number = all(isinstance(values[row], int) for rows in several for row in rows)
         if is_number and all(_are_distinct(values, rows) for rows in several):
             return [value if isinstance(value, int) else 0 for value in values]
-    if columns or (keys is not None and not all(_are_distinct(keys, rows) for rows in several)):
+    if columns:
         return None
+    if keys is None:
+        return []
+    rollouts_of: dict[Any, set[Any]] = {}
+    for key, name in zip(keys, rollouts, strict=True):
+        rollouts_of.setdefault(key, set()).add(name)
+    for rows in several:
+        prompts = [keys[row] for row in rows]
+        shared = sum(len(rollouts_of[prompt]) > 1 for prompt in prompts)
+        if not _are_distinct(keys, rows) or (shared > 1 and not _is_chain(prompts)):
+            return None
     return []
+
+
+def _is_chain(prompts: Sequence[Any]) -> bool:
+    """Return True if each prompt extends the next shorter prompt."""
+    ordered = sorted(prompts, key=len)
+    return all(_extends(b, a) for a, b in zip(ordered[:-1], ordered[1:], strict=True))
 
 
 def one_row_per_rollout(
@@ -326,9 +379,12 @@ def _evidence_of_ids(
     there must be at least two.
     """
     numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
-    for name, values in ids.items():
+    for name, column in ids.items():
         if TURN_NAME.fullmatch(name.lower()):
             continue
+        values = column
+        if keys is None and questions is not None and _begin_anew(column, questions):
+            values = _joint_ids(questions, column)
         rows: dict[Any, list[int]] = {}
         for row, value in enumerate(values):
             rows.setdefault(value, []).append(row)
@@ -339,7 +395,9 @@ def _evidence_of_ids(
             key for places in rows.values() for key in {keys[row] for row in places if keys}
         )
         # Skip an index within groups, for which every prompt has a row with each index value.
-        if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
+        is_counted = any(_are_distinct(x, y) for x in numbers for y in several.values())
+        is_index = INDEX_NAME.fullmatch(name.lower()) or not is_counted
+        if is_index and set(ids_of.values()) == {len(rows)}:
             continue
         is_single = SINGLE_ROLLOUT_NAME.fullmatch(name.lower()) is not None
         is_trajectory = TRAJECTORY_NAME.fullmatch(name.lower()) is not None
@@ -356,6 +414,15 @@ def _evidence_of_ids(
             count = len(several[rollouts[0]])
             return name, f"{name}={rollouts[0]!r:.40} has {count} rows{different}"
     return "", ""
+
+
+def _begin_anew(ids: Sequence[Any], questions: Sequence[Any]) -> bool:
+    """Return True if an id occurs with several questions, and each question has several ids."""
+    ids_of: dict[Any, set[Any]] = {}
+    for question, value in zip(questions, ids, strict=True):
+        ids_of.setdefault(repr(question), set()).add(value)
+    is_unique = sum(map(len, ids_of.values())) == len(set(ids))
+    return not is_unique and all(len(values) > 1 for values in ids_of.values())
 
 
 def _are_within(rollouts: Iterable[Sequence[int]], questions: Sequence[Any] | None) -> bool:
@@ -395,7 +462,7 @@ def _are_turns(
     ordered = sorted(prompts, key=len)
     if len(set(ordered)) < len(ordered):
         return is_counted and len(set(ordered)) > 1
-    if all(_extends(b, a) for a, b in zip(ordered[:-1], ordered[1:], strict=True)):
+    if _is_chain(prompts):
         return True
     of_one_id = sum(ids_of[prompt] == 1 for prompt in prompts)
     return is_counted or (is_named and 2 * of_one_id >= len(prompts))
@@ -413,8 +480,7 @@ def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] |
     In such a column, at least half of the prompts of later turns extend the prompt of an earlier
     turn. Rows are not turns if each row has a different rollout id.
     """
-    named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
-    if keys is None or any(_are_distinct(values, range(len(keys))) for values in named):
+    if keys is None or _have_unique_ids(ids):
         return ""
     for name, values in ids.items():
         if not TURN_NAME.fullmatch(name.lower()):
@@ -434,6 +500,37 @@ def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] |
         if later and 2 * sum(later) >= len(later):
             return f"ordered by {name}, their prompts extend prompts of earlier rows"
     return ""
+
+
+def _have_unique_ids(ids: Mapping[str, Sequence[Any]]) -> bool:
+    """Return True if each row has a different rollout id, so that no rows are turns."""
+    named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
+    return any(_are_distinct(values, range(len(values))) for values in named)
+
+
+def _evidence_of_contents(prompts: Sequence[Any], completions: Sequence[Any] | None) -> str:
+    """Describe prompts that continue the whole text of another row, or return "" if few do.
+
+    The first turns of rollouts are usually at most as many as the later turns. A prompt with
+    several completions is a question, even if it contains an earlier conversation.
+    """
+    if completions is None or any(
+        type(x) is not type(y) or not isinstance(x, str | list) or not y
+        for x, y in zip(prompts, completions, strict=True)
+    ):
+        return ""
+    keys = _comparable(prompts)
+    wholes = _comparable([x + y for x, y in zip(prompts, completions, strict=True)])
+    if keys is None or wholes is None:
+        return ""
+    counts, ends = Counter(keys), set(wholes)
+    before = _prefixes({*keys, *wholes})
+    later = [
+        key for key in keys if counts[key] == 1 and any(prefix in ends for prefix in before[key])
+    ]
+    if len(later) < max(2, MIN_LATER_TURNS * len(keys)):
+        return ""
+    return f"{len(later)} prompts begin with the prompt and the completion of another row"
 
 
 def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:

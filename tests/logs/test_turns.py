@@ -88,15 +88,44 @@ def test_turns_with_an_id_are_one_rollout(tmp_path, columns, own, kind):
 
 
 @pytest.mark.parametrize("kind", ["texts", "messages", "tokens"])
-@pytest.mark.parametrize("column", ["turn", "step_in_episode", "traj_idx"])
+@pytest.mark.parametrize("column", ["turn", "step_in_episode"])
 def test_turns_without_an_id_are_refused(tmp_path, column, kind):
     path = table(tmp_path / "p.parquet", [column], kind)
     for read in (read_rollouts, check_columns, read_rewards):
-        if column == "traj_idx" and kind == "tokens":
-            # With the prompt_id, the index would identify a rollout, but only turns are numbered.
-            continue
         with pytest.raises(ConfigError, match=REFUSED):
             read(path)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own answers", "equal answers"])
+def test_turns_without_any_column_are_refused(tmp_path, own):
+    """Only first turns would have several completions, with the rewards of whole rollouts."""
+    path = tmp_path / "p.parquet"
+    rows = [
+        {"prompt": prompt, "completion": " " + text, "right": float(g % 2)}
+        for q, g, _, prompt, text in rollouts(3, samples=4 if own else 1, own=own)
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    for read in (read_rollouts, read_rewards):
+        with pytest.raises(
+            ConfigError, match="begin with the prompt and the completion of another"
+        ):
+            read(path)
+
+
+def test_a_restarting_number_of_a_trajectory_is_joined_with_its_question(tmp_path):
+    path = tmp_path / "p.parquet"
+    rows = [
+        {"group_id": q, "trajectory_id": g, "prompt": prompt, "completion": text, "right": g % 2}
+        for q, g, _, prompt, text in rollouts(3)
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [len(x.turns) for x in read_rollouts(path)] == [3] * 16
+    alone = [{key: value for key, value in row.items() if key != "group_id"} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(alone), path)
+    with pytest.raises(ConfigError, match=REFUSED):
+        read_rollouts(path)
+    parquet.write_table(pyarrow.Table.from_pylist(rows[::3]), path)
+    assert [len(x.turns) for x in read_rollouts(path)] == [1] * 16
 
 
 @pytest.mark.parametrize("columns", [["trajectory_id"], ["trajectory_id", "turn"]], ids=" ".join)

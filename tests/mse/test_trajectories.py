@@ -227,3 +227,22 @@ def test_rows_in_any_order_are_the_same_rollouts(tmp_path, model):
             read_rollouts(path), product(range(6), repeat=2), strict=False
         ):
             assert [y.completion_ids for y in found[x.rollout_id].turns] == [[first], [second]]
+
+
+def test_weights_of_tokens_are_those_of_their_turns(tmp_path, model, monkeypatch):
+    """Importance ratios by token: separate turns against the merged sequence."""
+    folder, policy = model
+    path = table(tmp_path / "r.parquet", policy, CONTINUED)
+    _, (*_, together) = imported(folder, path, tmp_path / "merged")
+    monkeypatch.setattr("grpo_ustat.mse.import_rollouts.merged_turns", list)
+    config, (*_, apart) = imported(folder, path, tmp_path / "separate")
+    ours, index = configured_policy(config.policy_options), np.array([3, 40, 3])
+    weights_B2 = np.random.default_rng(0).uniform(0.5, 2, (3, 2))
+    merged_BT = np.zeros((3, together.mask_PGT.shape[-1]))
+    merged_BT[together.scored_PGT.reshape(-1, merged_BT.shape[1])[index]] = weights_B2.ravel()
+    one, other = (
+        score_rollouts(ours, rollouts, index, 1.0, token_weights_BT=weights, gram=True)
+        for rollouts, weights in ((together, merged_BT), (apart, weights_B2))
+    )
+    np.testing.assert_allclose(one.gram_BB.numpy(), other.gram_BB.numpy(), atol=1e-10)
+    np.testing.assert_allclose(one.sq_norm_B.numpy(), other.sq_norm_B.numpy(), atol=1e-10)
