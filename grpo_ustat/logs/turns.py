@@ -359,7 +359,7 @@ def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
         return list(prompts)
     if not isinstance(prompts[0], list):
         return None
-    if all(isinstance(prompt[0], int) for prompt in prompts if prompt):
+    if all({*map(type, prompt)} <= {int} for prompt in prompts):
         return [tuple(prompt) for prompt in prompts]
     return [tuple(json.dumps(x, sort_keys=True, default=str) for x in prompt) for prompt in prompts]
 
@@ -519,10 +519,11 @@ def _evidence_of_contents(prompts: Sequence[Any], completions: Sequence[Any] | N
         for x, y in zip(prompts, completions, strict=True)
     ):
         return ""
-    keys = _comparable(prompts)
-    wholes = _comparable([x + y for x, y in zip(prompts, completions, strict=True)])
-    if keys is None or wholes is None:
+    wholes = [x + y for x, y in zip(prompts, completions, strict=True)]
+    joint = _comparable([*prompts, *wholes])
+    if joint is None:
         return ""
+    keys, wholes = joint[: len(wholes)], joint[len(wholes) :]
     counts, ends = Counter(keys), set(wholes)
     before = _prefixes({*keys, *wholes})
     later = [
