@@ -519,17 +519,22 @@ def _evidence_of_contents(prompts: Sequence[Any], completions: Sequence[Any] | N
         for x, y in zip(prompts, completions, strict=True)
     ):
         return ""
-    wholes = [x + y for x, y in zip(prompts, completions, strict=True)]
-    joint = _comparable([*prompts, *wholes])
-    if joint is None:
+    keys = _comparable(prompts)
+    if keys is None:
         return ""
-    keys, wholes = joint[: len(wholes)], joint[len(wholes) :]
-    counts, ends = Counter(keys), set(wholes)
-    before = _prefixes({*keys, *wholes})
+    least, counts, before = max(2, MIN_LATER_TURNS * len(keys)), Counter(keys), _prefixes(keys)
+    later = [row for row, key in enumerate(keys) if counts[key] == 1 and before[key]]
+    # In a log of single turns few prompts extend another one, and the check ends here.
+    if len(later) < least:
+        return ""
+    wholes: dict[Any, list[Any]] = {}
+    for key, prompt, completion in zip(keys, prompts, completions, strict=True):
+        wholes.setdefault(key, []).append(prompt + completion)
     later = [
-        key for key in keys if counts[key] == 1 and any(prefix in ends for prefix in before[key])
-    ]
-    if len(later) < max(2, MIN_LATER_TURNS * len(keys)):
+        row for row in later
+        if any(_extends(prompts[row], x) for prefix in before[keys[row]] for x in wholes[prefix])
+    ]  # fmt: skip
+    if len(later) < least:
         return ""
     return f"{len(later)} prompts begin with the prompt and the completion of another row"
 
@@ -542,7 +547,7 @@ def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
     """
     prefixes: dict[Any, list[Any]] = {}
     stack: list[Any] = []
-    for key in sorted(keys):
+    for key in sorted(set(keys)):
         while stack and not _extends(key, stack[-1]):
             stack.pop()
         prefixes[key] = list(stack)
