@@ -110,6 +110,13 @@ class Rollouts:
     # True on tokens that the policy wrote, False on tokens of an environment, such as tool outputs;
     # None if the policy wrote all tokens.
     scored_PGT: Mask | None = None
+    # If the policy wrote a completion in several turns, the completions of the turns follow each
+    # other in `tokens_PGT`. This array contains the number of each token's turn, from 0. None if
+    # all completions were written in one turn, directly after the prompt.
+    turn_PGT: Integers | None = None
+    # Token ids that the policy read before each turn, P lists of G lists of turns. None if
+    # `turn_PGT` is None.
+    contexts_PG: list[list[list[list[int]]]] | None = None
 
     @property
     def lengths_PG(self) -> Integers:

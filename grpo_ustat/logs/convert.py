@@ -30,23 +30,25 @@ from grpo_ustat.logs.rows import (
     Rollout,
     completion_fault,
     ids_fault,
+    joined,
     per_token_fault,
     prompt_fault,
 )
-from grpo_ustat.logs.turns import check_rollouts
+from grpo_ustat.logs.turns import find_turns, shared_rewards
 from grpo_ustat.records import MAX_REWARD, is_number
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.streams import SURROGATE, single_line
 
 COLUMNS = (
-    "prompt_id", "prompt_ids", "completion_ids", "reward", "ended", "loss_mask", "logprobs",
-    "policy_version", "prompt", "completion",
+    "prompt_id", "rollout_id", "turn", "prompt_ids", "completion_ids", "reward", "ended",
+    "loss_mask", "logprobs", "policy_version", "prompt", "completion",
 )  # fmt: skip
 
 BIAS = (
     "rows were left out because of their content: if this depends on the reward, the accuracy and "
     "gradient of the remaining rows are biased"
 )
+NO_SCORED_TOKEN = "loss_mask is 0 on every token"
 TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
 
@@ -59,8 +61,9 @@ class Conversion:
     # Number of files that were read, and number of rows in these files.
     files: int
     rows: int
-    # Number of rows that were written.
+    # Number of rows that were written, and number of rollouts in them.
     kept: int
+    rollouts: int
     # Number of different prompts in the written rows.
     groups: int
     # True if the token ids are logged.
@@ -90,6 +93,11 @@ class Conversion:
             f"{self.name}: {self.kept} of {self.rows} rows of {self.files} files taken, "
             f"{self.groups} prompts; {tokens}."
         ]
+        if self.rollouts < self.kept:
+            lines.append(
+                f"  the rows are turns of {self.rollouts} rollouts: the score of a rollout is the "
+                "sum of the scores of its rows"
+            )
         for reason, count in self.reasons.most_common():
             lines.append(f"  {count} left out: {reason} (first: {self.example[reason]})")
         if self.pairing is not None:
@@ -115,8 +123,9 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
 
     The rows that are left out are counted by reason. Rows are left out if the framework did not
     train on them, or if they cannot be used, for example because of an infinite reward or a lone
-    surrogate. `sieve` leaves out copies, batches that were written again, rows of other runs and
-    other policies, groups with several prompts, and prompts with few completions.
+    surrogate. Rows that are turns of one rollout are kept or left out together. `sieve` leaves out
+    copies, batches that were written again, rows of other runs and other policies, groups with
+    several prompts, and prompts with few completions.
 
     Args:
         source: file or folder to read.
@@ -147,11 +156,13 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
         for error in damaged.values()
     ]
     for row in rollouts:
-        row.fault = row.fault or _fault(row)
         if row.untrained.startswith(EVALUATION) or row.fault.startswith(NOT_AS_WRITTEN):
             row.left_out = row.untrained or row.fault
-    _check_turns(source, sieve.remaining_rows(rollouts))
-    rows = sieve.without_copies(sieve.remaining_rows(rollouts))
+    rows = _joined_turns(source, sieve.without_copies(sieve.remaining_rows(rollouts)))
+    # From here on, the turns of a rollout are one item.
+    items = [*(row for row in rollouts if row.left_out), *rows]
+    for row in rows:
+        row.fault = row.fault or _fault(row)
     rows = sieve.last_written(rows)
     rows = sieve.of_one_run(rows, options.version)
     step_rollouts = sieve.rollouts_of_step(rows)
@@ -163,8 +174,8 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
         rows = _equally_logged(rows, notes)
     groups = sieve.in_groups(rows)
     usable = [row for group in groups for row in group]
-    left_out = [row for row in rollouts if row.left_out]
-    reasons = Counter(row.left_out for row in left_out)
+    left_out = [row for row in items if row.left_out]
+    reasons = Counter(row.left_out for row in left_out for _ in row.turns)
     # Reversed, so that the dictionary keeps the first row with each reason.
     example = {row.left_out: f"{row.path} {row.place}" for row in reversed(left_out)}
     if not usable:
@@ -174,7 +185,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
         raise ConfigError(
             f"{source}: none of {len(rollouts)} rows can be used: {counts or 'there are no rows'}"
         )
-    remarks = Counter(row.note for row in usable if row.note)
+    remarks = Counter(row.note for row in usable for _ in row.turns if row.note)
     notes += [f"{count} rows kept: {remark}" for remark, count in remarks.items()]
     if any(row.fault for row in left_out):
         notes.append(BIAS)
@@ -184,8 +195,9 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     metadata = {STEP_ROLLOUTS: step_rollouts, POLICY_STEP: step}
     _write(target, groups, exact, {key: str(x) for key, x in metadata.items() if x is not None})
     return Conversion(
-        framework.name, len(paths) - len(damaged), len(rollouts), len(usable), len(groups), exact,
-        reasons, example, tuple(notes), step_rollouts, max(map(len, groups)), pairing,
+        framework.name, len(paths) - len(damaged), sum(len(row.turns) for row in rollouts),
+        sum(len(row.turns) for row in usable), len(usable), len(groups), exact, reasons, example,
+        tuple(notes), step_rollouts, max(map(len, groups)), pairing,
     )  # fmt: skip
 
 
@@ -237,21 +249,45 @@ def _rollouts_of(
     return rollouts, damaged
 
 
-def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
-    """Call `check_rollouts` on the rows of each run and policy."""
+def _joined_turns(source: Path, rows: Sequence[Rollout]) -> list[Rollout]:
+    """Join rows that are turns of one rollout; rollouts of each run and policy are identified."""
     policies: dict[tuple[str, str | None], list[Rollout]] = {}
     for row in rows:
         policies.setdefault((row.run, row.policy_version), []).append(row)
+    result = []
     for policy_rows in policies.values():
         fields = dict.fromkeys(name for row in policy_rows for name in row.possible_ids)
-        check_rollouts(
-            source,
-            [row.prompt_ids or row.prompt for row in policy_rows],
-            {name: [row.possible_ids.get(name) for row in policy_rows] for name in fields},
-        )
+        columns: dict[str, list[Any]] = {
+            name: [row.possible_ids.get(name) for row in policy_rows] for name in fields
+        }
+        prompts = [row.prompt_ids or row.prompt for row in policy_rows]
+        columns["completion"] = [row.completion_ids or row.completion for row in policy_rows]
+        turns = find_turns(source, prompts, columns)
+        if turns is None:
+            result += policy_rows
+            continue
+        columns["advantage"] = [row.advantage for row in policy_rows]
+        rewards = [row.reward for row in policy_rows]
+        places = [f"{row.path.name} {row.place}" for row in policy_rows]
+        rewards = shared_rewards(source, turns, rewards, columns, places)
+        for row, reward in zip(policy_rows, rewards, strict=True):
+            row.reward = reward
+        result += joined(policy_rows, turns)
+    return result
 
 
 def _fault(rollout: Rollout) -> str:
+    """Return the reason why a rollout is unusable; empty if it is usable.
+
+    A turn in which the policy wrote no token that counts is usable if another turn has such tokens.
+    """
+    faults = [_row_fault(row) for row in rollout.turns]
+    if "" in faults:
+        faults = [fault for fault in faults if fault != NO_SCORED_TOKEN]
+    return next(filter(None, faults), "")
+
+
+def _row_fault(rollout: Rollout) -> str:
     """Return the reason why the content of a row makes it unusable; empty if it is usable."""
     if not is_number(rollout.reward):
         return "its reward is not a finite number"
@@ -281,7 +317,7 @@ def _fault(rollout: Rollout) -> str:
         if per_token_fault(values, length):
             return f"{name} contains a value that is not a finite number"
     if rollout.loss_mask is not None and not any(rollout.loss_mask):
-        return "loss_mask is 0 on every token"
+        return NO_SCORED_TOKEN
     return ""
 
 
@@ -294,22 +330,23 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
     without it are left out. If fewer rows have the field, it is dropped.
     """
     for name in ("prompt", "completion"):
-        kinds = Counter(TYPE_NOUNS[type(getattr(row, name))] for row in rows)
+        types = [{TYPE_NOUNS[type(getattr(x, name))] for x in row.turns} for row in rows]
+        kinds = Counter(kind for row_kinds in types for kind in row_kinds)
         if len(kinds) > 1:
             commonest = kinds.most_common(1)[0][0]
-            for row in rows:
-                if (kind := TYPE_NOUNS[type(getattr(row, name))]) != commonest:
-                    row.left_out = f"its {name} is {kind}, but in most rows it is {commonest}"
+            for row, row_kinds in zip(rows, types, strict=True):
+                if other := row_kinds - {commonest}:
+                    row.left_out = f"its {name} is {min(other)}, but in most rows it is {commonest}"
             rows = sieve.remaining_rows(rows)
     for name in ("completion_ids", "logprobs"):
-        lacking = [row for row in rows if getattr(row, name) is None]
+        lacking = [row for row in rows if any(getattr(x, name) is None for x in row.turns)]
         if 0 < len(lacking) <= len(rows) / 2:
             for row in lacking:
                 row.left_out = f"it has no {name}, but other rows have"
             rows = sieve.remaining_rows(rows)
         elif 0 < len(lacking) < len(rows):
             notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows lack it")
-            for row in rows:
+            for row in (turn for rollout in rows for turn in rollout.turns):
                 setattr(row, name, None)
     return rows
 
@@ -319,13 +356,15 @@ def _write(
 ) -> None:
     """Write the rows to a Parquet file, and omit columns that are empty in all rows.
 
-    The file's metadata contains the number of rollouts per step and the update count of the policy
-    that wrote the rows. `advise` and `mse` read both numbers.
+    If rollouts have several turns, each turn is a row, with its number and the rollout's name and
+    reward. The file's metadata contains the number of rollouts per step and the update count of the
+    policy that wrote the rows. `advise` and `mse` read both numbers.
     """
     import pyarrow
     from pyarrow import parquet
 
-    rollouts = [rollout for group in groups for rollout in group]
+    whole = [rollout for group in groups for rollout in group]
+    rollouts = [turn for rollout in whole for turn in rollout.turns]
     names = [name for name in COLUMNS if exact or name not in ("prompt_ids", "completion_ids")]
     columns: dict[str, list[Any]] = {
         name: [getattr(rollout, name, None) for rollout in rollouts] for name in names
@@ -335,7 +374,17 @@ def _write(
             values if values is None else [kind(value) for value in values]
             for values in columns[name]
         ]
-    columns["prompt_id"] = [group[0].group for group in groups for _ in group]
+    columns["prompt_id"] = [
+        group[0].group for group in groups for rollout in group for _ in rollout.turns
+    ]
+    columns["reward"] = [rollout.reward for rollout in whole for _ in rollout.turns]
+    if len(whole) < len(rollouts):
+        columns["rollout_id"] = [
+            f"{place} {rollout.rollout_id or rollout.sample or ''}".strip()
+            for place, rollout in enumerate(whole)
+            for _ in rollout.turns
+        ]
+        columns["turn"] = [turn for rollout in whole for turn in range(len(rollout.turns))]
     columns = {
         name: values for name, values in columns.items() if any(x is not None for x in values)
     }

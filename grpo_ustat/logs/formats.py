@@ -1,4 +1,4 @@
-"""Identify the rollout formats of ten frameworks by file names and fields, and parse their rows.
+"""Identify the rollout formats of twelve frameworks by file names and fields, and parse their rows.
 
 The formats match the frameworks' code of August 2026.
 """
@@ -6,13 +6,13 @@ The formats match the frameworks' code of August 2026.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from grpo_ustat.logs.rows import (
     reward_columns,
     reward_of,
 )
+from grpo_ustat.logs.traces import episode_fields, result_fields, trace_fields
 from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import json_lines, natural_order, parsed_row
 from grpo_ustat.terminal.streams import single_line
@@ -61,7 +62,7 @@ TEMPLATE_ENDS = [
     )
 ]
 # Names of the form {sample}_{rollout}_{output}.
-VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")
+VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_(?P<output>\d+)")
 # Maximum number of characters in an id; longer values are taken as texts.
 MAX_ID_LENGTH = 200
 FIELD_TYPES = {
@@ -109,6 +110,9 @@ class File:
             with self.path.open(encoding="utf-8-sig", errors="replace") as file:
                 lines = ((f"line {n}", line) for n, line in enumerate(file))
                 yield from ((place, parsed_row(line)) for place, line in lines if line.strip())
+            return
+        if self.path.suffix == ".json":
+            yield "file", parsed_row(self.path.read_text(encoding="utf-8-sig", errors="replace"))
             return
         if self.path.suffix == ".pkl":
             yield "file", {}
@@ -189,19 +193,23 @@ class Format:
                 rollouts = [Rollout(path, place, run=str(path.parent), fault=fault)]
             if len(rollouts) == 1:
                 rollouts[0].possible_ids = rollouts[0].possible_ids or short_values(row)
+                if isinstance(row, dict) and rollouts[0].advantage is None:
+                    rollouts[0].advantage = row.get("advantage", row.get("advantages"))
             yield from rollouts
 
     def _rollout(self, fields: Fields, place: str, file: File) -> Rollout:
         values, weights = fields.pop("rewards", ({}, {}))
         fault, at = fields.pop("fault", ""), fields.pop("at", "")
+        later = fields.pop("later", ())
         reward: Fields = {}
         if weights or values:
             reward = dict(reward_of(values, file.options, weights, self.skips_null))
         fault = fault or reward.get("fault", "")
         fields = {"run": file.run} | fields | reward | {"fault": fault}
         rollout = Rollout(file.path, f"{place}{at}", **fields)
-        for name, kind in FIELD_TYPES.items():
-            if not isinstance(value := getattr(rollout, name), kind):
+        rollout.later = [replace(rollout, **turn) for turn in later]
+        for turn, (name, kind) in product(rollout.turns, FIELD_TYPES.items()):
+            if not isinstance(value := getattr(turn, name), kind):
                 shown = f"{name} is {type(value).__name__} {single_line(value, 40)}"
                 rollout.fault = f"{NOT_AS_WRITTEN} ({shown})"
                 break
@@ -259,9 +267,10 @@ def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
 def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
     """Parse a line of `FileMonitor.log_episodes`, which is one episode.
 
-    Each trace is a chain of nodes, and the policy wrote the nodes marked as sampled. The reward is
-    a weighted sum of rewards. Folder `all` contains all received rollouts, and folder `effective`
-    contains the rollouts that were trained on. Each launch of a run has its own run id.
+    The format is that of verifiers: each trace is a tree of nodes, and the policy wrote the nodes
+    marked as sampled. The reward is a weighted sum of rewards. Folder `all` contains all received
+    rollouts, and folder `effective` contains the rollouts that were trained on. Each launch of a
+    run has its own run id.
     """
     parts = file.absolute_path.parts
     rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
@@ -279,63 +288,20 @@ def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
             common | {"untrained": common["untrained"] or "it failed before it wrote any trace"}
         ]
     return [
-        common | _prime_trace(trace, episode, common["untrained"], f" trace {k}")
+        common | trace_fields(trace, episode, common["untrained"], f" trace {k}")
         | ({"sample": str(trace["id"])} if trace.get("id") else
            {"sample": f"{episode['id']} {k}" if episode.get("id") else None})
         for k, trace in enumerate(episode["traces"])
     ]  # fmt: skip
 
 
-def _prime_trace(
-    trace: Mapping[str, Any], episode: Mapping[str, Any], untrained: str, at: str
-) -> Fields:
-    """Parse the trace of a single agent.
+def _verifiers(row: Mapping[str, Any], _: File) -> Fields:
+    return result_fields(row)
 
-    The prompt ends before the first token that the policy wrote. A node has log-probabilities for
-    its sampled tokens only or for all its tokens.
-    """
-    tokens, mask, logprobs, are_logged = list[int](), list[int](), list[float](), True
-    for node in trace["nodes"]:
-        ids = node.get("token_ids") or []
-        sampled = bool(node.get("sampled"))
-        node_mask = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
-        values = iter(node.get("logprobs") or ())
-        if node.get("logprobs") and len(node["logprobs"]) == len(node_mask) != sum(node_mask):
-            # This node has log-probabilities for all its tokens.
-            logprobs += [float(x) for x in values]
-        else:
-            logprobs += [float(next(values, math.nan)) if is_kept else 0.0 for is_kept in node_mask]
-        are_logged &= not any(node_mask) or bool(node.get("logprobs"))
-        tokens += ids
-        mask += node_mask
-    start = mask.index(1) if 1 in mask else len(tokens)
-    policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
-    first, last = policy.get("start"), policy.get("end")
-    parents, fault = [node.get("parent") for node in trace["nodes"]], ""
-    if any(parent not in (None, i - 1) for i, parent in enumerate(parents) if i):
-        fault = "its nodes branch, so it is not a single sequence"
-    elif first != last:
-        fault = f"written by policies {first} to {last}"
-    agent = trace.get("agent") or {}
-    if not untrained and trace.get("ok", episode.get("ok")) is False:
-        untrained = "it failed (ok is false)"
-    elif not untrained and agent.get("trainable") is False:
-        untrained = "it is from an agent that is not trained"
-    rewards = {name: (reward or {}).get("score") for name, reward in trace["rewards"].items()}
-    weights = {name: (reward or {}).get("weight") for name, reward in trace["rewards"].items()}
-    reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
-    group = (episode.get("group") or {}).get("id")
-    if isinstance(group, list | dict):
-        raise TypeError("group.id is not a name")
-    group = json.dumps(tokens[:start]) if group is None else group
-    return dict(
-        at=at, group=f"{group}/{agent['name']}" if "name" in agent else str(group),
-        untrained=untrained, prompt_ids=tokens[:start], completion_ids=tokens[start:],
-        loss_mask=mask[start:], logprobs=logprobs[start:] if are_logged else None,
-        ended=None if not reasons else reasons[-1] != "length",
-        policy_version=None if last is None else str(last), fault=fault,
-        rewards=(rewards, {name: 1.0 if x is None else x for name, x in weights.items()}),
-    )  # fmt: skip
+
+def _rllm(episode: Mapping[str, Any], file: File) -> list[Fields]:
+    folder = file.absolute_path.parent
+    return [fields | {"run": str(folder.parent)} for fields in episode_fields(episode, folder.name)]
 
 
 def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
@@ -392,10 +358,10 @@ def template_end(prompt: str) -> str:
     return next((m["rest"] for end in TEMPLATE_ENDS if (m := end.search(prompt))), "")
 
 
-def _rollout_name(name: str) -> str:
-    """Return the part of verl's row name that all outputs of a rollout share."""
+def _rollout_ids(name: str) -> dict[str, str | int]:
+    """Return the part of verl's row name that all outputs of a rollout share, and the output."""
     match = VERL_NAME.fullmatch(name)
-    return match["rollout"] if match else name
+    return {"uid": match["rollout"], "turn": int(match["output"])} if match else {"uid": name}
 
 
 def _verl(row: Mapping[str, Any], file: File) -> Fields:
@@ -416,7 +382,7 @@ def _verl(row: Mapping[str, Any], file: File) -> Fields:
     match = VERL_NAME.fullmatch(uid)
     return dict(
         group=match["sample"] if match else uid or row["input"], step=step,
-        possible_ids=short_values(row) | {"uid": _rollout_name(uid)},
+        possible_ids=short_values(row) | _rollout_ids(uid),
         sample=uid if match else None, policy_version=f"step {step}",
         untrained=f"{EVALUATION}, according to its folder's name" if file.is_evaluation else "",
         prompt=row["input"], completion=row["output"], rewards=(row, {"score": 1.0}),
@@ -436,7 +402,7 @@ def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
         loss_mask=row["response_mask"], logprobs=row["rollout_log_probs"], policy_step=last,
         policy_version=f"step {row['step']}" if last is None else f"global_step_{last}",
         fault=f"written by policies {first} to {last}" if first != last else "",
-        possible_ids={"uid": _rollout_name(row["sample"] or row["uid"])},
+        possible_ids=_rollout_ids(row["sample"] or row["uid"]),
         rewards=(row, {"score": 1.0}),
     )  # fmt: skip
 
@@ -516,6 +482,15 @@ FORMATS = {
         Format(
             "prime_rl", _prime_rl, "**/traces.jsonl",
             r"(/rollouts/step_\d+/|^(?!.*/rollouts/step_)).*", frozenset({"traces"}),
+        ),
+        Format(
+            "verifiers", _verifiers, "**/results.jsonl",
+            fields=frozenset({"example_id", "prompt", "completion", "reward", "is_truncated"}),
+            note="run vf-eval with --state-columns trajectory and a client that returns tokens",
+        ),
+        Format(
+            "rllm", _rllm, "**/episode_*.json", fields=frozenset({"trajectories", "task"}),
+            note="rLLM logs messages, and token ids only in some rollout engines",
         ),
         Format(
             "open_instruct", _open_instruct, "**/*_rollouts_*.jsonl", r"_rollouts_\d{6,}\.jsonl",
@@ -652,6 +627,8 @@ def first_fields(path: Path) -> set[str] | None:
             fields = parquet.read_schema(path).names
         elif path.suffix == ".jsonl":
             fields = next((row for _, row in json_lines(path)), {})
+        elif path.suffix == ".json":
+            fields = parsed_row(path.read_text(encoding="utf-8-sig", errors="replace")) or ()
         elif path.suffix == ".pt":
             with zipfile.ZipFile(path) as archive:
                 (pickled,) = [name for name in archive.namelist() if name.endswith("data.pkl")]

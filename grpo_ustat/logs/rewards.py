@@ -13,7 +13,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.intervals import Interval, clustered_wilson
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.logs.rows import KNOWN_COLUMNS, read_columns
-from grpo_ustat.logs.turns import check_rollouts, check_turn_numbers, is_id
+from grpo_ustat.logs.turns import check_turn_numbers, is_id, one_row_per_rollout
 from grpo_ustat.records import MAX_REWARD, Array, is_number
 
 GROUP_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
@@ -44,7 +44,6 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
             numeric column that is not a known column of a log.
     """
     columns = read_columns(path)
-    check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     prompt = next((name for name in GROUP_COLUMNS if name in columns), None)
     if prompt is None:
         raise ConfigError(
@@ -66,6 +65,7 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
         column = "reward" if "reward" in numeric else numeric[0]
     elif column not in columns:
         raise ConfigError(f"{path} has no column {column}: choose from {', '.join(columns)}")
+    columns = one_row_per_rollout(path, columns, column)
     rewards, prompts = columns[column], columns[prompt]
     steps = columns.get("step", [None] * len(rewards))
     groups: dict[str, list[float]] = {}

@@ -10,7 +10,8 @@ A table may come from `convert`, TRL, our own training or a user. There are two 
   (lists of messages with `role` and `content`), and one column of rewards. They may have `step`,
   `advantage` and the columns of our own completions.parquet.
 
-Rows are numbered from 0. `import_rollouts` describes how `mse` uses the rows.
+Several rows may be turns of one rollout; see `turns`. `convert` writes such rows with the columns
+`rollout_id` and `turn`. Rows are numbered from 0. `import_rollouts` describes how `mse` uses them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.logs.turns import check_rollouts, check_turn_numbers, is_id
+from grpo_ustat.logs.turns import (
+    Turns,
+    check_turn_numbers,
+    find_turns,
+    is_id,
+    shared_rewards,
+)
 from grpo_ustat.records import MAX_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
@@ -51,7 +58,11 @@ class DamagedFile(ConfigError):
 
 @dataclass
 class Rollout:
-    """A completion as it was logged."""
+    """A completion as it was logged, or a rollout of several turns: its first turn and the others.
+
+    The fields describe the first turn, except `reward`, `ended`, `untrained` and `fault`, which
+    describe the rollout.
+    """
 
     path: Path
     # Position in the file, such as `line 3`, for use in messages.
@@ -104,6 +115,17 @@ class Rollout:
     completion: Any = None
     # Short texts and whole numbers in the row, keyed by field; some of the values may be ids.
     possible_ids: dict[str, str | int] = field(default_factory=dict)
+    # Advantage or list of advantages by token, as logged; None: not logged.
+    advantage: Any = None
+    # Name of a rollout of several turns; None: a single turn.
+    rollout_id: str | None = None
+    # Later turns of the rollout. The score of a rollout is the sum of the scores of its turns.
+    later: list[Rollout] = field(default_factory=list)
+
+    @property
+    def turns(self) -> list[Rollout]:
+        """All rows of the rollout."""
+        return [self, *self.later]
 
     @property
     def is_exact(self) -> bool:
@@ -270,10 +292,15 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read all rows of a table whose rollouts are from one policy, in table order."""
+    """Read all rollouts of a table that are from one policy, in table order.
+
+    Rows that are turns of one rollout become one `Rollout`.
+    """
     columns = read_columns(path)
-    _check_turns(path, columns.get("prompt_ids", columns.get("prompt")), columns)
+    turns = _turns_of(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
+    if turns is not None:
+        columns[rewards] = shared_rewards(path, turns, columns[rewards], columns)
     # In the completions that a study writes, all steps are null.
     if set(columns.get("step", ())) == {None}:
         del columns["step"]
@@ -327,13 +354,66 @@ def read_rollouts(path: Path) -> list[Rollout]:
             value if isinstance(value, str) else value[0]["content"]
             for value in columns["completion"]
         ]
-    return [
+    rows = [
         Rollout(
             path, f"row {row} (from 0)", reward=float(columns[rewards][row]),
             **{name: columns[name][row] for name in fields if name in columns},
         )
         for row in range(count)
     ]  # fmt: skip
+    if turns is None:
+        return rows
+    rollouts = joined(rows, turns)
+    if not is_exact:
+        _check_texts(path, rollouts)
+    return rollouts
+
+
+def joined(rows: Sequence[Rollout], turns: Turns) -> list[Rollout]:
+    """Join rows that are turns of one rollout, in the order in which each rollout begins.
+
+    Without turn numbers the turns are in the order of the rows, or in the order of the lengths of
+    their prompts if each prompt extends the previous one. Rewards are those of `shared_rewards`.
+    """
+    rollouts: dict[int, Rollout] = {}
+    joint = turns.rows()
+    for name, places in joint.items():
+        members = [rows[place] for place in places]
+        if turns.numbers is None:
+            members = _in_order_of_prompts(members)
+        rollouts[min(places)] = replace(
+            members[0], rollout_id=name, later=members[1:], ended=members[-1].ended,
+            untrained=next((row.untrained for row in members if row.untrained), ""),
+            fault=next((row.fault for row in members if row.fault), ""),
+        )  # fmt: skip
+    inside = {place for places in joint.values() for place in places}
+    return [
+        rollouts.get(place, row)
+        for place, row in enumerate(rows)
+        if place in rollouts or place not in inside
+    ]
+
+
+def _in_order_of_prompts(rows: list[Rollout]) -> list[Rollout]:
+    """Sort rows by the lengths of their prompts if each prompt begins with the previous one."""
+    prompts = [row.prompt_ids or row.prompt for row in rows]
+    if not all(isinstance(prompt, list | str) for prompt in prompts):
+        return rows
+    order = sorted(range(len(rows)), key=lambda row: len(prompts[row]))
+    pairs = zip(order[:-1], order[1:], strict=True)
+    extend = all(prompts[b][: len(prompts[a])] == prompts[a] for a, b in pairs)
+    return [rows[row] for row in order] if extend else rows
+
+
+def _check_texts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Raise an error if the turns of a rollout repeat one prompt instead of what was read."""
+    for rollout in rollouts:
+        if rollout.later and all(row.prompt == rollout.prompt for row in rollout.later):
+            raise ConfigError(
+                f"{path} {rollout.place}: all {len(rollout.turns)} turns of rollout "
+                f"{rollout.rollout_id} have the same prompt, but a later turn reads the earlier "
+                "turns too: write the whole text that the model read in prompt"
+            )
 
 
 def check_columns(path: Path) -> None:
@@ -347,7 +427,7 @@ def check_columns(path: Path) -> None:
     try:
         with parquet.ParquetFile(path) as file:
             names, rows = file.schema_arrow.names, file.metadata.num_rows
-            others = [name for name in names if name not in KNOWN_COLUMNS]
+            others = [name for name in names if name not in KNOWN_COLUMNS or name == "prompt_id"]
             prompt = "prompt_ids" if "prompt_ids" in names else "prompt"
             prompts = [prompt] if prompt in names and len(others) > 1 else []
             columns = file.read(others + prompts).to_pydict()
@@ -355,17 +435,18 @@ def check_columns(path: Path) -> None:
         raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows")
-    _check_turns(path, columns.get(prompt), {name: columns[name] for name in others})
+    _turns_of(path, columns.get(prompt), {name: columns[name] for name in others})
     _only_reward(path, {name: columns.get(name, []) for name in names})
 
 
-def _check_turns(
+def _turns_of(
     path: Path, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
-) -> None:
-    """Raise an error if the rows are turns; see `check_rollouts` and `check_turn_numbers`."""
-    check_rollouts(path, prompts, columns)
-    if prompts is not None:
+) -> Turns | None:
+    """Identify turns of rollouts; raise an error if rows are turns of unknown rollouts."""
+    turns = find_turns(path, prompts, columns)
+    if turns is None and prompts is not None:
         check_turn_numbers(path, "prompt", prompts, columns)
+    return turns
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:

@@ -37,6 +37,8 @@ def copy_digest(row: Rollout) -> bytes:
     shared = (
         row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
         row.completion_ids or row.completion, row.logprobs, row.reward,
+        [(x.prompt_ids or x.prompt, x.completion_ids or x.completion, x.logprobs)
+         for x in row.later],
     )  # fmt: skip
     return hashlib.blake2b(repr(shared).encode(), digest_size=16).digest()
 

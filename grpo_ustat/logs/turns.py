@@ -1,18 +1,21 @@
-"""Refuse rows that are turns of one rollout rather than independent samples for a question.
+"""Recognise rows that are turns of one rollout rather than independent samples for a question.
 
-An agent's log may have one row per turn, each with the reward of the whole rollout. The prompt of a
-later turn contains the earlier turns, so each row would count as a separate question. The content
-of the rows reveals this. In a usable log a prompt has several completions, so the prompt occurs in
-several rows with the same id or with different ids. The turns of one rollout have different
-prompts. Each of these prompts extends the previous prompt or occurs under only one id.
+An agent's log may have one row per turn, each with the reward of the whole rollout. Such rows count
+as one rollout: its score is the sum of the scores of its rows. The prompt of a later turn contains
+the earlier turns, so without this module each row would count as a separate question. The content
+of the rows reveals turns. In a log of single rows a prompt has several completions, so the prompt
+occurs in several rows with the same id or with different ids. The turns of one rollout have
+different prompts. Each of these prompts extends the previous prompt or occurs under only one id.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
@@ -22,8 +25,14 @@ ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?|sessions?|conversations?|dialogs?|dialogues?|"
     r"interactions?|requests?|eids?|uids?)(_?(id|ids|uid|uuid|idx|index|key|no|num|number))?"
 )
+# Names that mean a single rollout; the other names may also mean a question or a request.
+SINGLE_ROLLOUT_NAME = re.compile(
+    r"(traj|trajector(y|ies)|episodes?|rollouts?)(_?(id|ids|uid|uuid|key))?"
+)
+TRAJECTORY_NAME = re.compile(r"traj(ector(y|ies))?(_?(id|ids|uid|uuid|key))?")
 TURN_NAME = re.compile(
-    r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
+    r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?"
+    r"(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
 # Names of columns that number the turns of a rollout. Plural names such as `turns` are excluded,
@@ -32,12 +41,24 @@ TURN_NAME = re.compile(
 SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
 # Names of index columns; an index may restart from 0 in each group.
 INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")
+# Names of columns that identify the question, with which an index of a rollout becomes unique.
+QUESTION_NAME = re.compile(
+    r"(prompt|group|question|task|instance|data|example|problem)(_?(id|uid|uuid|idx|index))?|uid"
+)
+LAST_TURN_NAME = re.compile(r"(is_)?last_(step|turn)")
+ADVANTAGE_NAME = re.compile(r"advantages?|baselines?")
+# Relative difference of two advantages that rounding explains.
+ADVANTAGE_ROUNDING = 1e-5
+# Minimum share of rows whose prompts continue other rows, if no column reveals turns.
+MIN_LATER_TURNS = 0.25
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
 # Fields that never contain ids of rollouts.
 CONTENT = frozenset(
     {"prompt", "prompt_id", "prompt_ids", "completion", "completion_ids", "reward", "step"}
     | {"input", "output", "gts", "question", "answer", "text", "content"}
 )
+# Columns that identify the question of a row, if prompts are not logged.
+QUESTION_COLUMNS = ("prompt_id", "prompt", "group_id", "group", "question")
 
 
 def is_id(name: str) -> bool:
@@ -49,10 +70,35 @@ def is_id(name: str) -> bool:
     return any(pattern.fullmatch(name.lower()) for pattern in (ROLLOUT_NAME, TURN_NAME, ID_NAME))
 
 
-def check_rollouts(
+@dataclass(frozen=True)
+class Turns:
+    """Rollouts to which rows belong, for rows that are turns of rollouts."""
+
+    # Names of the columns that identify a rollout, for messages.
+    column: str
+    # Name of each row's rollout; None: the row is a rollout itself.
+    rollouts: Sequence[str | None]
+    # Turn number of each row; None: not logged.
+    numbers: Sequence[int] | None
+
+    def rows(self) -> dict[str, list[int]]:
+        """Return the rows of each rollout that has several, in the order of turn numbers."""
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(self.rollouts):
+            if name is not None:
+                rows.setdefault(name, []).append(row)
+        numbers = self.numbers
+        if numbers is not None:
+            rows = {name: sorted(places, key=numbers.__getitem__) for name, places in rows.items()}
+        return {name: places for name, places in rows.items() if len(places) > 1}
+
+
+def find_turns(
     place: object, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
-) -> None:
-    """Raise an error if the rows are turns of one rollout.
+) -> Turns | None:
+    """Identify the rollout of each row if the rows are turns of rollouts; return None if not.
+
+    An error is raised if rows are turns and no columns identify their rollouts.
 
     Args:
         place: source of the rows, for messages.
@@ -60,18 +106,222 @@ def check_rollouts(
         columns: values of all rows by column name; only texts and whole numbers are used.
     """
     ids = {
-        name: [x if isinstance(x, str | int) and not isinstance(x, bool) else None for x in values]
+        name: [_id_of(x, is_id(name)) for x in values]
         for name, values in columns.items()
         if name not in CONTENT
     }
+    questions = next((columns[name] for name in QUESTION_COLUMNS if name in columns), None)
     keys = None if prompts is None else _comparable(prompts)
-    evidence = _evidence_of_ids(ids, keys) or _evidence_of_numbers(ids, keys)
-    if evidence:
-        raise ConfigError(
-            f"{place}: the rows are turns of one rollout ({evidence}), and each would count as a "
-            "separate question: write one row per rollout, with all turns in completion_ids "
-            "(loss_mask 0 on tokens that the policy did not write) and the final reward"
-        )
+    column, evidence = _evidence_of_ids(ids, keys, questions)
+    evidence = evidence or _evidence_of_numbers(ids, keys)
+    if not evidence and prompts is not None and not _have_unique_ids(ids):
+        completions = columns.get("completion_ids", columns.get("completion"))
+        evidence = _evidence_of_contents(prompts, completions)
+    if not evidence:
+        return None
+    partners = [
+        ids.get(name, columns[name]) for name in columns if QUESTION_NAME.fullmatch(name.lower())
+    ]
+    named = [name for name in ids if ROLLOUT_NAME.fullmatch(name.lower())]
+    numbers = [
+        values for name, values in ids.items()
+        if TURN_NAME.fullmatch(name.lower()) and not LAST_TURN_NAME.fullmatch(name.lower())
+    ]  # fmt: skip
+    for name in dict.fromkeys([column] * bool(column) + named):
+        joint = [_joint_ids(partner, ids[name]) for partner in partners if partner != ids[name]]
+        alone = [None if x is None else str(x) for x in ids[name]]
+        finer = [x for x in joint if _divides(alone, x)]
+        is_index = INDEX_NAME.fullmatch(name.lower()) is not None
+        candidates = joint if is_index else [*finer, alone, *joint]
+        if finer and not is_index and _turn_numbers(alone, keys, numbers) == []:
+            candidates = finer
+        for rollouts in candidates:
+            counted = _turn_numbers(rollouts, keys, numbers)
+            if counted is not None:
+                return Turns(name, rollouts, counted or None)
+    raise ConfigError(
+        f"{place}: the rows are turns of one rollout ({evidence}), and no column identifies the "
+        "rollout of a row: add a column rollout_id with the same value in all rows of a rollout, "
+        "and a column turn that numbers them; or drop the ids if every row is a rollout"
+    )
+
+
+def _id_of(value: Any, is_named: bool) -> str | int | None:
+    """Return a text or a whole number, or None for other values.
+
+    Tables with missing values store numbers as floats, so columns named like ids may contain them.
+    """
+    if isinstance(value, float) and is_named and value.is_integer():
+        return int(value)
+    return value if isinstance(value, str | int) and not isinstance(value, bool) else None
+
+
+def _joint_ids(questions: Sequence[Any], ids: Sequence[Any]) -> list[str | None]:
+    """Join the question and the id of each row; None if one of them is missing."""
+    return [
+        None if question is None or value is None else f"{question}/{value}"
+        for question, value in zip(questions, ids, strict=True)
+    ]
+
+
+def _places(ids: Sequence[Any]) -> list[list[int]]:
+    """Return the rows of each id that has several rows."""
+    rows: dict[Any, list[int]] = {}
+    for row, value in enumerate(ids):
+        if value is not None:
+            rows.setdefault(value, []).append(row)
+    return [places for places in rows.values() if len(places) > 1]
+
+
+def _divides(ids: Sequence[Any], finer: Sequence[Any]) -> bool:
+    """Return True if ids begin anew with each question, so that a question is part of the name.
+
+    They do if an id occurs with several questions, and some rows of an id share their question. If
+    each turn has another question, the column contains prompts of turns rather than questions.
+    """
+    is_divided = any(len({finer[row] for row in rows}) > 1 for rows in _places(ids))
+    return is_divided and bool(_places(finer))
+
+
+def _turn_numbers(
+    rollouts: Sequence[str | None], keys: Sequence[Any] | None, columns: Sequence[Sequence[Any]]
+) -> list[int] | None:
+    """Return the turn number of each row, or [] if turns are not numbered.
+
+    None is returned if `rollouts` cannot identify rollouts. They can if the turn numbers within a
+    rollout are all different. Without such numbers, the prompts must be different, and either each
+    prompt extends the previous one, or only one of them occurs in several rollouts.
+    """
+    several = _places(rollouts)
+    if not several:
+        return None
+    for values in columns:
+        is_number = all(isinstance(values[row], int) for rows in several for row in rows)
+        if is_number and all(_are_distinct(values, rows) for rows in several):
+            return [value if isinstance(value, int) else 0 for value in values]
+    if columns:
+        return None
+    if keys is None:
+        return []
+    rollouts_of: dict[Any, set[Any]] = {}
+    for key, name in zip(keys, rollouts, strict=True):
+        rollouts_of.setdefault(key, set()).add(name)
+    for rows in several:
+        prompts = [keys[row] for row in rows]
+        shared = sum(len(rollouts_of[prompt]) > 1 for prompt in prompts)
+        if not _are_distinct(keys, rows) or (shared > 1 and not _is_chain(prompts)):
+            return None
+    return []
+
+
+def _is_chain(prompts: Sequence[Any]) -> bool:
+    """Return True if each prompt extends the next shorter prompt."""
+    ordered = sorted(prompts, key=len)
+    return all(_extends(b, a) for a, b in zip(ordered[:-1], ordered[1:], strict=True))
+
+
+def one_row_per_rollout(
+    place: object, columns: Mapping[str, list[Any]], reward: str
+) -> dict[str, list[Any]]:
+    """Keep the first row of each rollout of a table of rewards, with the rollout's reward.
+
+    Args:
+        place: source of the table, for messages.
+        columns: values by column name.
+        reward: name of the column of rewards.
+    """
+    turns = find_turns(place, columns.get("prompt_ids", columns.get("prompt")), columns)
+    if turns is None:
+        return dict(columns)
+    columns = {**columns, reward: shared_rewards(place, turns, columns[reward], columns)}
+    later = {row for rows in turns.rows().values() for row in rows[1:]}
+    dropped = [name for name in columns if SINGLE_TURN_NAME.fullmatch(name.lower())]
+    return {
+        name: [value for row, value in enumerate(values) if row not in later]
+        for name, values in columns.items() if name not in dropped
+    }  # fmt: skip
+
+
+def shared_rewards(
+    place: object,
+    turns: Turns,
+    rewards: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    places: Sequence[str] | None = None,
+) -> list[Any]:
+    """Return the reward of each row's rollout.
+
+    Rows may repeat the reward, or only one row has it and the others have none. If a column marks
+    the last turn, as in SkyRL, the other turns may also have the reward 0. An error is raised if
+    the rows of a rollout have different rewards or different advantages, because the gradient of a
+    rollout is its advantage times the sum of the scores of its rows.
+
+    Args:
+        place: source of the rows, for messages.
+        turns: rollouts of the rows.
+        rewards: reward of each row; None or NaN: not logged.
+        columns: values of all rows by column name.
+        places: position of each row, for messages; None: rows are numbered from 0.
+    """
+    shared = list(rewards)
+    places = places or [f"row {row} (from 0)" for row in range(len(shared))]
+    last = next(
+        (values for name, values in columns.items() if LAST_TURN_NAME.fullmatch(name.lower())), None
+    )
+    advantages = {
+        name: values for name, values in columns.items() if ADVANTAGE_NAME.fullmatch(name.lower())
+    }
+    for name, rows in turns.rows().items():
+        which = f"{place}: rollout {turns.column}={name}"
+        for advantage, values in advantages.items():
+            if different := differ_by_turn([values[row] for row in rows]):
+                low, high = different
+                raise ConfigError(
+                    f"{which} has {advantage} {low:g} and {high:g} in its rows: all turns of a "
+                    "rollout must share one advantage, because advantages by turn give another "
+                    "gradient: drop the rollout, or log it without a baseline by turn"
+                )
+        logged = [row for row in rows if not _is_missing(rewards[row])]
+        if last is not None and [bool(last[row]) for row in rows].count(True) == 1:
+            (final,) = [row for row in rows if last[row]]
+            if final in logged:
+                logged = [row for row in logged if row == final or rewards[row] != 0]
+        different = [row for row in logged if rewards[row] != rewards[logged[0]]]
+        if different:
+            raise ConfigError(
+                f"{which} has the rewards {rewards[logged[0]]!r:.20} and "
+                f"{rewards[different[0]]!r:.20} in {places[logged[0]]} and {places[different[0]]}, "
+                "but all turns of a rollout must share one reward: write the reward of the whole "
+                "rollout in each of its rows"
+            )
+        for row in rows:
+            shared[row] = rewards[logged[0]] if logged else rewards[row]
+    return shared
+
+
+def _is_missing(reward: Any) -> bool:
+    return reward is None or (isinstance(reward, float) and math.isnan(reward))
+
+
+def differ_by_turn(values: Sequence[Any]) -> tuple[float, float] | None:
+    """Return the smallest and the largest value of the turns, or None if all are equal.
+
+    Args:
+        values: a number, a list of numbers by token or None for each turn.
+    """
+    given = [x for x in map(_single_number, values) if x is not None]
+    if not given or max(given) - min(given) <= ADVANTAGE_ROUNDING * max(map(abs, given)):
+        return None
+    return min(given), max(given)
+
+
+def _single_number(value: Any) -> float | None:
+    """Return the only nonzero value of an advantage, which may be a list with a value per token."""
+    values = value if isinstance(value, list) else [value]
+    numbers = {x for x in values if isinstance(x, int | float) and x != 0}
+    if not values or any(x is None or isinstance(x, str) for x in values) or len(numbers) > 1:
+        return None
+    return float(next(iter(numbers), 0.0))
 
 
 def check_turn_numbers(
@@ -109,7 +359,7 @@ def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
         return list(prompts)
     if not isinstance(prompts[0], list):
         return None
-    if all(isinstance(prompt[0], int) for prompt in prompts if prompt):
+    if all({*map(type, prompt)} <= {int} for prompt in prompts):
         return [tuple(prompt) for prompt in prompts]
     return [tuple(json.dumps(x, sort_keys=True, default=str) for x in prompt) for prompt in prompts]
 
@@ -119,17 +369,22 @@ def _extends(later: Any, earlier: Any) -> bool:
     return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
 
-def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """Describe an example from the id column that reveals turns of rollouts, or return "".
+def _evidence_of_ids(
+    ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None, questions: Sequence[Any] | None
+) -> tuple[str, str]:
+    """Return the id column that reveals turns of rollouts and an example, or two empty texts.
 
     A column named like a rollout id reveals turns if at least half of the ids that have several
     rows belong to rollouts of several turns. For any other column, all of these ids must do so, and
     there must be at least two.
     """
     numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
-    for name, values in ids.items():
+    for name, column in ids.items():
         if TURN_NAME.fullmatch(name.lower()):
             continue
+        values = column
+        if keys is None and questions is not None and _begin_anew(column, questions):
+            values = _joint_ids(questions, column)
         rows: dict[Any, list[int]] = {}
         for row, value in enumerate(values):
             rows.setdefault(value, []).append(row)
@@ -140,22 +395,56 @@ def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | Non
             key for places in rows.values() for key in {keys[row] for row in places if keys}
         )
         # Skip an index within groups, for which every prompt has a row with each index value.
-        if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
+        is_counted = any(_are_distinct(x, y) for x in numbers for y in several.values())
+        is_index = INDEX_NAME.fullmatch(name.lower()) or not is_counted
+        if is_index and set(ids_of.values()) == {len(rows)}:
             continue
+        is_single = SINGLE_ROLLOUT_NAME.fullmatch(name.lower()) is not None
+        is_trajectory = TRAJECTORY_NAME.fullmatch(name.lower()) is not None
+        within = is_single and _are_within(rows.values(), questions if keys is None else keys)
         rollouts = []
         for value, places in several.items():
             prompts = None if keys is None else [keys[row] for row in places]
             is_counted = is_named and any(_are_distinct(x, places) for x in numbers)
-            if _are_turns(prompts, ids_of, is_named, is_counted):
+            is_certain = is_trajectory or (is_single and is_counted)
+            if is_certain or _are_turns(prompts, ids_of, is_named, is_counted, within):
                 rollouts.append(value)
         if len(rollouts) >= (max(1, len(several) / 2) if is_named else max(2, len(several))):
-            different = "" if keys is None else " of different prompts"
-            return f"{name}={rollouts[0]!r:.40} has {len(several[rollouts[0]])} rows{different}"
-    return ""
+            different = "" if keys is None or within else " of different prompts"
+            count = len(several[rollouts[0]])
+            return name, f"{name}={rollouts[0]!r:.40} has {count} rows{different}"
+    return "", ""
+
+
+def _begin_anew(ids: Sequence[Any], questions: Sequence[Any]) -> bool:
+    """Return True if an id occurs with several questions, and each question has several ids."""
+    ids_of: dict[Any, set[Any]] = {}
+    for question, value in zip(questions, ids, strict=True):
+        ids_of.setdefault(repr(question), set()).add(value)
+    is_unique = sum(map(len, ids_of.values())) == len(set(ids))
+    return not is_unique and all(len(values) > 1 for values in ids_of.values())
+
+
+def _are_within(rollouts: Iterable[Sequence[int]], questions: Sequence[Any] | None) -> bool:
+    """Return True if each rollout belongs to one question and some question has several rollouts.
+
+    Args:
+        rollouts: rows of each rollout.
+        questions: question of each row; None: not logged.
+    """
+    if questions is None:
+        return False
+    of_rollouts = [{repr(questions[row]) for row in places} for places in rollouts]
+    counts = Counter(next(iter(names)) for names in of_rollouts if len(names) == 1)
+    return sum(counts.values()) == len(of_rollouts) and max(counts.values(), default=0) > 1
 
 
 def _are_turns(
-    prompts: Sequence[Any] | None, ids_of: Mapping[Any, int], is_named: bool, is_counted: bool
+    prompts: Sequence[Any] | None,
+    ids_of: Mapping[Any, int],
+    is_named: bool,
+    is_counted: bool,
+    is_within: bool,
 ) -> bool:
     """Return True if the rows that share an id are turns of a rollout.
 
@@ -164,13 +453,16 @@ def _are_turns(
         ids_of: number of different ids under which each prompt occurs.
         is_named: True if the column's name is that of a rollout id.
         is_counted: True if another column numbers the turns of the rollout.
+        is_within: True if the column divides each question's rows into rollouts.
     """
+    if is_within and (prompts is None or len(set(prompts)) < len(prompts)):
+        return True
     if prompts is None:
         return is_counted
     ordered = sorted(prompts, key=len)
     if len(set(ordered)) < len(ordered):
         return is_counted and len(set(ordered)) > 1
-    if all(_extends(b, a) for a, b in zip(ordered[:-1], ordered[1:], strict=True)):
+    if _is_chain(prompts):
         return True
     of_one_id = sum(ids_of[prompt] == 1 for prompt in prompts)
     return is_counted or (is_named and 2 * of_one_id >= len(prompts))
@@ -188,8 +480,7 @@ def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] |
     In such a column, at least half of the prompts of later turns extend the prompt of an earlier
     turn. Rows are not turns if each row has a different rollout id.
     """
-    named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
-    if keys is None or any(_are_distinct(values, range(len(keys))) for values in named):
+    if keys is None or _have_unique_ids(ids):
         return ""
     for name, values in ids.items():
         if not TURN_NAME.fullmatch(name.lower()):
@@ -211,6 +502,43 @@ def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] |
     return ""
 
 
+def _have_unique_ids(ids: Mapping[str, Sequence[Any]]) -> bool:
+    """Return True if each row has a different rollout id, so that no rows are turns."""
+    named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
+    return any(_are_distinct(values, range(len(values))) for values in named)
+
+
+def _evidence_of_contents(prompts: Sequence[Any], completions: Sequence[Any] | None) -> str:
+    """Describe prompts that continue the whole text of another row, or return "" if few do.
+
+    The first turns of rollouts are usually at most as many as the later turns. A prompt with
+    several completions is a question, even if it contains an earlier conversation.
+    """
+    if completions is None or any(
+        type(x) is not type(y) or not isinstance(x, str | list) or not y
+        for x, y in zip(prompts, completions, strict=True)
+    ):
+        return ""
+    keys = _comparable(prompts)
+    if keys is None:
+        return ""
+    least, counts, before = max(2, MIN_LATER_TURNS * len(keys)), Counter(keys), _prefixes(keys)
+    later = [row for row, key in enumerate(keys) if counts[key] == 1 and before[key]]
+    # In a log of single turns few prompts extend another one, and the check ends here.
+    if len(later) < least:
+        return ""
+    wholes: dict[Any, list[Any]] = {}
+    for key, prompt, completion in zip(keys, prompts, completions, strict=True):
+        wholes.setdefault(key, []).append(prompt + completion)
+    later = [
+        row for row in later
+        if any(_extends(prompts[row], x) for prefix in before[keys[row]] for x in wholes[prefix])
+    ]  # fmt: skip
+    if len(later) < least:
+        return ""
+    return f"{len(later)} prompts begin with the prompt and the completion of another row"
+
+
 def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
     """For each key, find the other keys that are prefixes of it.
 
@@ -219,7 +547,7 @@ def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
     """
     prefixes: dict[Any, list[Any]] = {}
     stack: list[Any] = []
-    for key in sorted(keys):
+    for key in sorted(set(keys)):
         while stack and not _extends(key, stack[-1]):
             stack.pop()
         prefixes[key] = list(stack)

@@ -3,14 +3,16 @@
 `logs.rows` reads the rows. Texts are tokenised again, and conversations are formatted with the
 model's chat template, as in TRL. An end token is added to each completion that ended (see
 `EndTokens`). The model must be the policy that wrote the completions, because the model computes
-their scores.
+their scores. If the rows are turns of rollouts, the score of a rollout is the sum of the scores of
+its turns. Turns with token ids that continue each other are read in one sequence (`merged_turns`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -121,8 +123,11 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
     >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:42]
     ' 2 of the 3 completions occur repeatedly, '
     """
-    keys = [repr((x.prompt_ids or x.prompt, x.completion_ids or x.completion, x.reward))
-            for x in rollouts]  # fmt: skip
+    keys = [
+        repr((x.reward, [(y.prompt_ids or y.prompt, y.completion_ids or y.completion)
+                         for y in x.turns]))
+        for x in rollouts
+    ]  # fmt: skip
     repeated = sum(count for count in Counter(keys).values() if count > 1)
     if not repeated:
         return ""
@@ -248,6 +253,40 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
     return {text: group[:size] for text, group in chosen.items()}
 
 
+@dataclass
+class Turn:
+    """Tokens that the policy read, and tokens that followed in the same sequence."""
+
+    context: list[int]
+    completion: list[int]
+    # 1 on tokens of the completion that the policy wrote.
+    scored: list[int]
+    # The sampler's log-probabilities of the completion's tokens; None: not logged.
+    logprobs: list[float] | None
+
+
+def merged_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Merge turns that continue each other: the tokens read in between are not scored.
+
+    A turn continues an earlier turn if its context begins with all tokens of that turn. A causal
+    model then computes the same log-probabilities from the joint sequence.
+    """
+    merged: list[Turn] = []
+    for turn in turns:
+        for earlier in merged:
+            read = earlier.context + earlier.completion
+            if turn.context[: len(read)] == read:
+                between = turn.context[len(read) :]
+                earlier.completion = earlier.completion + between + turn.completion
+                earlier.scored = earlier.scored + [0] * len(between) + turn.scored
+                if earlier.logprobs is not None and turn.logprobs is not None:
+                    earlier.logprobs = earlier.logprobs + [0.0] * len(between) + turn.logprobs
+                break
+        else:
+            merged.append(replace(turn))
+    return merged
+
+
 def _tokenise(
     prompts: list[Prompt], groups: list[list[Rollout]], policy: Policy, config: MseConfig
 ) -> Rollouts:
@@ -257,43 +296,29 @@ def _tokenise(
     texts were logged, the policy may have written slightly more or fewer tokens than the tokeniser
     finds.
     """
-    exact = groups[0][0].is_exact
-    if exact:
+    if groups[0][0].is_exact:
         prompt_ids = [group[0].prompt_ids or [] for group in groups]
         _check_vocabulary(groups, policy, config)
     else:
         prompt_ids = policy.encode([prompt.text for prompt in prompts])
     ends = EndTokens(policy, config)
-    limit, cut_at = context_length(config.model), config.study.cut_at
-    completion_ids, other_length = [], 0
-    ended = np.zeros((len(groups), len(groups[0])), dtype=bool)
-    for p, group in enumerate(groups):
-        for i, rollout in enumerate(group):
-            place = f"{config.pool} {rollout.place}"
-            if rollout.completion_ids is not None:
-                ids = rollout.completion_ids
-                by_token = ids[-1] in policy.end_tokens
-                ended[p, i] = by_token if rollout.ended is None else rollout.ended
-            else:
-                (ids,) = encode(policy.tokenizer, [rollout.completion], special_tokens=False)
-                ended[p, i] = rollout.ended if cut_at is None else len(ids) < cut_at
-                if ended[p, i]:
-                    ids = ends.closed(ids, prompts[p].text, isinstance(rollout.prompt, list), place)
-            if not ids or not prompt_ids[p]:
-                empty = "completion" if prompt_ids[p] else "prompt"
-                raise ConfigError(
-                    f"{place}: the {empty} has no tokens, so it cannot be scored: drop the row"
-                )
-            if limit is not None and len(prompt_ids[p]) + len(ids) > limit:
-                raise ConfigError(
-                    f"{place}: a prompt of {len(prompt_ids[p])} tokens and a completion of "
-                    f"{len(ids)} tokens exceed the model's {limit} tokens: use the model that "
-                    "wrote it"
-                )
-            other_length += rollout.length not in (None, len(ids))
-            completion_ids.append(ids)
-    size, shortest = len(groups[0]), min(map(len, prompt_ids))
-    longest = max(len(prompt_ids[i // size]) + len(ids) for i, ids in enumerate(completion_ids))
+    ended = np.array([[_has_ended(x.turns[-1], ends, config) for x in group] for group in groups])
+    turns_PG = [
+        [_turns(x, prompt.text, ids, ends, config) for x in group]
+        for prompt, ids, group in zip(prompts, prompt_ids, groups, strict=True)
+    ]
+    lengths = [
+        (row.length, len(turn.completion))
+        for group, turns_G in zip(groups, turns_PG, strict=True)
+        for rollout, turns in zip(group, turns_G, strict=True)
+        for row, turn in zip(rollout.turns, turns, strict=True)
+    ]
+    other_length = sum(logged not in (None, length) for logged, length in lengths)
+    if groups[0][0].is_exact:
+        turns_PG = [[merged_turns(turns) for turns in group] for group in turns_PG]
+    rows = [turn for group in turns_PG for turns in group for turn in turns]
+    shortest = min(len(turn.context) for turn in rows)
+    longest = max(len(turn.context) + len(turn.completion) for turn in rows)
     if switch := crossed_switch(config.model, shortest, longest):
         raise ConfigError(
             f"{config.pool}: a prompt has {shortest} tokens and a row has {longest}, but at "
@@ -301,6 +326,7 @@ def _tokenise(
             "log-probabilities would depend on the other rows: use rows of at most "
             f"{switch} tokens, or prompts of more than {switch + 1}"
         )
+    cut_at = config.study.cut_at
     if cut_at is not None:
         _print_on_main(
             f"{config.pool}: {(~ended).sum()} of {ended.size} completions have at least "
@@ -311,57 +337,124 @@ def _tokenise(
             f"{config.pool}: for {other_length} of {ended.size} completions the number of tokens "
             "differs from the column length, because the text is now tokenised differently"
         )
-    return _padded(prompts, prompt_ids, groups, completion_ids, ended, policy, config)
+    if len(lengths) > ended.size:
+        _print_on_main(
+            f"{config.pool}: {len(lengths)} rows are turns of {ended.size} rollouts; the score of "
+            f"a rollout is the sum of the scores of its turns, which are read in {len(rows)} "
+            "sequences"
+        )
+    texts_PG = [
+        [x.completion or str(policy.tokenizer.decode(x.completion_ids or [])) for x in group]
+        for group in groups
+    ]
+    return _padded(prompts, prompt_ids, turns_PG, ended, texts_PG)
+
+
+def _turns(
+    rollout: Rollout, prompt: str, prompt_ids: list[int], ends: EndTokens, config: MseConfig
+) -> list[Turn]:
+    """Tokenise the turns of a rollout.
+
+    Args:
+        prompt: Text of the prompt that the rollout's group has in common.
+        prompt_ids: Tokens of this prompt, which the policy read before the first turn.
+    """
+    turns, policy, limit = [], ends.policy, context_length(config.model)
+    for row in rollout.turns:
+        text, context = prompt, prompt_ids
+        if row is not rollout:
+            text = "" if row.is_exact else _prompt_text(row, policy, config)
+            context = (row.prompt_ids or []) if row.is_exact else policy.encode([text])[0]
+        ids, place = _completion(row, text, ends, config), f"{config.pool} {row.place}"
+        if not ids or not context:
+            empty = "completion" if context else "prompt"
+            raise ConfigError(
+                f"{place}: the {empty} has no tokens, so it cannot be scored: drop the row"
+            )
+        if limit is not None and len(context) + len(ids) > limit:
+            raise ConfigError(
+                f"{place}: a prompt of {len(context)} tokens and a completion of {len(ids)} tokens "
+                f"exceed the model's {limit} tokens: use the model that wrote it"
+            )
+        scored = [1] * len(ids) if row.loss_mask is None else row.loss_mask
+        turns.append(Turn(context, ids, scored, row.logprobs))
+    if not any(any(turn.scored) for turn in turns):
+        raise ConfigError(
+            f"{config.pool} {rollout.place}: loss_mask is 0 on every token, so the policy wrote "
+            f"none of them: drop the {'rollout' if rollout.later else 'row'}"
+        )
+    return turns
+
+
+def _has_ended(row: Rollout, ends: EndTokens, config: MseConfig) -> bool:
+    """Return True if the policy ended a completion, False if it was cut."""
+    if row.completion_ids is not None:
+        by_token = row.completion_ids[-1] in ends.policy.end_tokens
+        return by_token if row.ended is None else row.ended
+    if config.study.cut_at is None:
+        return bool(row.ended)
+    (ids,) = encode(ends.policy.tokenizer, [row.completion], special_tokens=False)
+    return len(ids) < config.study.cut_at
+
+
+def _completion(row: Rollout, prompt: str, ends: EndTokens, config: MseConfig) -> list[int]:
+    """Return the tokens of a completion, with the end token if it ended."""
+    if row.completion_ids is not None:
+        return row.completion_ids
+    (ids,) = encode(ends.policy.tokenizer, [row.completion], special_tokens=False)
+    if _has_ended(row, ends, config):
+        place = f"{config.pool} {row.place}"
+        ids = ends.closed(ids, prompt, isinstance(row.prompt, list), place)
+    return ids
 
 
 def _padded(
     prompts: list[Prompt],
     prompt_ids: list[list[int]],
-    groups: list[list[Rollout]],
-    completion_ids: list[list[int]],
+    turns_PG: list[list[list[Turn]]],
     ended_PN: np.ndarray,
-    policy: Policy,
-    config: MseConfig,
+    texts_PG: list[list[str]],
 ) -> Rollouts:
     """Collect all completions' tokens in one array, and mark the tokens that the policy wrote.
 
-    The sampler's log-probabilities are added if the log contains them.
+    The turns of a completion follow each other; see `Rollouts.turn_PGT`. The sampler's
+    log-probabilities are added if the log contains them.
     """
-    flat = [rollout for group in groups for rollout in group]
-    tokens = np.zeros((ended_PN.size, max(map(len, completion_ids))), dtype=np.int64)
+    flat = [turns for group in turns_PG for turns in group]
+    width = max(sum(len(turn.completion) for turn in turns) for turns in flat)
+    tokens, numbers = (np.zeros((len(flat), width), dtype=np.int64) for _ in range(2))
     mask, scored = (np.zeros(tokens.shape, dtype=bool) for _ in range(2))
     logprobs = np.zeros(tokens.shape)
-    for i, (ids, rollout) in enumerate(zip(completion_ids, flat, strict=True)):
-        tokens[i, : len(ids)], mask[i, : len(ids)] = ids, True
-        scored[i, : len(ids)] = True if rollout.loss_mask is None else rollout.loss_mask
-        logprobs[i, : len(ids)] = 0.0 if rollout.logprobs is None else rollout.logprobs
-        if not scored[i].any():
-            raise ConfigError(
-                f"{config.pool} {rollout.place}: loss_mask is 0 on every token, so the "
-                "policy wrote none of them: drop the row"
-            )
-    shape = (*ended_PN.shape, tokens.shape[1])
-    texts = [
-        rollout.completion or str(policy.tokenizer.decode(rollout.completion_ids or []))
-        for rollout in flat
-    ]
-    size = ended_PN.shape[1]
+    for i, turns in enumerate(flat):
+        start = 0
+        for number, turn in enumerate(turns):
+            columns = slice(start, start + len(turn.completion))
+            tokens[i, columns], mask[i, columns] = turn.completion, True
+            numbers[i, columns], scored[i, columns] = number, turn.scored
+            logprobs[i, columns] = 0.0 if turn.logprobs is None else turn.logprobs
+            start = columns.stop
+    shape = (*ended_PN.shape, width)
+    has_turns = any(len(turns) > 1 for turns in flat)
     return Rollouts(
         prompts=prompts,
         prompt_tokens=prompt_ids,
         tokens_PGT=tokens.reshape(shape),
         mask_PGT=mask.reshape(shape),
         ended_PG=ended_PN,
-        texts_PG=[texts[first : first + size] for first in range(0, len(texts), size)],
-        logprobs_PGT=None if flat[0].logprobs is None else logprobs.reshape(shape),
+        texts_PG=texts_PG,
+        logprobs_PGT=None if flat[0][0].logprobs is None else logprobs.reshape(shape),
         scored_PGT=None if (scored == mask).all() else scored.reshape(shape),
+        turn_PGT=numbers.reshape(shape) if has_turns else None,
+        contexts_PG=[[[turn.context for turn in turns] for turns in group] for group in turns_PG]
+        if has_turns
+        else None,
     )
 
 
 def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseConfig) -> None:
     """Raise an error if a token id is not in the model's vocabulary."""
     size = len(policy.model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
-    for rollout in chain.from_iterable(groups):
+    for rollout in (turn for x in chain.from_iterable(groups) for turn in x.turns):
         largest = max(*(rollout.prompt_ids or [0]), *(rollout.completion_ids or [0]))
         if largest >= size:
             raise ConfigError(

@@ -49,6 +49,7 @@ from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack, token_logprobs
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.policy.scores.turns import split_turns
 from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
@@ -239,8 +240,17 @@ def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -
             f"tokenise prompt {prompt.id} differently ({len(rollouts.prompt_tokens[0])} and "
             f"{len(read[0])} tokens): use models with the same tokenizer"
         )
-    width = rollouts.mask_PGT.shape[-1]
-    rows = pack(rollouts, np.arange(rollouts.ended_PG.size), policy.pad_token, policy.model.device)
+    width, index = rollouts.mask_PGT.shape[-1], np.arange(rollouts.ended_PG.size)
+    if rollouts.turn_PGT is not None:
+        turns = split_turns(rollouts, index)
+        return turns.by_completion(
+            np.concatenate([
+                _question_logprobs(policy, turns.rollouts.of_prompt(row), temperature)
+                for row in range(turns.count)
+            ]),
+            (len(index), width),
+        )  # fmt: skip
+    rows = pack(rollouts, index, policy.pad_token, policy.model.device)
     with torch.inference_mode(), policy.computing():
         logprobs = token_logprobs(policy.model, rows, temperature).double().cpu().numpy()
     return np.pad(logprobs, ((0, 0), (0, width - logprobs.shape[1])))

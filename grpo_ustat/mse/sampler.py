@@ -13,6 +13,7 @@ from grpo_ustat.policy.adapters import check_vllm_reads
 from grpo_ustat.policy.configured import configured_policy, configured_task
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import pack, token_logprobs
+from grpo_ustat.policy.scores.turns import split_turns
 from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
 from grpo_ustat.tasks.base import Task
@@ -58,6 +59,9 @@ def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperatu
         index: Flat indices of the completions to compare.
         temperature: Divisor of the logits.
     """
+    if rollouts.turn_PGT is not None:
+        rollouts = split_turns(rollouts, index).rollouts
+        index = np.arange(len(rollouts.prompts))
     assert rollouts.logprobs_PGT is not None
     width = rollouts.mask_PGT.shape[-1]
     logged_NT = rollouts.logprobs_PGT.reshape(-1, width)

@@ -25,6 +25,7 @@ from grpo_ustat.policy.scores.check import check_scores
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.policy.scores.turns import most_turns, split_turns
 from grpo_ustat.records import Array, Prompt, Rollouts
 
 # Number of completions per part on which the sampler and the model are compared.
@@ -158,8 +159,11 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     """Compare scores with plain differentiation on the two shortest completions.
 
     At most CHECKED_TOKENS tokens of each completion are used. If a batch does not fit in memory, an
-    error is raised.
+    error is raised. If completions have several turns, each turn counts as a completion.
     """
+    if rollouts.turn_PGT is not None:
+        rows, index = most_turns(rollouts), np.arange(rollouts.ended_PG.size)
+        rollouts = split_turns(rollouts, index).rollouts
     check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
     prompt_R = np.repeat(list(map(len, rollouts.prompt_tokens)), rollouts.mask_PGT.shape[1])
     shortest = np.argsort(prompt_R + rollouts.lengths_PG.ravel(), kind="stable")[:2]

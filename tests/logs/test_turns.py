@@ -1,5 +1,5 @@
-"""Rows that are turns of one rollout are refused wherever a log is read; ids of rollouts that have
-one row each are not."""
+"""Rows that are turns of one rollout count as one rollout wherever a log is read; rows with ids of
+rollouts that have one row each are rollouts themselves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pyarrow import parquet
 from grpo_ustat.advise.sources import Request, advice_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
-from grpo_ustat.logs.formats import FORMATS, Options
+from grpo_ustat.logs.formats import FORMATS, Options, detect
 from grpo_ustat.logs.rewards import read_rewards
 from grpo_ustat.logs.rows import check_columns, read_rollouts
 
-REFUSED = r"the rows are turns of one rollout \(.*one row per rollout"
+REFUSED = r"the rows are turns of one rollout \(.*add a column rollout_id"
+# Rewards that all readers of `table` find: those of sixteen rollouts.
+REWARDS = [0.0, 1.0] * 8
 
 
 def rollouts(turns, samples=4, own=True, rebuilt=False):
@@ -67,34 +69,108 @@ def table(path, columns, kind="texts", turns=3, **options):
 @pytest.mark.parametrize("own", [True, False], ids=["own answers", "equal answers"])
 @pytest.mark.parametrize(
     "columns",
-    [["trajectory_id"], ["rollout_id"], ["turn"], ["step_in_episode"], ["rollout_id", "turn"],
-     ["group_idx", "traj_idx", "turn"], ["own_key"]],
+    [["trajectory_id"], ["rollout_id"], ["rollout_id", "turn"], ["group_idx", "traj_idx", "turn"],
+     ["own_key"]],
     ids=" ".join,
 )  # fmt: skip
-def test_turns_are_refused_by_their_column(tmp_path, columns, own, kind):
+def test_turns_with_an_id_are_one_rollout(tmp_path, columns, own, kind):
     path = table(tmp_path / "p.parquet", columns, kind, own=own)
+    check_columns(path)
+    rollouts_read = read_rollouts(path)
+    assert [x.reward for x in rollouts_read] == REWARDS
+    assert {len(x.turns) for x in rollouts_read} == {3}
+    for x in rollouts_read:
+        lengths = [len(turn.prompt_ids or turn.prompt) for turn in x.turns]
+        assert lengths == sorted(lengths)
+    # A trajectory is counted once.
+    assert [list(group) for group in read_rewards(path).groups] == [[0.0, 1.0] * 2] * 4
+    assert "4 prompts with 4 completions each" in advice_of(Request(path)).details[0]
+
+
+@pytest.mark.parametrize("kind", ["texts", "messages", "tokens"])
+@pytest.mark.parametrize("column", ["turn", "step_in_episode"])
+def test_turns_without_an_id_are_refused(tmp_path, column, kind):
+    path = table(tmp_path / "p.parquet", [column], kind)
     for read in (read_rollouts, check_columns, read_rewards):
-        with pytest.raises(ConfigError, match=REFUSED) as refused:
+        with pytest.raises(ConfigError, match=REFUSED):
             read(path)
-        assert any(name in str(refused.value) for name in columns)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own answers", "equal answers"])
+def test_turns_without_any_column_are_refused(tmp_path, own):
+    """Only first turns would have several completions, with the rewards of whole rollouts."""
+    path = tmp_path / "p.parquet"
+    rows = [
+        {"prompt": prompt, "completion": " " + text, "right": float(g % 2)}
+        for q, g, _, prompt, text in rollouts(3, samples=4 if own else 1, own=own)
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    for read in (read_rollouts, read_rewards):
+        with pytest.raises(
+            ConfigError, match="begin with the prompt and the completion of another"
+        ):
+            read(path)
+
+
+def test_a_restarting_number_of_a_trajectory_is_joined_with_its_question(tmp_path):
+    path = tmp_path / "p.parquet"
+    rows = [
+        {"group_id": q, "trajectory_id": g, "prompt": prompt, "completion": text, "right": g % 2}
+        for q, g, _, prompt, text in rollouts(3)
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [len(x.turns) for x in read_rollouts(path)] == [3] * 16
+    alone = [{key: value for key, value in row.items() if key != "group_id"} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(alone), path)
     with pytest.raises(ConfigError, match=REFUSED):
-        advice_of(Request(path))
+        read_rollouts(path)
+    parquet.write_table(pyarrow.Table.from_pylist(rows[::3]), path)
+    assert [len(x.turns) for x in read_rollouts(path)] == [1] * 16
 
 
 @pytest.mark.parametrize("columns", [["trajectory_id"], ["trajectory_id", "turn"]], ids=" ".join)
 def test_turns_that_read_a_summary_are_turns(tmp_path, columns):
     path = table(tmp_path / "p.parquet", columns, rebuilt=True)
+    assert [len(x.turns) for x in read_rollouts(path)] == [3] * 16
+
+
+def test_rewards_of_turns_are_counted_once_without_prompts(tmp_path):
+    """Without the turn column too: each trajectory would be three completions of its question."""
+    path = tmp_path / "rewards.csv"
+    for columns in ("group_id,trajectory_id,turn,reward", "group_id,trajectory_id,reward"):
+        numbered = "turn" in columns
+        rows = [
+            ",".join(map(str, [q, f"{q}-{g}", *([t] * numbered), g % 2]))
+            for q, g, t, *_ in rollouts(3)
+        ]
+        for kept in (rows, rows[::3]):
+            path.write_text("\n".join([columns, *kept]))
+            assert [len(group) for group in read_rewards(path).groups] == [4] * 4
+
+
+def test_different_rewards_of_a_trajectory_are_refused_by_name(tmp_path):
+    path = tmp_path / "rewards.csv"
+    rows = [f"{q},{q}-{g},{t},{t / 2}" for q, g, t, *_ in rollouts(3)]
+    path.write_text("\n".join(["group_id,trajectory_id,turn,reward", *rows]))
+    message = r"rollout trajectory_id=0-0 has the rewards 0\.0 and 0\.5 in row 0 .* row 1"
+    with pytest.raises(ConfigError, match=message):
+        read_rewards(path)
+
+
+def test_turns_that_repeat_the_question_cannot_be_scored(tmp_path):
+    """Their prompt is not what the model read; their rewards are those of trajectories."""
+    rows = [
+        {"prompt": f"q{q}", "completion": text, "trajectory_id": f"{q}-{g}", "right": float(g % 2)}
+        for q, g, t, _, text in rollouts(3)
+    ]  # fmt: skip
+    path = tmp_path / "turns.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(ConfigError, match=REFUSED):
         read_rollouts(path)
-
-
-def test_rewards_of_numbered_turns_are_refused_without_prompts(tmp_path):
-    path = tmp_path / "rewards.csv"
-    rows = [f"{q},{q}-{g},{t},{g % 2}" for q, g, t, *_ in rollouts(3)]
-    path.write_text("\n".join(["group_id,trajectory_id,turn,reward", *rows]))
-    with pytest.raises(ConfigError, match=REFUSED):
-        read_rewards(path)
-    path.write_text("\n".join(["group_id,trajectory_id,turn,reward", *rows[::3]]))
+    numbered = [row | {"turn": k % 3} for k, row in enumerate(rows)]
+    parquet.write_table(pyarrow.Table.from_pylist(numbered), path)
+    with pytest.raises(ConfigError, match="all 3 turns of rollout 0-0 have the same prompt"):
+        read_rollouts(path)
     assert [len(group) for group in read_rewards(path).groups] == [4] * 4
 
 
@@ -234,15 +310,113 @@ def lines(path, objects):
 
 @pytest.mark.parametrize("own", [True, False], ids=["own answers", "equal answers"])
 @pytest.mark.parametrize("write", [trl, verl, verl_record, open_instruct, nemo_rl, ms_swift])
-def test_dumps_of_turns_are_refused_and_of_single_ones_are_read(tmp_path, write, own):
+def test_dumps_of_turns_are_rollouts(tmp_path, write, own):
     one = FORMATS[write.__name__]
     for turns in (1, 3):
         folder = tmp_path / str(turns)
         folder.mkdir()
         write(folder, list(rollouts(turns, own=own)))
-        if turns == 1:
-            conversion = convert(folder, one, folder / "o.parquet", Options())
-            assert (conversion.kept, conversion.groups) == (16, 4)
-        else:
+        if (write, turns) == (open_instruct, 3):
+            # Its rows name only the question and the turn.
             with pytest.raises(ConfigError, match=REFUSED):
                 convert(folder, one, folder / "o.parquet", Options())
+            continue
+        conversion = convert(folder, one, folder / "o.parquet", Options())
+        assert (conversion.kept, conversion.rollouts, conversion.groups) == (16 * turns, 16, 4)
+        assert [x.reward for x in read_rollouts(folder / "o.parquet")] == REWARDS
+        if turns == 3:
+            assert any("turns of 16 rollouts" in line for line in conversion.lines())
+            written = parquet.read_table(folder / "o.parquet")
+            assert written["turn"].to_pylist() == [0, 1, 2] * 16
+            assert len(set(written["rollout_id"].to_pylist())) == 16
+            assert len(read_rewards(folder / "o.parquet").groups) == 4
+
+
+def node(parent, ids, sampled):
+    return {"parent": parent, "sampled": sampled, "token_ids": ids, "mask": [sampled] * len(ids),
+            "logprobs": [-0.5] * len(ids) if sampled else None,
+            "advantages": [0.3] * len(ids) if sampled else None}  # fmt: skip
+
+
+def episode(q, g, nodes):
+    trace = {"id": f"{q}-{g}", "nodes": nodes, "rewards": {"r": {"score": g % 2, "weight": 1.0}}}
+    return {"id": f"e{q}-{g}", "group": {"id": f"q{q}"}, "traces": [trace]}
+
+
+def branching(q, g):
+    """A conversation of two turns, of which the first is the end of another path, and a summary."""
+    return [node(None, [q], False), node(0, [5, g], True), node(1, [6], False),
+            node(2, [7], True), node(1, [8], False), node(4, [9], True),
+            node(None, [q, q], False), node(6, [3], True)]  # fmt: skip
+
+
+def test_a_trace_that_branches_is_a_rollout_of_its_paths(tmp_path):
+    """Each token that the policy wrote is scored once, as prime-rl trains it."""
+    folder = tmp_path / "rollouts" / "step_3" / "train" / "effective"
+    folder.mkdir(parents=True)
+    lines(
+        folder / "traces.jsonl",
+        [episode(q, g, branching(q, g)) for q in range(4) for g in range(4)],
+    )
+    conversion = convert(tmp_path, FORMATS["prime_rl"], tmp_path / "o.parquet", Options())
+    assert (conversion.kept, conversion.rollouts, conversion.groups) == (48, 16, 4)
+    first = read_rollouts(tmp_path / "o.parquet")[0]
+    assert [(x.prompt_ids, x.completion_ids, x.loss_mask) for x in first.turns] == [
+        ([0], [5, 0, 6, 7], [1, 1, 0, 1]), ([0, 5, 0, 8], [9], [1]), ([0, 0], [3], [1]),
+    ]  # fmt: skip
+    assert [x.logprobs for x in first.turns] == [[-0.5, -0.5, 0.0, -0.5], [-0.5], [-0.5]]
+
+
+def test_advantages_by_turn_of_a_trace_are_refused(tmp_path):
+    nodes = branching(0, 1)
+    nodes[3]["advantages"] = [0.7]
+    folder = tmp_path / "rollouts" / "step_3" / "train" / "effective"
+    folder.mkdir(parents=True)
+    lines(folder / "traces.jsonl", [episode(0, g, nodes) for g in range(4)])
+    with pytest.raises(ConfigError, match="its turns have advantage 0.3 and 0.7"):
+        convert(tmp_path, FORMATS["prime_rl"], tmp_path / "o.parquet", Options())
+
+
+def test_results_of_verifiers_are_rollouts_of_their_steps(tmp_path):
+    """A row as `state_to_output` of verifiers writes it with the column `trajectory`."""
+
+    def row(q, g):
+        steps = [
+            {"tokens": {"prompt_ids": ids(prompt), "prompt_mask": [0] * len(prompt),
+                        "completion_ids": ids(text), "completion_mask": [1] * len(text),
+                        "completion_logprobs": [-1.0] * len(text)},
+             "reward": g % 2, "advantage": 0.2, "trajectory_id": "t", "is_truncated": False}
+            for qq, gg, _, prompt, text in rollouts(3) if (qq, gg) == (q, g)
+        ]  # fmt: skip
+        return {"example_id": q, "prompt": [], "completion": [], "reward": g % 2, "error": None,
+                "is_truncated": False, "is_completed": True, "trajectory": steps}  # fmt: skip
+
+    lines(tmp_path / "results.jsonl", [row(q, g) for q in range(4) for g in range(4)])
+    conversion = convert(tmp_path, detect(tmp_path), tmp_path / "o.parquet", Options())
+    assert (conversion.name, conversion.kept, conversion.rollouts) == ("verifiers", 48, 16)
+    assert [x.reward for x in read_rollouts(tmp_path / "o.parquet")] == REWARDS
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["tokens", "messages"])
+def test_episodes_of_rllm_are_rollouts_of_their_steps(tmp_path, exact):
+    """Files as `EpisodeLogger.log_episode` (messages) and `EpisodeStore` of rLLM write them."""
+    folder = tmp_path / "episodes" / "train_step_3_epoch_0"
+    folder.mkdir(parents=True)
+    for q in range(4):
+        for g in range(4):
+            steps = [
+                {"prompt_ids": ids(prompt), "response_ids": ids(text), "reward": 0.0}
+                if exact
+                else {"chat_completions": [{"role": "user", "content": prompt},
+                                           {"role": "assistant", "content": text}]}
+                for qq, gg, t, prompt, text in rollouts(3) if (qq, gg) == (q, g)
+            ]  # fmt: skip
+            content = {
+                "training_step": 3, "episode_id": f"{q}:{g}", "task": {"question": q},
+                "trajectories": [{"name": "agent", "uid": "x", "reward": g % 2, "steps": steps}],
+            }  # fmt: skip
+            (folder / f"episode_hash{q}_id{q}_{g}.json").write_text(json.dumps(content, indent=2))
+    conversion = convert(tmp_path, detect(tmp_path), tmp_path / "o.parquet", Options())
+    assert (conversion.name, conversion.kept, conversion.rollouts) == ("rllm", 48, 16)
+    assert (conversion.exact, conversion.step_rollouts) == (exact, 16)
+    assert [x.reward for x in read_rollouts(tmp_path / "o.parquet")] == REWARDS

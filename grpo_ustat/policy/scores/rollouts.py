@@ -1,4 +1,4 @@
-"""Scores of sampled completions, in which equal completions are scored only once."""
+"""Scores of sampled completions: equal ones are scored once, and turns of a rollout are summed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from grpo_ustat.policy.scores.backward import CompletionScores, completion_score
 from grpo_ustat.policy.scores.by_layer import LayerWeights
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
+from grpo_ustat.policy.scores.turns import split_turns
 from grpo_ustat.records import Rollouts
 
 # Number of multiplications that take as long as the overhead of one call of a layer.
@@ -46,7 +47,8 @@ def score_rollouts(
     Completions are scored layer by layer if the full graph would need more than half of the free
     memory. Without dropout, equal completions of a prompt have equal scores, so they are scored
     only once, with the sum of their weights. Completions of similar length are read in the same
-    pass; see `pass_sizes`.
+    pass; see `pass_sizes`. Of completions with several turns each turn is a row, and the scores of
+    a completion's rows are summed.
 
     Args:
         index: flat indices, [B].
@@ -58,6 +60,17 @@ def score_rollouts(
         drops: see `completion_scores`.
         layer_weights: see `completion_scores`; if given, all completions are read in one pass.
     """
+    if rollouts.turn_PGT is not None:
+        # Only pools of files have turns, and they have neither images nor weights by layer.
+        assert not images and layer_weights is None
+        rows = split_turns(rollouts, index)
+        scores = score_rollouts(
+            policy, rows.rollouts, np.arange(rows.count), temperature,
+            token_weights_BT=None if token_weights_BT is None else rows.by_row(token_weights_BT),
+            weights_KB=None if weights_KB is None else weights_KB[:, rows.completion_R],
+            gram=True, features=features, pooled=pooled, metric=metric, drops=drops,
+        )  # fmt: skip
+        return rows.summed(scores, len(index))
     size = rollouts.mask_PGT.shape[1]
     assert not images or len(set(index // size)) == 1, "images belong to one prompt"
     first = place_B = np.arange(len(index))

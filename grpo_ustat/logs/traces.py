@@ -1,0 +1,196 @@
+"""Rollouts of several turns in one record: traces and results of verifiers, episodes of rLLM.
+
+A trace of verifiers, which prime-rl logs too, is a tree of messages. It branches if the policy read
+something else than the conversation so far, such as a summary, or if it asked another agent. Each
+path from the root to a leaf is a row, and the policy wrote a message only in the first path that
+contains the message, as in prime-rl's `iter_trainable_branches`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_ustat.logs.turns import differ_by_turn
+
+# Fields of a Rollout; see `formats.Fields`.
+Fields = dict[str, Any]
+
+
+def trace_fields(
+    trace: Mapping[str, Any], episode: Mapping[str, Any], untrained: str, at: str
+) -> Fields:
+    """Parse the trace of a single agent.
+
+    The prompt ends before the first token that the policy wrote.
+    """
+    nodes = trace["nodes"]
+    written: set[int] = set()
+    turns = [_path_fields(nodes, path, written) for path in _paths(nodes)]
+    turns = [turn for turn in turns if any(turn["loss_mask"])] or turns[:1]
+    policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
+    first, last = policy.get("start"), policy.get("end")
+    fault = f"written by policies {first} to {last}" if first != last else ""
+    advantages = [node.get("advantages") for node in nodes if node.get("sampled")]
+    fault = fault or credit_by_turn("advantage", advantages)
+    agent = trace.get("agent") or {}
+    if not untrained and trace.get("ok", episode.get("ok")) is False:
+        untrained = "it failed (ok is false)"
+    elif not untrained and agent.get("trainable") is False:
+        untrained = "it is from an agent that is not trained"
+    rewards = {name: (reward or {}).get("score") for name, reward in trace["rewards"].items()}
+    weights = {name: (reward or {}).get("weight") for name, reward in trace["rewards"].items()}
+    reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
+    group = (episode.get("group") or {}).get("id")
+    if isinstance(group, list | dict):
+        raise TypeError("group.id is not a name")
+    group = json.dumps(turns[0]["prompt_ids"]) if group is None else group
+    ended = None if not reasons else reasons[-1] != "length"
+    if not all(turn["logprobs"] is not None for turn in turns):
+        turns = [turn | {"logprobs": None} for turn in turns]
+    return dict(
+        turns[0], at=at, group=f"{group}/{agent['name']}" if "name" in agent else str(group),
+        untrained=untrained, ended=ended, later=[turn | {"ended": ended} for turn in turns[1:]],
+        policy_version=None if last is None else str(last), fault=fault,
+        rewards=(rewards, {name: 1.0 if x is None else x for name, x in weights.items()}),
+    )  # fmt: skip
+
+
+def _paths(nodes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the places of the nodes on each path from a root to a leaf, ordered by leaf.
+
+    `parent` is the place of a node's parent, or None for a root. Nodes without it are a chain.
+    """
+    parents = [node.get("parent", place - 1 if place else None) for place, node in enumerate(nodes)]
+    if any(parent is not None and not 0 <= parent < place for place, parent in enumerate(parents)):
+        raise ValueError("a node has no earlier node as its parent")
+    paths = []
+    for leaf in (place for place in range(len(nodes)) if place not in parents):
+        path, place = [], leaf
+        while place is not None:
+            path.append(place)
+            place = parents[place]
+        paths.append(path[::-1])
+    return paths or [[]]
+
+
+def _path_fields(
+    nodes: Sequence[Mapping[str, Any]], path: Sequence[int], written: set[int]
+) -> Fields:
+    """Concatenate the tokens of a path, and add its sampled nodes to `written`.
+
+    Nodes that are already in `written` are not scored again. A node has log-probabilities for its
+    sampled tokens only or for all its tokens.
+    """
+    tokens, mask, logprobs, are_logged = list[int](), list[int](), list[float](), True
+    for place in path:
+        node = nodes[place]
+        ids = node.get("token_ids") or []
+        sampled = bool(node.get("sampled")) and place not in written
+        node_mask = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
+        values = iter(node.get("logprobs") or ())
+        if place in written:
+            logprobs += [0.0] * len(node_mask)
+        elif node.get("logprobs") and len(node["logprobs"]) == len(node_mask) != sum(node_mask):
+            # This node has log-probabilities for all its tokens.
+            logprobs += [float(x) for x in values]
+        else:
+            logprobs += [float(next(values, math.nan)) if is_kept else 0.0 for is_kept in node_mask]
+        are_logged &= not any(node_mask) or bool(node.get("logprobs"))
+        if sampled:
+            written.add(place)
+        tokens += ids
+        mask += node_mask
+    start = mask.index(1) if 1 in mask else len(tokens)
+    return dict(
+        prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
+        logprobs=logprobs[start:] if are_logged else None,
+    )  # fmt: skip
+
+
+def result_fields(row: Mapping[str, Any]) -> Fields:
+    """Parse a line of `results.jsonl`, which verifiers' `vf-eval` writes: one rollout.
+
+    With `--state-columns trajectory` the line contains the steps of the rollout. Steps that the
+    client returned with tokens are read; otherwise the line has only texts.
+    """
+    common: Fields = dict(
+        group=str(row["example_id"]), ended=not row["is_truncated"],
+        untrained="it failed: it has an error" if row.get("error") else "",
+        rewards=({"reward": row["reward"]}, {"reward": 1.0}),
+    )  # fmt: skip
+    steps = row.get("trajectory") or []
+    if not steps or not all(step.get("tokens") for step in steps):
+        return common | {"prompt": row["prompt"], "completion": row["completion"]}
+    turns: list[Fields] = [
+        dict(
+            prompt_ids=tokens["prompt_ids"], completion_ids=tokens["completion_ids"],
+            loss_mask=tokens["completion_mask"], logprobs=tokens["completion_logprobs"] or None,
+        )
+        for tokens in (step["tokens"] for step in steps)
+    ]  # fmt: skip
+    faults = [
+        credit_by_turn(name, [step.get(name) for step in steps]) for name in ("advantage", "reward")
+    ]
+    return common | turns[0] | {"later": turns[1:], "fault": next(filter(None, faults), "")}
+
+
+def episode_fields(episode: Mapping[str, Any], folder: str) -> list[Fields]:
+    """Parse an episode of rLLM, from its `EpisodeLogger` or from `rllm eval`.
+
+    Each trajectory of the episode is a rollout, and each of its steps is a turn. `EpisodeLogger`
+    writes only messages; `rllm eval` also writes token ids if the rollout engine returned them.
+
+    Args:
+        episode: content of the file.
+        folder: name of the file's folder, such as `train_step_3_epoch_0`.
+    """
+    trajectories, step = episode["trajectories"], episode.get("training_step")
+    task = episode.get("task_hash") or json.dumps(episode.get("task"), sort_keys=True)
+    name = episode.get("episode_id", episode.get("id"))
+    return [
+        dict(
+            _steps_fields(trajectory["steps"]), at=f" trajectory {k}",
+            group=f"{task}/{trajectory['name']}", step=None if step is None else str(step),
+            policy_version=None if step is None else f"step {step}", sample=f"{name} {k}",
+            untrained="of an evaluation" if folder.startswith("val_") else "",
+            rewards=({"reward": trajectory["reward"]}, {"reward": 1.0}),
+        )
+        for k, trajectory in enumerate(trajectories)
+    ]  # fmt: skip
+
+
+def _steps_fields(steps: Sequence[Mapping[str, Any]]) -> Fields:
+    """Parse the steps of a trajectory of rLLM as turns."""
+    if not steps:
+        return {"fault": "it has no steps"}
+    turns: list[Fields] = []
+    for step in steps:
+        if step.get("prompt_ids") and step.get("response_ids"):
+            turns.append({
+                "prompt_ids": step["prompt_ids"], "completion_ids": step["response_ids"],
+                "logprobs": step.get("logprobs") or None,
+            })  # fmt: skip
+            continue
+        messages = step["chat_completions"]
+        if not messages or messages[-1]["role"] != "assistant":
+            return {"fault": "a step's chat_completions do not end in an assistant message"}
+        turns.append({"prompt": messages[:-1], "completion": messages[-1:]})
+    if len({frozenset(turn) for turn in turns}) > 1:
+        return {"fault": "only some of its steps have token ids"}
+    fault = credit_by_turn("advantage", [step.get("advantage") for step in steps])
+    return turns[0] | {"later": turns[1:], "fault": fault}
+
+
+def credit_by_turn(name: str, values: Sequence[Any]) -> str:
+    """Return the reason why a rollout with these values of its turns is unusable, or ""."""
+    different = differ_by_turn(values)
+    if different is None:
+        return ""
+    low, high = different
+    return (
+        f"its turns have {name} {low:g} and {high:g}, but credit by turn gives another gradient "
+        f"than one {name} for the rollout"
+    )
