@@ -148,7 +148,7 @@ def test_a_report_answers_each_study_at_its_own_rollouts(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     drawn = (tmp_path / "report/fixed_n.svg").read_text()
     for n, size in ((64, 2), (100, 2)):
-        assert f"at {n} rollouts" in said and f"G = {size}" in said
+        assert f"At {n} rollouts" in said and f"G = {size}" in said
         assert f"n = {n}" in drawn
     assert "256" not in said
 
