@@ -16,7 +16,9 @@ SECTION = "Is the applied gradient the declared one?"
 REWARDS = np.random.default_rng(0).integers(0, 2, size=(4, 8)).astype(float)
 
 
-@pytest.mark.parametrize("divisor, line", [(4, None), (1, "The applied gradient equals the declared ")])
+@pytest.mark.parametrize(
+    "divisor, line", [(4, None), (1, "The applied gradient equals the declared ")]
+)
 def test_the_loop_of_the_page(tmp_path, capsys, divisor, line):
     """Divided once more by the number of micro-batches, as on the page, and right."""
     page = blocks(PAGES["docs/library.md"], SECTION)
