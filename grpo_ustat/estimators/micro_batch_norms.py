@@ -101,11 +101,14 @@ def norm_weights(layout: Layout, own_norms: bool) -> Array:
     place_K = np.arange(count)
     before_block_K = place_K // size * size
     # Increment k is ||g_k||^2 + 2 <g_k, A_{k-1}>.
-    columns = [np.ones(count), 2.0 * before_block_K, 2.0 * (place_K - before_block_K)]
-    increments_KN = np.hstack([np.eye(count) - np.eye(count, k=-1), np.zeros((count, count))])
+    in_block_K = (place_K - before_block_K).astype(float)
+    columns = [np.ones(count), 2.0 * before_block_K, 2.0 * in_block_K]
+    increments_KN: Array = np.hstack(
+        [np.eye(count) - np.eye(count, k=-1), np.zeros((count, count))]
+    )
     own_KN = np.hstack([np.zeros((count, count)), np.eye(count)])
     if own_norms:
-        design = np.stack(columns[1:], axis=1)[1:]
+        design: Array = np.stack(columns[1:], axis=1)[1:]
         found = _fit(design, 1 / place_K[1:]) @ (increments_KN - own_KN)[1:]
         between_N, inside_N = found
         length_N = own_KN.mean(axis=0)
@@ -118,8 +121,8 @@ def norm_weights(layout: Layout, own_norms: bool) -> Array:
 
 def _fit(design_KJ: Array, weights_K: Array) -> Array:
     """Return the matrix of a weighted least-squares fit; a column of zeros has coefficient 0."""
-    roots_K1 = np.sqrt(weights_K)[:, None]
-    return np.linalg.pinv(roots_K1 * design_KJ) * roots_K1.T
+    roots_K1: Array = np.sqrt(weights_K)[:, None]
+    return np.asarray(np.linalg.pinv(roots_K1 * design_KJ) * roots_K1.T, float)
 
 
 def signal_and_noise_of_ranks(
