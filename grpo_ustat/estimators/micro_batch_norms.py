@@ -98,11 +98,10 @@ def norm_weights(layout: Layout, own_norms: bool) -> Array:
     if not layout.is_measurable:
         raise ValueError(f"{layout}: use at least two blocks of equal size")
     count, size = layout
-    place_K = np.arange(count)
-    before_block_K = place_K // size * size
+    place_K: Array = np.arange(count, dtype=float)
+    before_block_K: Array = np.floor(place_K / size) * size
     # Increment k is ||g_k||^2 + 2 <g_k, A_{k-1}>.
-    in_block_K = (place_K - before_block_K).astype(float)
-    columns = [np.ones(count), 2.0 * before_block_K, 2.0 * in_block_K]
+    columns = [np.ones(count), 2.0 * before_block_K, 2.0 * (place_K - before_block_K)]
     increments_KN: Array = np.hstack(
         [np.eye(count) - np.eye(count, k=-1), np.zeros((count, count))]
     )

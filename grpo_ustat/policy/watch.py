@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -109,7 +109,9 @@ class _Norms:
     # Of the accumulated gradient, and of each micro-batch if it is known.
     grown: list[Tensor] = field(default_factory=list)
     own: list[Tensor] = field(default_factory=list)
-    # True if a micro-batch had several backward passes, so that norms of its parts do not add up.
+    # False for a micro-batch whose gradients the ranks have not summed.
+    reduced: list[bool] = field(default_factory=list)
+    # True if the gradient of a micro-batch came in several parts, whose norms do not add up.
     split: bool = False
     # True if a parameter had a gradient after the last backward pass.
     any_gradient: bool = False
@@ -142,8 +144,8 @@ class Meter:
         self._norms = _Norms()
         # Copy of the accumulated gradient, by place of the parameter.
         self._previous: dict[int, Tensor] = {}
-        # Norms of the parameters' gradients in this backward pass.
-        self._parts: list[Tensor] = []
+        # Norms of the parameters' gradients in this backward pass, by place.
+        self._parts: dict[int, Tensor] = {}
         # Backward passes in which `_end_of_backward` is queued, by autograd's number.
         self._passes: set[int] = set()
         self._nested = False
@@ -158,7 +160,7 @@ class Meter:
             model.register_forward_pre_hook(self._before_call),
             model.register_forward_hook(self._after_call),
             *(each.register_step_pre_hook(self._before_step) for each in optimizers),
-            *map(self._watch_parameter, self.parameters),
+            *(self._watch_parameter(*item) for item in enumerate(self.parameters)),
         ]
 
     def close(self) -> None:
@@ -169,17 +171,19 @@ class Meter:
 
     # Hooks, in the order of a step.
 
-    def _watch_parameter(self, parameter: Tensor) -> Any:
+    def _watch_parameter(self, place: int, parameter: Tensor) -> Any:
         """Note each backward pass that reaches a parameter, and if possible its own gradient."""
         if self.rows.way == SHARDED:
             return parameter.register_post_accumulate_grad_hook(lambda _: self._in_backward())
-        return parameter.register_hook(self._own_gradient)
+        return parameter.register_hook(partial(self._own_gradient, place))
 
     @torch.no_grad()
-    def _own_gradient(self, gradient: Tensor) -> None:
+    def _own_gradient(self, place: int, gradient: Tensor) -> None:
         """Take the norm of a gradient before autograd adds it to the accumulated gradient."""
         self._in_backward()
-        self._parts.append(torch.linalg.vector_norm(_values(gradient), dtype=torch.float32))
+        # Reentrant checkpointing may add the gradients of a tied weight one by one.
+        self._norms.split |= place in self._parts
+        self._parts[place] = torch.linalg.vector_norm(_values(gradient), dtype=torch.float32)
 
     def _before_call(self, *_: Any) -> None:
         """Forget the micro-batches of a step that was skipped, after which gradients are None."""
@@ -225,7 +229,6 @@ class Meter:
         norms = self._norms
         norms.any_gradient = any(p.grad is not None for p in self.parameters)
         try:
-            self._check_reduced()
             grown, own = self._sq_norm(_gradients(self.parameters)), self._own_sq_norm()
         except (ConfigError, RuntimeError) as error:
             # The other ranks still wait for this rank's numbers of the step.
@@ -233,26 +236,23 @@ class Meter:
             grown, own = torch.tensor(math.nan), []
         if self._calls or not self._is_called or not norms.grown:
             norms.grown.append(grown)
+            norms.reduced.append(self._is_reduced())
             norms.own += own
         else:
-            norms.grown[-1], norms.split = grown, True
+            norms.grown[-1], norms.reduced[-1] = grown, self._is_reduced()
+            norms.split = True
         self._calls = max(0, self._calls - 1)
 
-    def _check_reduced(self) -> None:
-        """Refuse sharded gradients that ranks have not added yet.
-
-        Raises:
-            ConfigError: the gradients are unsharded or missing.
-        """
+    def _is_reduced(self) -> bool:
+        """Return True if sharded gradients are there, summed over ranks."""
         if self.rows.way != SHARDED:
-            return
+            return True
         without_sync = any(getattr(m, "_sync_gradients", True) is False for m in self._fsdp1)
-        if without_sync or not self._norms.any_gradient:
-            raise ConfigError(NOT_REDUCED)
+        return self._norms.any_gradient and not without_sync
 
     def _own_sq_norm(self) -> list[Tensor]:
         """Return the squared norm of the micro-batch's gradient, or nothing if it is unknown."""
-        parts, self._parts = self._parts, []
+        parts, self._parts = [*self._parts.values()], {}
         if self.copy_gradient and self.rows.way == SHARDED:
             gradients = _gradients(self.parameters)
             changes = {
@@ -292,6 +292,8 @@ class Meter:
             if self._nested:
                 self._fault = REENTRANT
             return
+        if not all(norms.reduced):
+            self._fault = self._fault or NOT_REDUCED
         numbers = self._numbers_of(norms)
         if self.scaler is not None:
             numbers[SQ_NORM:] /= self.scaler.get_scale() ** 2
@@ -464,7 +466,7 @@ def _share(parameter: Tensor, rows: StepRows) -> float:
         return 1.0
     shards = 1
     for dimension, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
+        if not placement.is_replicate():
             shards *= parameter.device_mesh.size(dimension)
     return shards / rows.world
 
