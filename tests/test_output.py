@@ -91,7 +91,7 @@ def test_what_the_system_refuses_any_command_is_one_line(verb, monkeypatch, caps
         entry.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "error: No space left on device: x.json: make room on the disk, then type the same command "
+        "error: No space left on device: x.json: free space on the disk, then run the same command "
         "again\n"
     )
 
@@ -115,4 +115,4 @@ def test_a_report_that_the_system_refuses_is_one_line(monkeypatch, capsys, tmp_p
     with pytest.raises(SystemExit):
         app.main(replace(load_command("report"), load_run=lambda: refuse))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "then type the same command again" in line
+    assert line.startswith("error: ") and "then run the same command again" in line

@@ -1,21 +1,22 @@
-"""Lock that reserves a folder for one process at a time and is released when its owner ends.
+"""Lock that reserves a folder for one process at a time and ends when that process ends.
 
-The owner holds the file `.lock` with flock(2) and writes its name into the file. The kernel
-releases the flock when the owner dies. This is not enough for several machines: some file systems
-restrict flock to one machine (BeeGFS and Lustre by default), and others do not support it. The
-owner therefore also touches the file every `BEAT_SECONDS`, and a lock from another machine is taken
-over only if the file has not changed for `DEAD_AFTER_SECONDS`. The file's time is compared only
-with its earlier values, never with a clock, so clocks may differ by any amount.
+The owner locks the file `.lock` with flock(2) and writes a record of itself into the file. The
+kernel releases the flock when the owner dies. This is not enough for several machines, because some
+file systems restrict flock to one machine (BeeGFS and Lustre by default), and others do not support
+it. The owner therefore also touches the file every `BEAT_SECONDS`, and a lock from another machine
+is taken over only if the file has not changed for `DEAD_AFTER_SECONDS`. The file's modification
+time is compared only with its earlier values, never with a clock, so the machines' clocks can
+differ by any amount.
 
-An owner calls `check` before it writes. If the owner was suspended for too long and lost its lock,
-the file names another owner, and the process ends.
+An owner calls `check` before it writes. If the owner was suspended for so long that it lost its
+lock, the file names another owner, and the suspended process ends.
 
-`SoftFileLease` of filelock 4.2.11 has a similar heartbeat. It was tried and is not used for two
-reasons. First, it takes the lock from live owners although flock shows that they are alive:
-immediately from an owner whose process id does not exist here (for example in another container
-with the same host name), and after the lease from a suspended owner on this machine. Second, its
-file has no field for a SLURM job, whose restart proves immediately that an owner on another machine
-is dead.
+`SoftFileLease` in filelock 4.2.11 has a similar heartbeat. It was tried and is not used for two
+reasons. First, it can take the lock from an owner that is alive, as flock would show. This happens
+immediately if the owner's process id does not exist here (for example in another container with the
+same host name), and after the lease if an owner on this machine is suspended. Second, its file has
+no field for a SLURM job. Here, a restart of the owner's job proves immediately that an owner on
+another machine is dead.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.signals import stop_if_requested
 
 NAME = ".lock"
-# Seconds between two heartbeats.
+# Interval between heartbeats in seconds.
 BEAT_SECONDS = 10.0
 # Seconds without a heartbeat after which an owner on another machine is considered dead.
 DEAD_AFTER_SECONDS = 60.0
-# Seconds between two checks for a heartbeat.
+# Interval between checks for a heartbeat in seconds.
 LOOK_SECONDS = 1.0
-# Seconds to wait until other processes that took over at the same moment become visible.
+# Seconds after a takeover in which other processes that took over at the same time become visible.
 SETTLE_SECONDS = 2.0
-# Seconds for which a denied flock is retried. A process that only inspects the lock holds the flock
-# for microseconds.
+# Seconds for which a denied flock is retried, because a process that only inspects the lock also
+# has the flock for a few microseconds.
 FLOCK_SECONDS = 1.0
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Held(ConfigError):
-    """Error because another process holds the folder; the one-line message names the process."""
+    """Error for a folder locked by another process; the one-line message names the process."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ class Owner:
     # Random token, unique to this lock.
     token: str
     host: str
-    # Process id as seen by the process itself; outside a container the id differs.
+    # Process id as seen by the process itself; outside its container, the id can differ.
     pid: int
     # Random id of the running kernel, which changes at every boot; None outside Linux.
     boot_id: str | None
-    # Time at which the process took the lock, by its own clock; only for display.
+    # Time at which the process took the lock, by its machine's clock; used only for display.
     started: str
-    # Number of the SLURM job (None outside SLURM), and the number of restarts of the job; see
-    # `grpo_ustat.distributed.slurm`.
+    # Number of the SLURM job (None outside SLURM), and number of times that the job was restarted;
+    # see `grpo_ustat.distributed.slurm`.
     slurm_job: str | None
     slurm_restart: int
 
@@ -92,7 +93,7 @@ class Holder(Owner):
 
 
 class Lock:
-    """Lock of a folder, which one process can take once; its forks do not hold the lock.
+    """Lock of a folder, which a process can take once; forks of the process do not own the lock.
 
     Args:
         folder: folder to lock; it is created if it does not exist.
@@ -105,11 +106,11 @@ class Lock:
         self._released = threading.Event()
 
     def take(self) -> None:
-        """Take the lock; if it is taken from a dead owner, print a line on standard error.
+        """Take the lock; if it belonged to a dead owner, print a line on standard error.
 
         Raises:
-            Held: the owner is alive. If the owner is on another machine, this check takes up to
-                `DEAD_AFTER_SECONDS`.
+            Held: the owner is alive. The check takes up to `DEAD_AFTER_SECONDS` if the owner is on
+                another machine.
             OSError: the lock file cannot be created or written.
         """
         watched = None
@@ -129,8 +130,8 @@ class Lock:
     def _own(self, descriptor: int, previous: bytes, settle: bool) -> None:
         """Write this process into the locked file, and start a thread that sends heartbeats."""
         if previous:
-            _say(f"{self.path.parent}: {_named(previous)} is gone, this process takes over")
-        # Write before truncating, because an empty file has no owner.
+            _say(f"{self.path.parent}: {_named(previous)} has ended; this process takes over")
+        # Write before truncating, because an empty file would have no owner.
         os.pwrite(descriptor, self._content, 0)
         os.ftruncate(descriptor, len(self._content))
         os.fsync(descriptor)
@@ -158,14 +159,14 @@ class Lock:
         if not content:
             raise Held(
                 f"{self.path.parent} or its {NAME} was moved or removed while this process worked "
-                "there: it ends here and writes nothing more; put the folder back and run the same "
-                "command to go on"
+                "there: this process now ends without writing; put the folder back and run the "
+                "same command to continue"
             )
         if content != self._content:
             raise Held(
                 f"{self.path.parent} was taken over by {_named(content)}, because this process "
-                f"sent no heartbeat for {DEAD_AFTER_SECONDS:g} s (suspended?): it ends here "
-                "and writes nothing"
+                f"sent no heartbeat for {DEAD_AFTER_SECONDS:g} s (suspended?): this process now "
+                "ends without writing"
             )
 
     def is_own(self) -> bool:
@@ -177,13 +178,13 @@ class Lock:
         return self in _HELD_LOCKS
 
     def release(self) -> None:
-        """Release the lock if this process owns it; forked children do not."""
+        """Release the lock if this process owns it; do nothing in a fork of the owner."""
         if self not in _HELD_LOCKS:
             return
         _HELD_LOCKS.discard(self)
         self._released.set()
         try:
-            # Closing the descriptor releases the lock in any case.
+            # Closing the descriptor below releases the flock even if the file cannot be removed.
             with suppress(Held, OSError):
                 self.check()
                 self.path.unlink()
@@ -198,12 +199,12 @@ class Lock:
                     os.utime(self.path)
 
 
-# Locks that this process holds.
+# Locks that this process owns.
 _HELD_LOCKS: set[Lock] = set()
 
 
 def check_own() -> None:
-    """Call `Lock.check` on every lock that this process holds."""
+    """Call `Lock.check` on every lock that this process owns."""
     for lock in tuple(_HELD_LOCKS):
         lock.check()
 
@@ -218,12 +219,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def peek(folder: Path) -> Holder | None:
-    """Return the process that holds the folder, or None if there is none or it is dead.
+    """Return the live process that has locked the folder, or None if there is none.
 
     The lock is not changed. The current time is taken from a temporary file in the folder. If the
-    folder is not writable, this machine's time is used; the result for an owner on another machine,
-    whose flock is not visible here, then depends on the difference between the two clocks. Only
-    `Lock.take` is decisive, and it compares no clocks.
+    folder is not writable, this machine's clock is used. In that case, if the owner is on another
+    machine and its flock is not visible here, the result depends on the difference between the two
+    machines' clocks. Only `Lock.take` is decisive, and it does not compare clocks.
     """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
@@ -241,7 +242,7 @@ def peek(folder: Path) -> Holder | None:
 
 
 def in_use(folder: Path, who: str) -> str:
-    """Return the error message for a folder that another process holds."""
+    """Return the error message for a folder that another process has locked."""
     return (
         f"{folder} is in use by {who}: wait for it, stop it, or choose another folder with "
         "hydra.run.dir=DIR"
@@ -249,18 +250,18 @@ def in_use(folder: Path, who: str) -> str:
 
 
 def _opened(path: Path) -> tuple[int, bool, bool]:
-    """Open and flock the file; return its descriptor and two flags.
+    """Open the file and lock it with flock; return its descriptor and two flags.
 
-    The first flag is True if the file is new. The second is True if the file is flocked, and False
-    if the file system does not support flock.
+    The first flag is True if the file is new. The second flag is True if the flock succeeded, and
+    False if the file system does not support flock.
 
     Raises:
-        Held: another process holds the file.
+        Held: another process has locked the file.
     """
     until = time.monotonic() + FLOCK_SECONDS
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process whose lock was refused may remove the folder in the meantime.
+        # Another process whose own lock was refused can remove the folder in the meantime.
         with suppress(FileNotFoundError):
             descriptor, new = _open_or_create(path)
             flocked = _flock(descriptor)
@@ -283,7 +284,8 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
 def _flock(descriptor: int) -> bool | None:
     """Lock a file with flock.
 
-    The result is False if another process holds the lock, and None if flock is not supported.
+    Return True if this succeeds, False if another process has the flock, and None if the file
+    system does not support flock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -298,7 +300,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_flocked(descriptor: int) -> bool | None:
-    """Return True if another process holds a flock on the file; None if flock is not supported."""
+    """Return True if another process has a flock on the file; None if flock is not supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -310,7 +312,7 @@ def _is_flocked(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return True if the path still refers to the open file, which its owner may have removed."""
+    """Return True if the path still refers to the open file, which its owner might have removed."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -318,9 +320,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _outlived(owner: Owner | None) -> bool:
-    """Return True if an owner whose flock is released is certainly dead.
+    """Return True if an owner that has no flock is certainly dead.
 
-    This is certain if the owner ran under this kernel, or if SLURM has restarted its job.
+    The owner is certainly dead if it ran under this kernel, or if SLURM has restarted its job.
     """
     if owner is None:
         return False
@@ -334,8 +336,8 @@ def _outlived(owner: Owner | None) -> bool:
 def _seen_dead(path: Path) -> bytes | None:
     """Watch a lock until its owner is considered dead, and return the lock's content.
 
-    The result is None if the file disappears. The function counts checks rather than time, because
-    the owner cannot send heartbeats while the file system hangs.
+    The result is None if the file disappears. The time limit is a number of checks, not a duration,
+    because the owner cannot send heartbeats while the file system hangs.
 
     Raises:
         Held: the owner sent a heartbeat.
@@ -358,9 +360,9 @@ def _seen_dead(path: Path) -> bytes | None:
 
 
 def _look(path: Path) -> tuple[bytes, int | None]:
-    """Return a lock's content and the time of its last change in ns.
+    """Return a lock file's content and the time of its last change in nanoseconds.
 
-    The file is opened each time, because NFS contacts its server only when a file is opened.
+    Every call opens the file anew, because NFS contacts its server only when a file is opened.
     """
     try:
         with path.open("rb") as file:
@@ -381,7 +383,7 @@ def _parsed(content: bytes) -> Owner | None:
 
 
 def _named(content: bytes) -> str:
-    return str(_parsed(content) or "a process that left no name")
+    return str(_parsed(content) or "an unknown process")
 
 
 def _this_process() -> Owner:
@@ -394,9 +396,9 @@ def _this_process() -> Owner:
 
 
 def _now(folder: Path) -> float:
-    """Return the time in seconds by the clock that sets the times of the folder's files.
+    """Return the time in seconds, from the clock that sets modification times in the folder.
 
-    If the folder is not writable, this machine's time is returned.
+    If the folder is not writable, return this machine's time.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:

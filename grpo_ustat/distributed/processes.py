@@ -1,4 +1,4 @@
-"""Ending of processes: children when their parent ends, and all started processes on request."""
+"""Functions that end processes, either on request or when their parent ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-# Seconds between two checks that the parent is alive.
+# Interval in seconds between checks that the parent is alive.
 LOOK_SECONDS = 0.5
 
 
@@ -35,16 +35,16 @@ def kill_children(pid: int, recursive: bool = False) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group that a process leads."""
+    """Kill the process group whose leader has the given process id."""
     # macOS raises PermissionError for zombies.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[None]:
-    """Yield twice a second while this process's parent and, if given, an ancestor are alive.
+    """Yield twice a second while this process's parent, and the ancestor if given, are alive.
 
-    Polling is needed because a killed process sends no notice.
+    Polling is necessary, because a killed process cannot notify this one.
     """
     above = []
     if ancestor is not None:
@@ -60,8 +60,8 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
 def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | None = None) -> None:
     """End this process as soon as its parent or the given ancestor is dead.
 
-    The process ends with exit code 1. The only cleanup is the removal of the parent's temporary
-    folder, if given. See `while_parent_lives`.
+    The process ends with exit code 1 and without any cleanup, except that `folder`, the parent's
+    temporary folder, is removed if it is given. See `while_parent_lives`.
     """
 
     def watch() -> None:

@@ -17,12 +17,12 @@ from grpo_ustat.distributed.signals import Stopped
 PARENT_VARIABLE = "GRPO_USTAT_PARENT"
 # Environment variable with the number of a local worker.
 WORKER_VARIABLE = "GRPO_USTAT_WORKER"
-# Maximum time that a rank waits for the others; gloo's default of 30 minutes is too short.
+# Maximum time that a rank waits for other ranks; gloo's default of 30 minutes is too short.
 LONGEST_WAIT = timedelta(days=20)
 
 
 class RefusedByRank(ConfigError):
-    """ConfigError of one rank, raised on all ranks in the same call and printed only once."""
+    """ConfigError of a single rank, which all ranks raise in the same call and print only once."""
 
 
 class _PeerFailed(Exception):
@@ -30,7 +30,7 @@ class _PeerFailed(Exception):
 
 
 def check_environment() -> None:
-    """Raise an error if the environment defines this process's rank only partially.
+    """Raise an error if the environment defines this process's rank only in part.
 
     The process would otherwise wait forever, or act as the first of several ranks.
     """
@@ -57,7 +57,7 @@ def world() -> int:
 
 
 def rank() -> int:
-    """Return the rank of this process, from 0; 0 for a single process."""
+    """Return the rank of this process, counted from 0; 0 for a single process."""
     return int(os.environ["RANK"]) if world() > 1 else 0
 
 
@@ -67,7 +67,7 @@ def is_main() -> bool:
 
 
 def own_device(device: str) -> str:
-    """Return the configured device; `cuda` is resolved to the device of this rank or worker."""
+    """Return the configured device, with `cuda` resolved to the device of this rank or worker."""
     if device != "cuda" or (world() == 1 and WORKER_VARIABLE not in os.environ):
         return device
     import torch
@@ -75,7 +75,7 @@ def own_device(device: str) -> str:
     if world() == 1:
         return f"cuda:{int(os.environ[WORKER_VARIABLE]) % max(1, torch.cuda.device_count())}"
 
-    # A SLURM task may see only its own device, which then has index 0.
+    # Some SLURM tasks see only one device, which then has index 0.
     local_rank, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if here > visible > 1:
@@ -106,10 +106,11 @@ def main_only(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call the function on every rank, and return the values of all ranks in the order of ranks.
+    """Call the function on every rank, and return the values of all ranks in rank order.
 
     Raises:
-        RefusedByRank, Stopped: one rank raised a ConfigError or Stopped; all ranks raise the error.
+        RefusedByRank, Stopped: some rank raised a ConfigError or Stopped; all ranks raise this
+        error.
         RuntimeError: another rank failed; the failed rank raises its original error.
         SystemExit: the connection to a rank is lost.
     """
@@ -146,7 +147,7 @@ def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def tally(added: int) -> int:
-    """Add to a count within `all_gather_call`, and return the current sum over all ranks.
+    """Add to a count during `all_gather_call`, and return the count's current sum over all ranks.
 
     If another rank has failed, the function raises an exception that `all_gather_call` catches.
     """
@@ -173,21 +174,21 @@ class _Peers:
             self._store = dist.distributed_c10d._get_default_store()
         else:
             self._store, number, size = next(rendezvous("env://"))
-            # This call returns when all ranks have joined. No rank has used a folder before that.
+            # This call returns when all ranks have joined, and no rank uses a folder before that.
             dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         self._gather = dist.all_gather_object
         atexit.register(_leave)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in the order of ranks."""
+        """Return the values of all ranks in rank order."""
         values: list[Any] = [None] * world()
         with _connected():
             self._gather(values, value, group=self._group)
         return values
 
     def count(self, key: str, added: int) -> int:
-        """Add to a count of the current call, and return the current sum over all ranks."""
+        """Add to a count for the current call, and return its current sum over all ranks."""
         with _connected():
             return self._store.add(f"grpo_ustat/{self.calls}/{key}", added)
 
@@ -196,7 +197,7 @@ _join = cache(_Peers)
 
 
 def _leave() -> None:
-    """Close the connections, because threads that outlive the interpreter abort the process."""
+    """Close the connections, because their threads would abort the process at its end."""
     import torch.distributed as dist
 
     _join.cache_clear()
@@ -214,9 +215,9 @@ def _connected() -> Iterator[None]:
 
 @contextmanager
 def name_lost_ranks() -> Iterator[None]:
-    """End this rank if the connection to a rank is lost, around work that may raise other errors.
+    """End this rank if the block loses the connection to a rank; raise other errors unchanged.
 
-    Only errors of torch.distributed and gloo are treated as lost connections.
+    Only errors from torch.distributed and gloo are treated as lost connections.
 
     Raises:
         SystemExit: the connection to a rank is lost.
@@ -235,6 +236,6 @@ def name_lost_ranks() -> Iterator[None]:
 
 def _lost() -> SystemExit:
     return SystemExit(
-        f"error: rank {rank()} of {world()} lost another rank: see that rank's message, then run "
-        "the same command again"
+        f"error: rank {rank()} of {world()} lost the connection to another rank: see that rank's "
+        "message, then run the same command again"
     )

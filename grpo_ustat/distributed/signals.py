@@ -2,7 +2,7 @@
 
 A handler only records the signal. Between steps, the work checks for a signal on all ranks
 together, saves, and ends with exit code 75. A step in progress is finished first, so a scheduler
-must allow enough time for one step and a save.
+must leave enough time for a step and a save.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import time
 from types import FrameType
 from typing import ClassVar
 
-# EX_TEMPFAIL of sysexits.h: running the same command again continues the work.
+# EX_TEMPFAIL of sysexits.h, which means that running the same command again continues the work.
 EXIT_CODE = 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(Exception):
-    """Early end of the work by request, after it was saved as far as possible."""
+    """Early end of the work on request, after everything that could be saved was saved."""
 
 
 class StopRequest:
-    """Context that records stopping signals and restores the previous handlers at its end.
+    """Context that records stop signals and restores the previous handlers at its end.
 
     A nested request starts with the signal that the outer request has recorded.
     """
 
     _inner: ClassVar[StopRequest | None] = None
-    # Time of the first signal.
+    # Time of the first stop signal, by the monotonic clock.
     _since: ClassVar[float | None] = None
 
     def __init__(self) -> None:
-        # Number of the last stopping signal; 0 if there was none.
+        # Number of the last stop signal; 0 if there was none.
         self.received = 0
 
     def __enter__(self) -> StopRequest:
@@ -59,16 +59,16 @@ class StopRequest:
         self.on_signal(number)
 
     def on_signal(self, number: int) -> None:
-        """Respond to a signal immediately; subclasses may override this empty method."""
+        """Respond to a signal immediately; subclasses can override this empty method."""
 
     @property
     def name(self) -> str:
-        """Name of the signal that this process received."""
+        """Name of the signal that this process received, or a text if another rank received one."""
         return signal.Signals(self.received).name if self.received else "a signal to another rank"
 
 
 def stop_if_requested() -> None:
-    """Raise `Stopped` if a signal requested it; the caller must have saved its results.
+    """Raise `Stopped` if a signal requested a stop; the caller must have saved its results.
 
     Raises:
         Stopped: the innermost open StopRequest has recorded a signal.
@@ -79,5 +79,5 @@ def stop_if_requested() -> None:
 
 
 def seconds_since_request() -> float:
-    """Return the seconds since this process received its first stopping signal; 0 if none."""
+    """Return the seconds since this process received its first stop signal; 0 if there was none."""
     return time.monotonic() - StopRequest._since if StopRequest._since else 0.0

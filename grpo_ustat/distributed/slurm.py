@@ -1,7 +1,7 @@
-"""SLURM's information about the job of this process, and the next state of the job.
+"""SLURM's information about this process's job, and prediction of the job's next state.
 
-The table shows which processes receive which signals, and the output of `scontrol show job`
-afterwards. It was measured on SLURM 22.05 with preemption by partition, PreemptMode=REQUEUE and a
+The table shows which signals the processes receive at each event, and what `scontrol show job` then
+prints. It was measured on SLURM 22.05 with preemption by partition, PreemptMode=REQUEUE and a
 GraceTime.
 
 | event | batch script and its children | tasks of srun | JobState and other fields |
@@ -15,9 +15,10 @@ GraceTime.
 | `scancel --signal=USR2 ID` | nothing | USR2 | RUNNING |
 | time limit | CONT, TERM | CONT, TERM | COMPLETING, Reason=TimeLimit |
 
-A signal to a task also reaches all processes that the task has started, in any session. TERM may
-come twice. Except for the first TERM of a preemption, it is followed by KILL after KillWait. If a
-preempted job ends by itself, with any exit code, it is restarted only on request.
+A signal to a task also reaches all processes that the task has started, in any session. A process
+can receive TERM twice. After KillWait, KILL follows every TERM except the first one of a
+preemption. If a preempted job ends by itself, with any exit code, SLURM restarts it only on
+request.
 """
 
 from __future__ import annotations
@@ -38,42 +39,44 @@ from grpo_ustat.terminal.streams import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
 WORKING_STATES = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
-# Time limit in seconds for an answer of scontrol; an idle controller answers within 0.03 s.
+# Time limit in seconds for a SLURM command; an idle controller answers within 0.03 s.
 SCONTROL_SECONDS = 20.0
-# Shell command that runs a program with these signals ignored. Otherwise a second signal, which
-# reaches every process that a task has started, would end the program.
+# Shell command that runs a program and ignores the signals TERM, USR1 and USR2. Otherwise a second
+# signal would end the program, because it reaches every process that a task has started.
 IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'
 # SBATCH_ variables are kept, because they are the user's preferences.
 JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
-# First record of each job that SLURM returned.
+# First record that SLURM returned for each job.
 _first_record: dict[str, dict[str, str]] = {}
 
 
 class Grace(NamedTuple):
     """Grace periods of this cluster in seconds; None if SLURM does not report them."""
 
-    # Time between the TERM that a preemption sends to srun's tasks and the next TERM, which is the
-    # partition's GraceTime (a QOS may have its own). A batch script has no such grace period.
+    # Time between the TERM that a preemption sends to srun's tasks and the next TERM. This is the
+    # partition's GraceTime (a QOS can have a different one). A batch script has no such grace
+    # period.
     preempted: float | None
-    # Time between any other TERM and KILL, which is the cluster's KillWait.
+    # Time between any other TERM and the KILL that follows. This is the cluster's KillWait.
     killed: float | None
 
 
 def job_id() -> str | None:
     """Return the number of this job, not the number of its array; None outside SLURM.
 
-    The job of an array that starts last has the number of the array, so `scontrol requeue` with
-    this number requeues the whole array. Use `address` for commands about this job only.
+    The number of the job that starts last in an array is also the number of the array, so `scontrol
+    requeue` with this number requeues the whole array. Use `address` for commands that concern only
+    this job.
     """
     return os.environ.get("SLURM_JOB_ID")
 
 
 def address() -> str | None:
-    """Return the unique name of this job in SLURM's commands, such as 17 or 17_3.
+    """Return the unique name of this job for SLURM commands, such as 17 or 17_3.
 
-    The result is None outside SLURM. SLURM's record is used, because the environment may name the
-    array of another job from which this job was submitted.
+    The result is None outside SLURM. The array is read from SLURM's record, because the environment
+    can name the array of another job from which this job was submitted.
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     if not (job_id() and array and task):
@@ -86,9 +89,9 @@ def address() -> str | None:
 def restart_count() -> int:
     """Return the number of times that SLURM has restarted this job.
 
-    SLURM sets the variable only at the first restart. Before that, the variable may come from
-    another job from which this job was submitted. SLURM's own count is then smaller. That count
-    increases by one as soon as a restart is due.
+    SLURM sets the environment variable only at the first restart. Before that, the variable can
+    come from another job from which this job was submitted. In that case the count in SLURM's
+    record is smaller. The count in the record increases by one as soon as a restart is due.
     """
     count = int(os.environ.get("SLURM_RESTART_COUNT", 0))
     return min(count, int(_first().get("Restarts", count))) if count and job_id() else count
@@ -109,10 +112,10 @@ def without_job_env() -> Iterator[None]:
 
 
 def is_task_of_several() -> bool:
-    """Return True if `srun` started this process as one of several tasks; its rank is SLURM_PROCID.
+    """Return True if `srun` started this process as one of several tasks; SLURM_PROCID is its rank.
 
     A batch script also has SLURM_PROCID and SLURM_NTASKS. It has SLURM_STEP_NUM_TASKS only if it
-    was submitted from a task; the value then refers to that task.
+    was submitted from a task, and the value then belongs to that task.
     """
     of_step = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     return int(of_step) > 1 and of_step == os.environ.get("SLURM_NTASKS")
@@ -122,14 +125,15 @@ def next_action() -> Ending:
     """Predict what happens to this job if this process ends now, after a signal to stop.
 
     A job that is still running was preempted or warned, and must call `requeue`. A job that reached
-    its time limit must do the same. A job that is being removed is restarted if SLURM counts one
-    more restart than at the start of this process. Otherwise somebody cancelled the job, and a
-    request would undo the cancellation.
+    its time limit must do the same. SLURM restarts a job that is ending if it counts one more
+    restart than at the start of this process. Otherwise somebody cancelled the job, and a requeue
+    would undo the cancellation.
 
     Returns:
-        `requeue` if the job is restarted only on request. `comes_back` if SLURM restarts the job
-        without a request. `for_good` if the job must not or cannot restart: it was cancelled, SLURM
-        gives no record, or the job was submitted with `--no-requeue`, by `srun` or by `salloc`.
+        `requeue` if SLURM restarts the job only on request. `comes_back` if SLURM restarts the job
+        without a request. `for_good` if the job must not or cannot be restarted, because it was
+        cancelled, SLURM returns no record, or the job was submitted with `--no-requeue`, by `srun`
+        or by `salloc`.
     """
     job = _job()
     if int(job.get("Restarts", 0)) > restart_count():
@@ -142,30 +146,30 @@ def next_action() -> Ending:
 def requeue() -> bool:
     """Ask SLURM to restart this job; if SLURM refuses, print the reason and return False.
 
-    SLURM then ends the rest of the job with CONT and TERM to all processes, and KILL after
+    SLURM then ends the rest of the job by sending CONT and TERM to all processes, and KILL after
     KillWait.
     """
     return _query("scontrol", "requeue", address() or "") is not None
 
 
 def submissions(folder: str) -> set[str]:
-    """Return the ids of the jobs whose files submitit stores in `folder`, a path with a job id."""
+    """Return the ids of jobs that have a folder beside `folder`, submitit's folder for one job."""
     return {path.name for path in Path(folder).parent.glob("[0-9]*")}
 
 
 def await_end(jobs: set[str], interval: float = 30) -> None:
-    """Wait while any of these jobs is waiting or running.
+    """Wait until none of the given jobs is pending or running.
 
     Args:
         jobs: names of the jobs in the form of `address`.
-        interval: seconds between two checks; a sweep can take days.
+        interval: time between checks in seconds; it is long because a sweep can take days.
     """
     while jobs & queue():
         time.sleep(interval)
 
 
 def queue() -> set[str]:
-    """Return the user's other waiting or running jobs, named as by `address`; empty if unknown."""
+    """Return the user's other pending or running jobs, named as by `address`; empty if unknown."""
     jobs = _query("squeue", "--me", "--array", "-h", "-o", "%i") or ""
     return set(jobs.split()) - {address()}
 
@@ -188,11 +192,11 @@ def _job() -> dict[str, str]:
     job = job_id()
     if not job:
         return {}
-    # If an array has this number, SLURM prints all jobs of the array.
+    # If the number is also that of an array, SLURM prints all jobs of the array.
     text = _query("scontrol", "show", "job", job) or ""
     records = re.split(r"(?m)^(?=JobId=)", text)
     record_text = next((x for x in records if re.match(rf"JobId={job}\b", x)), "")
-    # Skip names and comments, which may contain any text.
+    # Skip names and comments, which can contain any text.
     first = re.split(r" JobName=|\n", record_text, maxsplit=1)[0]
     lines = re.findall(r"(?m)^\s+((?:JobState|Requeue)=.*)$", record_text)[:2]
     words = " ".join([first, *lines]).split()
@@ -202,15 +206,15 @@ def _job() -> dict[str, str]:
 
 
 def _first() -> dict[str, str]:
-    """Return SLURM's first record of this job; empty if SLURM returned none."""
+    """Return the first record that SLURM returned for this job; empty if there is none."""
     if job_id() not in _first_record:
         _job()
     return _first_record.get(job_id() or "", {})
 
 
 def _query(*words: str) -> str | None:
-    """Return the output of a SLURM command; print a line and return None if it fails twice."""
-    why = f"no {words[0]} here"
+    """Return the output of a SLURM command; after two failures, print a line and return None."""
+    why = f"{words[0]} is not installed here"
     for _ in range(2 if shutil.which(words[0]) else 0):
         try:
             process = subprocess.run(
@@ -251,15 +255,15 @@ def join_tasks() -> None:
         process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"scontrol does not name the first of the hosts {nodes} ({error}): start the ranks "
-            "with torchrun and --master_addr"
+            f"scontrol could not list the hosts {nodes} ({error}): start the ranks with torchrun "
+            "and --master_addr"
         ) from error
     os.environ.update(
         RANK=os.environ["SLURM_PROCID"],
         WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
         MASTER_ADDR=process.stdout.split()[0],
-        # These ports are below the range of ephemeral ports.
+        # The resulting ports are below the range of ephemeral ports.
         MASTER_PORT=str(20000 + (7919 * job + step) % 12000),
     )
 
@@ -271,15 +275,15 @@ def _join_submitit() -> bool:
     import submitit
 
     if submitit.JobEnvironment().num_tasks > 1:
-        # Accelerate uses the local rank to choose among the visible devices.
+        # Leave all devices visible, because Accelerate chooses among them by local rank.
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     return True
 
 
 def main() -> None:
-    """Requeue the job if necessary, after a batch script's program was stopped and has saved.
+    """Requeue a batch job if necessary, after its program was stopped and has saved its work.
 
-    The function prints the next state of the job.
+    The job's next state is printed.
     """
     ending = next_action()
     if ending == "requeue" and not requeue():

@@ -1,4 +1,4 @@
-"""Distribution of work among processes with separate copies of the model, and their supervision."""
+"""Distribution of work among processes with separate copies of the model."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 # FOLDER/pymp-XXXXXXXX/listener-XXXXXXXX, is limited to 107 bytes.
 LONGEST_TEMPORARY_PATH = 75
 Work = Callable[..., Iterator[Any]]
-# `owner` is the id of the process that started the server; without a server it is missing.
+# Maps `owner` to the id of the process that started the server; empty if there is no server.
 _FORK_SERVER: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Cost of a piece of work; seconds are summed over workers and may exceed the wall time."""
+    """Cost of a piece of work; seconds are summed over workers and can exceed the wall time."""
 
     rollouts: int = 0
-    # Number of tokens of all completions.
+    # Total number of tokens in the completions.
     tokens: int = 0
     # Number of completions that reached max_completion_length.
     clipped: int = 0
@@ -67,11 +67,11 @@ class WorkCost:
 def preload(modules: Sequence[str], device: str) -> None:
     """Start a server process that imports the workers' modules and later forks the workers.
 
-    The server imports while this process works, serves all later calls of `share`, and ends with
-    this process. In the following cases no server is started, and every worker starts as a new
-    process: `device` is not the CPU (a fork could not use it), the system is not Linux (forks are
-    not safe), the path of the temporary folder is too long for a socket, or this process is a fork
-    of a process with a server.
+    The server imports the modules while this process works, serves all later calls of `share`, and
+    ends with this process. No server is started in the following cases: `device` is not the CPU (a
+    fork could not use the device), the system is not Linux (forks are not safe), the path of the
+    temporary folder is too long for a socket, or this process is a fork of a process with a server.
+    Every worker then starts as a new process.
 
     Args:
         modules: names of the modules; a module that the server cannot import is imported by the
@@ -85,7 +85,7 @@ def preload(modules: Sequence[str], device: str) -> None:
     mp.set_forkserver_preload([server.__name__, *modules])
     os.environ[server.FOLDER_VARIABLE] = util.get_temp_dir()
     try:
-        # The server must ignore these signals too, because its workers would end with it.
+        # The server must ignore the stop signals too, because its workers would end with it.
         with _signals_held():
             forkserver.ensure_running()
     except ChildProcessError:
@@ -97,7 +97,7 @@ def preload(modules: Sequence[str], device: str) -> None:
 
 
 def _end_server() -> None:
-    """Kill the server when this process ends; an importing server does not notice the end."""
+    """Kill the server when this process ends, because a server that is importing would not end."""
     pid = vars(forkserver._forkserver)["_forkserver_pid"]
     if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
@@ -113,23 +113,23 @@ def share(
     *arguments: Any,
     weights: list[float] | None = None,
 ) -> tuple[list[Any], WorkCost]:
-    """Run the generator `work(items, *arguments)` with the items distributed among processes.
+    """Run the generator `work(items, *arguments)` in several processes that share the items.
 
-    `work` yields `WorkCost(...)` for progress, `Notice(...)` for a line (only the first one is
-    shown), and anything else as a result. The processes are the ranks of the run if a launcher
-    started several ranks, otherwise `workers` local processes. Every rank returns all results, in
-    the order of the processes, and the total cost.
+    `work` yields `WorkCost(...)` to report progress, `Notice(...)` to show a line (only the first
+    line is shown), and anything else as a result. If a launcher started several ranks, the
+    processes are the ranks of the run. Otherwise they are `workers` local processes. Every rank
+    returns all results, in the order of the processes, and the total cost.
 
     Args:
         work: module-level generator function.
-        items: items to distribute, the same on every rank.
+        items: items to distribute; the list must be the same on every rank.
         workers: number of local processes; if 1, the work is done in this process.
         title, total: title and total of the progress bar, which counts `WorkCost.rollouts`.
-        weights: expected work of each item; None for equal weights.
+        weights: expected work for each item; None for equal weights.
 
     Raises:
         Held: another process took over the folder.
-        Stopped: a signal requested a stop; results on disk are kept.
+        Stopped: a signal requested a stop; files that workers wrote are kept.
         RuntimeError: a worker failed; the message contains its traceback.
     """
     among = min(world() if world() > 1 else workers, len(items))
@@ -144,9 +144,9 @@ def share(
 
 
 def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list[Any]]:
-    """Assign the items, the heaviest first, to the worker with the least work.
+    """Assign the items in order of decreasing weight, each to the worker with the least work.
 
-    The items of each worker keep their order.
+    Each worker's items keep their original order.
 
     >>> shares_of(["a", "b", "c", "d"], [1, 2, 5, 1], 2)
     [['c'], ['a', 'b', 'd']]
@@ -161,7 +161,7 @@ def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list
 
 
 def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any], WorkCost]:
-    """Return the results of this rank's workers, in the order of workers, and their total cost."""
+    """Return the results of this rank's workers, in the workers' order, and their total cost."""
     results, cost, noticed = defaultdict(list), WorkCost(), False
     for worker, event in events:
         check_own()
@@ -186,7 +186,7 @@ def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any]
 def _events(
     work: Work, shares: list[list[Any]], arguments: tuple
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield pairs (worker, event) of this rank's share or of local workers.
+    """Yield pairs (worker, event) from this rank's share of the work or from local workers.
 
     The workers are killed when the generator ends.
     """
@@ -241,15 +241,15 @@ def _events(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Delay Ctrl-C and stop requests until the processes started in the block ignore them.
+    """Delay Ctrl-C and stop signals until all processes started in the block ignore them.
 
     This process receives the signals after the block.
     """
-    # Start the resource tracker first, because its start would lift the mask.
+    # Start the resource tracker first, because starting it would remove the signal mask.
     resource_tracker.ensure_running()
     interrupts: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    # Children inherit the mask.
+    # Child processes inherit the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})
     try:
         yield
@@ -268,20 +268,20 @@ def _run_worker(
     items: list[Any],
     arguments: tuple,
 ) -> None:
-    """Do the work of a worker process; send its events and then its outcome."""
+    """Do a worker process's share of the work; send its events and then its outcome."""
     # A forked worker starts with the environment of the server.
     os.environ.update(environment)
     os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
-    # The direct parent is either the process with id `parent.pid` or the server between the two.
+    # The direct parent is either the process `parent.pid` or a server that this parent started.
     end_with_parent(os.getppid(), ancestor=parent.pid)
-    # A scheduler sends these signals to all processes; the parent answers them.
+    # A scheduler sends these signals to all processes, but only the parent responds to them.
     for stop in STOPPING:
         signal.signal(stop, signal.SIG_IGN)
-    # Programs that the worker starts may handle these signals.
+    # Programs that the worker starts must be able to receive these signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    # Judges send events from their own threads.
+    # Threads of a judge also send events.
     sending = threading.Lock()
 
     def send(kind: str, event: Any) -> None:

@@ -1,4 +1,4 @@
-"""Recorder that writes the tokens of verl's rollouts to a Parquet file next to each dump of verl.
+"""Recorder that writes the tokens of verl's rollouts to Parquet files next to verl's dumps.
 
 verl imports this module if `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record` is set.
 With `trainer.rollout_data_dir`, verl writes texts without special tokens to `K.jsonl` at step K.
@@ -31,20 +31,20 @@ SCHEMA = pyarrow.schema([
     ("old_log_probs", pyarrow.list_(pyarrow.float64())),
     ("min_global_steps", pyarrow.int64()), ("max_global_steps", pyarrow.int64()),
 ])  # fmt: skip
-# Pattern of the uid of rows that pad a batch.
+# Pattern of the uid of a padding row.
 PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")
-# Log-probabilities from the sampler, and from the trainer before its step.
+# Log-probabilities from the sampler, and from the trainer before its update.
 PER_TOKEN = ("rollout_log_probs", "old_log_probs")
-# First and last version of the weights that wrote a row, N in global_step_N.
+# First and last version of the weights that wrote a row; a version is the N of global_step_N.
 VERSIONS = ("min_global_steps", "max_global_steps")
 FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_scores", *PER_TOKEN)
 
 
 def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch of verl's trainer, a `KVBatchMeta` with tensors in a TransferQueue.
+    """Yield the rows of a `KVBatchMeta` of verl's trainer, with tensors in a TransferQueue.
 
-    `response_mask` in a row is the mask of the agent loop, which verl keeps as `loss_mask`. verl's
-    own `response_mask` may also exclude off-policy tokens.
+    `response_mask` in a yielded row is the agent loop's mask, which verl stores as `loss_mask`.
+    verl's own `response_mask` can also exclude off-policy tokens.
     """
     queue = import_module("transfer_queue")
     data = queue.kv_batch_get(
@@ -67,7 +67,7 @@ def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch of verl's older trainer, a `DataProto`.
+    """Yield the rows of a `DataProto`, the batch type of verl's older trainer.
 
     Prompts are padded on the left and responses on the right.
     """
@@ -90,7 +90,7 @@ def rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], step: int, folder: str) -> Path:
-    """Write the rows of a step to FOLDER/STEP.parquet, except for rows that pad verl's batch."""
+    """Write the rows of a step to FOLDER/STEP.parquet, without verl's padding rows."""
     path = Path(folder) / f"{step}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     table_rows = [

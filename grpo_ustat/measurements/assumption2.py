@@ -1,7 +1,7 @@
 """Test of Assumption 2: squared score norm and reward are uncorrelated given the prompt.
 
-The paper derives its ordering from this assumption: the oracle beats no baseline at every G, and
-GRPO beats no baseline above some G.
+The paper derives an ordering of errors from this assumption. The oracle baseline has a lower error
+than vanilla (no baseline) at every G. GRPO has a lower error than vanilla above some G.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 from grpo_ustat.terminal.streams import percentage
 
 ALL_EQUAL = (
-    "All completions of each question got the same reward. A baseline that equals this reward has "
-    "no error; only vanilla (no baseline) is noisy. Choose questions that the policy sometimes "
-    "answers correctly."
+    "All completions of each question got the same reward. With a baseline equal to this reward, "
+    "the gradient estimate has no error; only vanilla (no baseline) is noisy. Choose questions "
+    "that the policy sometimes answers correctly."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption2:
-    """Test that squared score norm and reward are uncorrelated given the question."""
+    """Test of whether squared score norm and reward are uncorrelated given the question."""
 
     # A_0 = E[q Z^2], without a baseline.
     a0: NumberOrNull
@@ -36,25 +36,25 @@ class Assumption2:
     # A_b* = E[q (Z - b*)^2], with the best prompt-only baseline.
     a_bstar: NumberOrNull
     corr: Interval
-    # (A_V - A_b*) / A_V, the share of A_V that the best baseline saves.
+    # (A_V - A_b*) / A_V, the relative reduction of A_V by the best prompt-only baseline.
     share: Interval
     av_minus_abstar: Interval
     av_minus_a0: Interval
-    # Smallest G at which GRPO is better than no baseline.
+    # Group size above which GRPO has a lower error than vanilla (no baseline).
     crossover_group_size: Interval
     # Share of zero-variance groups at the crossover group size.
     zero_variance_share_at_crossover: float | None
-    # True if the questions of the study refute the assumption.
+    # True if the assumption is refuted for the questions of the study.
     refuted: bool
-    # Reason for a missing number.
+    # Reason why a number is missing.
     reason: Sometimes[str] = None
 
 
 def measure(study: PoolStudy) -> Assumption2:
-    """Measure the assumption and the ordering, for new questions.
+    """Test the assumption, and measure the ordering of errors for new questions.
 
-    The assumption is a hypothesis about every question, so it is refuted if the questions of the
-    study refute it.
+    The assumption is a hypothesis about every question. It is therefore refuted if it fails for
+    the questions of the study.
     """
     statistics = study.at_hand
     refuted = refutes_assumption2(statistics["share"], statistics["corr"])
@@ -67,13 +67,13 @@ def measure(study: PoolStudy) -> Assumption2:
         zero_variance_P = zero_variance_share(rewards_PN, math.ceil(crossover.estimate))
         share_at_crossover = float(zero_variance_P.mean())
     if not math.isfinite(corr.estimate):
-        reason = "no covariance with the reward: all rewards of each question are equal"
+        reason = "the correlation is undefined because all rewards of each question are equal"
     elif statistics["av_minus_a0"].low > 0:
         reason = "A_0 < A_V, so GRPO never beats vanilla"
     elif not math.isfinite(crossover.high):
         reason = (
-            "no finite interval of the crossover group size: A_0 - A_V is not significantly "
-            "different from 0"
+            "the interval of the crossover group size is unbounded because A_0 - A_V is not "
+            "significantly different from 0"
         )
     return Assumption2(
         a0=statistics["a0"].estimate,
@@ -91,7 +91,10 @@ def measure(study: PoolStudy) -> Assumption2:
 
 
 def sentences(record: Assumption2, study: Study) -> list[str]:
-    """Return a sentence on the assumption and on whether vanilla or GRPO is better, if decided."""
+    """Return a sentence on the assumption and on the comparison of vanilla with GRPO.
+
+    No sentence is returned if the assumption is not refuted and the comparison is not decided.
+    """
     corr, difference = record.corr, record.av_minus_a0
     passes = record.crossover_group_size
     right_or_wrong = study.result.policy.quantity == ACCURACY
@@ -119,12 +122,12 @@ ASSUMPTION2 = Measurement("assumption2", Assumption2, measure, sentences, always
 
 
 def rewards_vary(study: Study) -> bool:
-    """Return True if the rewards of some question differ; otherwise there is no gradient."""
+    """Return True if rewards differ within some question; otherwise there is no gradient."""
     return study.result.equal_rewards is None and study.need(ASSUMPTION2).corr.is_known
 
 
 def summary_sentences(study: PoolStudy) -> list[str]:
-    """Return two sentences for the summary: on the assumption and on the resulting ordering."""
+    """Return two summary sentences: one on the assumption, one on the ordering of errors."""
     scope = "conditional on these" if study.interval == "completions" else "for new"
     return [_assumption_sentence(study, f"intervals {scope} questions"), _ordering_sentence(study)]
 
@@ -146,7 +149,7 @@ def _assumption_sentence(study: PoolStudy, scope: str) -> str:
     name = "Assumption 2 (squared score norm and reward uncorrelated given the prompt)"
     if not refutes_assumption2(share, corr):
         return f"{name} is not refuted: {gain}; {text} ({scope})."
-    direction = "the direction differs between prompts or is unclear"
+    direction = "the sign of the correlation differs between prompts or is unclear"
     if not corr.low <= 0 <= corr.high:
         direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers have larger score norms"
     return f"{name} fails; {direction}: {gain}; {text} ({scope})."

@@ -35,26 +35,23 @@ LAG_KEYS = ("study.scored_by", "study.reference", "study.corrections", "study.co
 
 @dataclass(frozen=True)
 class Rescored:
-    """Completions of a pool, scored by a policy that may differ from the one that wrote them.
-
-    The tokens have the weights of each loss.
-    """
+    """Completions of a pool, scored by a policy that may differ from the one that wrote them."""
 
     # Names of the policy that wrote the completions, of the current policy, and of the reference
     # policy of a KL penalty.
     written_by: str
     policy: str
     reference: str
-    # One of lag, gap and penalty; see `measurements.off_policy.OffPolicy`.
+    # Kind of comparison: lag, gap or penalty; see `measurements.off_policy.OffPolicy`.
     question: str
     drift: Drift
     # Losses whose relative efficiency is measured.
     losses: Sequence[Loss]
-    # Losses that published claims refer to, by the level of their importance ratio.
+    # Losses that published claims refer to, keyed by the level of the importance ratio.
     judged: Mapping[str, Loss]
-    # Pool of the unbiased estimate that the losses are compared with.
+    # Pool for the gradient estimate that the losses are compared with.
     compared: ScorePool
-    # Pool of the losses for each kind of token weights.
+    # Pool for each kind of token weights that the losses use.
     weighted: Mapping[TokenWeights, ScorePool]
 
 
@@ -62,44 +59,44 @@ class Rescored:
 class PoolStudy:
     """Input of a measurement: a pool of scored completions and the settings of the study.
 
-    The model is no longer needed: a measurement samples no completions.
+    A measurement samples no completions and therefore does not need the model.
     """
 
     pool: ScorePool
-    # Group sizes of the curves.
+    # Group sizes at which the errors of the gradient are computed.
     group_sizes: Sequence[int]
     # Number of rollouts per training step, n.
     rollouts: int
-    # Number of pairs of batches drawn for losses whose row weights depend on the whole batch, and
-    # the seed of all draws.
+    # Number of pairs of batches drawn for losses whose row weights depend on the whole batch.
     draws: int
+    # Seed of all draws.
     seed: int
-    # Number of tokens after which a completion is cut.
+    # Maximum number of tokens per completion; longer completions are truncated.
     max_completion_length: int
     # Statistics of the pool by name; see `estimators.closed_form.ClosedForm`. Most measurements
-    # use `population`, computed from `request`: its intervals are for new questions, because a
-    # training step draws new questions. The curves use `at_hand`: its intervals are for the
-    # questions of the study (`interval` is "completions"), or for new questions in AdamW's metric
-    # ("questions").
+    # use `population`, which is computed from `request`. Its intervals are for new questions,
+    # because a training step draws new questions. The errors of the gradient use `at_hand`. Its
+    # intervals are for the questions of the study if `interval` is "completions". They are for new
+    # questions if `interval` is "questions", as it is in AdamW's metric.
     population: ClosedForm
     at_hand: ClosedForm
     request: Request
     interval: str = "questions"
-    # Names of the requested measurements, among those that are made only on request.
+    # Names of the requested measurements that are not made by default.
     asked: frozenset[str] = frozenset()
     # `closed_form`, `monte_carlo` or both.
     methods: Sequence[str] = ("closed_form",)
     # Baselines whose errors are compared, in the order of the curves.
     baselines: Sequence[str] = ("leave_one_out",)
-    # Options of the compared baselines that have no closed form, by baseline name.
+    # Options of each compared baseline that has no closed form, keyed by baseline name.
     by_groups: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    # Monte Carlo estimates of the error, by baseline and G.
+    # Monte Carlo estimates of the error, keyed by baseline and G.
     monte_carlo: Mapping[tuple[str, int], GradientError] = field(default_factory=dict)
-    # Losses compared at the first update on a batch, without the unbiased estimate.
+    # Losses that are compared with the unbiased estimate at the first update on a batch.
     losses: Sequence[Loss] = ()
     # Names of the reward functions, in the order of the pool's axis F.
     reward_names: Sequence[str] = ()
-    # None if no other policy, reference or correction was requested.
+    # None unless another policy, a reference policy or a correction was requested.
     rescored: Rescored | None = None
 
 
@@ -112,16 +109,16 @@ class Study:
 
     @cached_property
     def result(self) -> StudyResult:
-        """The part of the result that all studies share."""
+        """Part of the result that every study contains."""
         return record_of(StudyResult, self.run.final_result)
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts, n, of the training step that the answer refers to."""
+        """Number of rollouts per training step, n, to which the study's answer applies."""
         return study_rollouts(self.run.config)
 
     def of(self, measurement: Measurement[R]) -> R | None:
-        """Return the record of a measurement; None if it was not made or its record is damaged."""
+        """Return the record of a measurement, or None if the record is missing or damaged."""
         name = measurement.name
         if name not in self._records:
             self._records[name] = self._read(measurement)
@@ -162,7 +159,7 @@ def no_table(records: Mapping[Study, Any]) -> list[Table]:
 
 
 def by_pool(studies: Iterable[Study]) -> list[list[Study]]:
-    """Group studies that differ only in their losses; the rest of their results is equal."""
+    """Group studies that differ only in their losses and therefore share all other results."""
     pools: dict[str, list[Study]] = {}
     for study in studies:
         of_pool = {
@@ -190,41 +187,42 @@ class Figure(Generic[R]):
 
 @dataclass(frozen=True)
 class Joint(Generic[R]):
-    """View of a measurement in a report, over all studies that made it (also on the same pool)."""
+    """View of a measurement in a report over all its studies, including several on one pool."""
 
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
-    # Returns a sentence on all studies; used if there is a table.
+    # Returns a sentence that summarises all studies; called only if there is a table.
     answer: Callable[[Mapping[Study, R]], str] | None = None
-    # Draws the figure, named after the first table.
+    # Draws the figure, which is named after the first table.
     draw: Draw[R] | None = None
 
 
 @dataclass(frozen=True)
 class Measurement(Generic[R]):
-    """Functions that compute a result from a pool and present it; defaults are optional parts."""
+    """Functions that compute and present a result of a pool; fields with defaults are optional."""
 
     # Key in `result.json` and name in `study.measurements`.
     name: str
     # Type of the result: a frozen dataclass or a list of one. An `Interval` is stored as three
     # keys; see `runs.contents`.
     record: Any
-    # Returns the result; None if the pool does not determine it or it was not requested.
+    # Returns the result, or None if the pool does not determine the result or it was not requested.
     measure: Callable[[PoolStudy], R | None]
     # Returns sentences shown beside the answer.
     sentences: Callable[[R, Study], list[str]] = nothing_to_say
-    # Returns the tables for the page of a study, and for a report of the studies that made this
-    # measurement (one study per pool).
+    # Returns the tables for the page of one study, or for a report on several studies that made
+    # this measurement (one study per pool).
     tables: Callable[[Mapping[Study, R]], list[Table]] = no_table
     # True if the tables are also printed on the terminal.
     prints: bool = False
-    # False if `report` makes a table of its own for this measurement.
+    # False if `report` builds a different table for this measurement.
     in_reports: bool = True
     # True if every study makes this measurement, unless all rewards are equal.
     always: bool = False
     figure: Figure[R] | None = None
     # View shown by a report of several studies in place of `tables`.
     joint: Joint[R] | None = None
-    # True if the result is shown before the errors of the gradient, because a user requested it.
+    # True if the result is shown before the errors of the gradient. Such results exist only if a
+    # user requested them.
     leads: bool = False
 
     def of(self, studies: Iterable[Study]) -> dict[Study, R]:
@@ -239,10 +237,11 @@ def table_of_studies(
     rows_by_study: Mapping[Study, Sequence[Sequence[Any]]],
     notes: Sequence[str],
 ) -> Table:
-    """Return a table of one study, or of several with their policies in a column before the others.
+    """Return a table; if it covers several studies, their policies are in the first column.
 
     Args:
-        rows_by_study: cells of each study, in `columns`.
+        columns: Column headings, without the column of policies.
+        rows_by_study: Rows of cells of each study.
     """
     if len(rows_by_study) == 1:
         (rows,) = rows_by_study.values()
@@ -270,12 +269,15 @@ def study_columns(run: RunRecord, study_keys: Sequence[str]) -> dict[str, Any]:
 
 
 def policies_quantity(studies: Iterable[Study]) -> str:
-    """Return the common name of the policies' quantity: accuracy or mean reward."""
+    """Return `accuracy` if every policy's mean reward is an accuracy; otherwise `mean reward`."""
     return joint_quantity(study.result.policy.quantity for study in studies)
 
 
 def scopes_text(studies: Iterable[Study]) -> str:
-    """Describe the scope of the intervals, with and without enough questions for new ones."""
+    """Describe whether the studies' intervals apply to new questions or to the studies' questions.
+
+    Studies with fewer than `MIN_QUESTIONS` questions have intervals for these questions.
+    """
     scopes = sorted({interval_scope(study.result.questions) for study in studies})
     few = f" (fewer than {MIN_QUESTIONS})" * (len(scopes) > 1)
     return f"{' or '.join(scopes)}{few}"

@@ -1,4 +1,7 @@
-"""Cost of dynamic sampling, which draws groups until enough have differing rewards, at each G."""
+"""Cost of dynamic sampling at each G.
+
+Dynamic sampling draws groups until enough of them contain differing rewards.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,16 @@ from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.runs.contents import Size
 
-# Share of the error. A smaller saving does not pay for drawing new groups.
+# Smallest relative reduction of the error that justifies drawing new groups.
 WORTHWHILE_SAVING = 0.05
 COLUMNS = ("G", "groups kept", "generated per kept group", "break-even discarded / kept")
 NOTE = (
-    "Groups are drawn until enough have differing rewards (DAPO). The direction of the gradient "
-    "stays unbiased; its length is multiplied by the number of groups generated per kept group. "
-    "Dynamic sampling costs fewer rollouts than dropping zero-variance groups without replacing "
-    "them only if the ratio of discarded to kept groups is below the last column. Brackets: 95 % "
-    "intervals over prompts; those in the last column have a level of at least 90 %."
+    "Groups are drawn until enough of them have differing rewards (DAPO). The direction of the "
+    "gradient stays unbiased; its length is multiplied by the number of groups generated per kept "
+    "group. Surplus groups with differing rewards are discarded. Dynamic sampling needs fewer "
+    "rollouts than dropping zero-variance groups without replacement only if the ratio of "
+    "discarded to kept groups is below the value in the last column. Brackets: intervals over "
+    "prompts, with a level of 95 % (in the last column at least 90 %)."
 )
 
 
@@ -32,12 +36,12 @@ class DynamicSampling:
     """Cost of dynamic sampling at one G; see `estimators.dynamic_sampling`."""
 
     group_size: Size
-    # Share of groups that are kept.
+    # Share of generated groups that have differing rewards and are kept.
     kept: Interval
     # Number of groups generated per kept group.
     generated: Interval
-    # Largest ratio of discarded to kept groups at which dynamic sampling still pays. It equals the
-    # share of the error that is saved if no group is discarded.
+    # Largest ratio of discarded to kept groups at which dynamic sampling still saves rollouts. It
+    # equals the relative reduction of the error if no group is discarded.
     break_even: Interval
 
 
@@ -57,7 +61,7 @@ def measure(study: PoolStudy) -> list[DynamicSampling]:
 
 
 def sentences(rows: list[DynamicSampling], study: Study) -> list[str]:
-    """Return a sentence if dynamic sampling does not pay at the measured G nearest to 8."""
+    """Return a sentence if dynamic sampling saves little at the measured G nearest to 8."""
     if not rows:
         return []
     nearest = min(rows, key=lambda row: abs(math.log(row.group_size / USUAL_SIZE)))
@@ -65,8 +69,8 @@ def sentences(rows: list[DynamicSampling], study: Study) -> list[str]:
     if not most < WORTHWHILE_SAVING:
         return []
     return [
-        "Dynamic sampling does not pay here: at the same number of rollouts it saves less than "
-        f"{100 * most:.1g} % of the error."
+        "Dynamic sampling is not worthwhile here: at the same number of rollouts it reduces the "
+        f"error by less than {100 * most:.1g} %."
     ]
 
 

@@ -45,12 +45,12 @@ ERROR_LABELS = ("mean squared error\nof the gradient", "error over\nthe oracle's
 BELOW = 1e-9
 
 
-# A study, one of its settings, and the title of the panel.
+# A study, the way in which batches draw questions (see `CurveRow.setting`), and the panel's title.
 Panel = tuple[Study, str, str]
 
 
 def draw(folder: Path, study: Study) -> None:
-    """Draw the MSE of one study against G, a panel per setting, to `figure.{pdf,svg,png}`."""
+    """Plot a study's MSE against G, one panel per setting; save it as `figure.{pdf,svg,png}`."""
     curves = study.need(CURVES)
     settings = {row.setting: row for row in curves}
     panels = [(study, name, f"batch: {batch_text(row)}") for name, row in settings.items()]
@@ -59,7 +59,7 @@ def draw(folder: Path, study: Study) -> None:
 
 
 def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
-    """Draw the paper's Figure 4, a panel per policy, to `<name>.{pdf,svg,png}`.
+    """Plot the paper's Figure 4, one panel per policy, and save it as `<name>.{pdf,svg,png}`.
 
     Each panel shows one setting; see `widest_setting`.
 
@@ -128,7 +128,7 @@ def bands_text(studies: Iterable[Study]) -> str:
 
 
 def widest_setting(study: Study) -> str:
-    """Return the setting with the most baselines of a study; the first one if several tie."""
+    """Return the study's setting with the most baselines; the earliest setting wins a tie."""
     baselines: dict[str, set[str]] = {}
     for row in study.need(CURVES):
         baselines.setdefault(row.setting, set()).add(row.baseline)
@@ -146,9 +146,9 @@ def batch_text(row: CurveRow) -> str:
 def ratio_rows(study: Study, setting: str) -> list[OracleRatio]:
     """Return ratios of errors to the oracle's error in one setting, with paired intervals.
 
-    Curves without measured ratios (such as baselines without a closed form) get the plain ratio to
-    the oracle's error by the same method, without an interval. The list is empty if every ratio is
-    missing.
+    If the ratios of a curve were not measured (for example, for a baseline without a closed form),
+    its errors are divided by the oracle's errors from the same method, without an interval. The
+    list is empty if every ratio is missing.
     """
     curves = [row for row in study.need(CURVES) if row.setting == setting]
     errors = {(row.method, row.baseline, row.group_size): row.error.estimate for row in curves}
@@ -171,7 +171,7 @@ def ratio_rows(study: Study, setting: str) -> list[OracleRatio]:
 
 
 def mse_panel(axes: Axes, rows: Sequence[CurveRow]) -> None:
-    """Draw the curves of one setting with 95 % bands, a line per method and baseline."""
+    """Plot the curves of one setting with 95 % bands, and with a line per method and baseline."""
     keys = dict.fromkeys((row.method, row.baseline) for row in rows)
     several = len({method for method, _ in keys}) > 1
     for method, name in keys:
@@ -200,11 +200,11 @@ def mse_panel(axes: Axes, rows: Sequence[CurveRow]) -> None:
 
 
 def ratio_panel(axes: Axes, rows: Sequence[OracleRatio], unbiased: dict[str, bool]) -> None:
-    """Draw ratios to the oracle's error with paired 95 % bands, a line per baseline.
+    """Plot ratios to the oracle's error with paired 95 % bands, and with a line per baseline.
 
     Args:
         rows: Ratios; empty if the study has no error of the oracle.
-        unbiased: True if a baseline is unbiased, by baseline name.
+        unbiased: Dictionary that maps the name of a baseline to True if the baseline is unbiased.
     """
     if not rows:
         axes.text(0.5, 0.5, "oracle not measured", transform=axes.transAxes, ha="center")
@@ -218,7 +218,7 @@ def ratio_panel(axes: Axes, rows: Sequence[OracleRatio], unbiased: dict[str, boo
         axes.fill_between(*_band(points), color=colour, alpha=0.2, linewidth=0)
     values = [1.0, *(row.ratio.estimate for row in rows if row.ratio.estimate > 0)]
     ends = [end for row in rows for end in row.ratio[1:] if math.isfinite(end) and end != 0]
-    # Wider bands extend beyond the axis limits.
+    # Very wide bands extend beyond the axis limits.
     bottom = max(min([*values, *ends]), min(values) / 3) / 1.1
     top = 1.1 * min(max([*values, *ends]), 3 * max(values))
     axes.set_yscale("log")
@@ -239,8 +239,8 @@ def _line(points: Sequence[tuple[int, Interval]]) -> tuple[list[int], list[float
 def _band(points: Sequence[tuple[int, Interval]]) -> tuple[list[int], list[float], list[float]]:
     """Return group sizes and both ends of a band on a logarithmic axis.
 
-    If an end is missing, both are NaN, which leaves a gap. An end at 0 is moved to `BELOW`, outside
-    the visible range.
+    If an end is missing, both ends are NaN, which leaves a gap. A lower end below `BELOW` is moved
+    to `BELOW`, outside the visible range.
     """
     closed = [
         Interval(value.estimate, max(value.low, BELOW), value.high)

@@ -1,8 +1,8 @@
-"""Errors of the gradient for each baseline and G, and their ratios to the oracle's error.
+"""Errors of the gradient for each baseline and G, and ratios of these errors to the oracle's error.
 
-The error of a baseline with a closed form is computed from that formula. The error of any other
-baseline is computed from all groups of the pool, for a fixed number of rollouts of new questions.
-Monte Carlo draws updates.
+A closed-form error is computed from its formula. The error of any other baseline is computed from
+all groups of the pool, for a fixed number of rollouts of new questions. The Monte Carlo method
+estimates errors from randomly drawn groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grpo_ustat.pages.tables import (
 )
 from grpo_ustat.runs.contents import Count, NumberOrNull, Size, Sometimes, content_of
 
-# Target of all errors.
+# Vector that all gradient estimates are compared with.
 EXPECTED_REWARD = "gradient of the expected reward"
 CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO = "closed_form", "new_questions", "monte_carlo"
 ONCE, REPLACED = "all_questions_once", "with_replacement"
@@ -47,15 +47,15 @@ INTERVAL_WORDS = {
     "questions": "for new questions",
 }
 NEED_VALUES = ("oracle", "optimal")
-# Mark of an error that is significantly above the least error.
+# Mark for an error that is significantly above the smallest error.
 WORSE = "*"
 WORSE_NOTE = (
-    f"{WORSE}: significantly above the least error of the row (the intervals do not overlap). "
-    "Compared are unbiased baselines that do not need the values of the questions."
+    f"{WORSE}: significantly above the smallest error in the row (the intervals do not overlap). "
+    "Only unbiased baselines that do not need each question's expected reward are compared."
 )
 BIASED_NOTE = (
-    "Biased: {}. Most of this error comes from the length of the estimates, which matters little "
-    "in training: compare relative efficiencies instead (objectives=[NAME])."
+    "Biased: {}. Most of the error of a biased baseline comes from the length of the estimates, "
+    "which matters little in training. Compare relative efficiencies instead (objectives=[NAME])."
 )
 
 
@@ -65,13 +65,15 @@ class CurveRow:
 
     # Method of measurement.
     method: Annotated[str, (CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO)]
-    # Baseline; for method new_questions see `estimators.baseline_errors`.
+    # Name of the baseline; for method new_questions see `estimators.baseline_errors`.
     baseline: str
     # Vector that the estimate is compared with.
     target: str
-    # How a batch draws questions: each question of the study once, or independently.
+    # How a batch draws questions: each of the study's questions once, or random questions with
+    # replacement.
     setting: Setting
-    # Population of the interval: new completions of the same questions, or new questions too.
+    # Population that the interval refers to: new completions of the study's questions, or new
+    # questions.
     interval: Annotated[str, ("completions", "questions")]
     # Group size, G.
     group_size: Size
@@ -79,25 +81,25 @@ class CurveRow:
     num_prompts: Size
     # True if the expectation of the estimate is the target.
     unbiased: bool
-    # Mean squared error with the ends of its interval, `low` and `high`.
+    # Mean squared error, and the ends of its interval.
     mse: NumberOrNull
     low: NumberOrNull
     high: NumberOrNull
     # Number of draws; null if the error has a closed form or uses all groups of the pool.
     replicates: Count | None
-    # Squared bias and variance; they add up to the error.
+    # Squared bias and variance, whose sum is the mean squared error.
     bias2: NumberOrNull
     variance: NumberOrNull
     # Error divided by ||target||^2.
     relative_mse: NumberOrNull
-    # Relative error of the best multiple of the estimate.
+    # Relative error of the estimate after multiplication by the best scalar.
     best_scalar_mse: NumberOrNull
     # Cosine of the estimate and the target.
     cosine: NumberOrNull
 
     @property
     def error(self) -> Interval:
-        """The error with its interval."""
+        """Mean squared error with its interval."""
         return Interval(*(math.nan if x is None else x for x in (self.mse, self.low, self.high)))
 
 
@@ -126,7 +128,7 @@ class GradientNorm:
     """Squared norm of the gradient, ||grad J||^2."""
 
     grad_sq: Interval
-    # Reason why relative errors are null, if `grad_sq` is not significantly above 0.
+    # Reason why relative errors are null; absent if no method has null relative errors.
     reason: Sometimes[str] = None
 
 
@@ -159,7 +161,7 @@ def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
 def _formula_rows(
     study: PoolStudy, statistics: ClosedForm, method: str, interval: str
 ) -> list[CurveRow]:
-    """Return a row for each point that has a closed form."""
+    """Return a row for each point of the closed-form curves."""
     rows = []
     for point, (bias2, variance, *moments) in statistics.parts.items():
         error = GradientError(statistics[point.key], bias2, variance, *scale_free(*moments))
@@ -195,14 +197,14 @@ def _row(
 
 
 def _target_sq(study: PoolStudy, method: str) -> Interval:
-    """Return ||grad J||^2 over the questions that a method draws its batches from."""
+    """Return ||grad J||^2 for the population of questions from which a method draws batches."""
     if method == NEW_QUESTIONS:
         return study.population["grad_sq"]
     return study.at_hand["grad_sq_at_hand"]
 
 
 def measure_gradient(study: PoolStudy) -> GradientNorm:
-    """Measure ||grad J||^2 and name the methods whose relative columns are null because of it."""
+    """Measure ||grad J||^2 and name the methods for which it is not significantly above 0."""
     made = {
         CLOSED_FORM: CLOSED_FORM in study.methods and bool(study.at_hand.parts),
         NEW_QUESTIONS: bool(study.by_groups),
@@ -220,9 +222,9 @@ def measure_gradient(study: PoolStudy) -> GradientNorm:
 
 
 def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
-    """Measure ratios of errors to the oracle's error, for these questions and for new ones.
+    """Measure ratios to the oracle's error, for the study's questions and for new questions.
 
-    A ratio is missing if the oracle's error is not above 0.
+    A ratio is missing if the oracle's error is not positive.
     """
     return [
         OracleRatio(
@@ -276,7 +278,7 @@ def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
 
 
 def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table]:
-    """Return a table with a row for every point."""
+    """Return a table with a row per baseline, way of drawing questions and G."""
     (ratios,) = rows_by_study.values()
     rows = [
         content_of(row)
@@ -289,7 +291,7 @@ def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table
 
 
 def not_measured_tables(rows_by_study: Mapping[Study, list[NotMeasured]]) -> list[Table]:
-    """Return a table with a row for each baseline and G."""
+    """Return a table with a row per baseline and G that were not measured."""
     (absent,) = rows_by_study.values()
     return [rows_table("Not measured", list(map(content_of, absent)))] if absent else []
 
@@ -346,9 +348,9 @@ def _by_baseline(study: Study, rows: Sequence[CurveRow]) -> Table:
 
 
 def _error_cells(rows: Sequence[CurveRow]) -> tuple[dict[tuple[int, str], str], list[str]]:
-    """Format errors by G and baseline, each above its interval.
+    """Format the error for each G and baseline, with the interval on a second line.
 
-    Errors significantly above the least error of their row are marked; a note explains the mark.
+    Errors significantly above the smallest error in their row are marked; a note explains the mark.
     """
     cells = {}
     for row in rows:
@@ -377,8 +379,8 @@ def missing_errors(rows: Iterable[CurveRow]) -> list[str]:
         if not row.error.is_known:
             sizes.setdefault(row.baseline, []).append(row.group_size)
     return [
-        f"No error of {baseline_word(name)} at G = {', '.join(map(str, dict.fromkeys(missing)))}: "
-        "result.json has no number."
+        f"result.json has no error of {baseline_word(name)} at G = "
+        f"{', '.join(map(str, dict.fromkeys(missing)))}."
         for name, missing in sizes.items()
     ]
 
@@ -441,7 +443,7 @@ def _heading(study: Study, kind: Sequence[str]) -> str:
 
 
 def missing_in(studies: Iterable[Study]) -> list[str]:
-    """Return lines on missing errors, each starting with the name of its study."""
+    """Return lines on missing errors, each of which starts with the label of the study."""
     return [
         f"{study.run.label}: {line}"
         for study in studies
@@ -450,12 +452,12 @@ def missing_in(studies: Iterable[Study]) -> list[str]:
 
 
 def worse_baselines(rows: Sequence[CurveRow]) -> list[str]:
-    """Return the unbiased baselines whose error at one G is significantly above the least error.
+    """Return the unbiased baselines whose error at one G is significantly above the smallest error.
 
-    The interval of such an error does not overlap the interval of the least error. If the
-    intervals overlap, a paired comparison may still find a difference. Two kinds of baselines are
-    excluded: biased ones, because most of their error comes from the length of the estimate, and
-    those that need the values of the questions.
+    An error is significantly above the smallest error if their intervals do not overlap. A paired
+    comparison may find a difference even if the intervals overlap. Biased baselines are excluded
+    because most of their error comes from the length of the estimate. Baselines that need each
+    question's expected reward are excluded too.
     """
     compared = [
         row
@@ -470,7 +472,7 @@ def _interval_note(studies: Sequence[Study], curves: Sequence[CurveRow]) -> str:
     """Return a note on the scope of the intervals."""
     kinds = dict.fromkeys(INTERVAL_WORDS[row.interval] for row in curves)
     return (
-        f"95 % intervals {' or '.join(kinds)}, from one seed. Intervals of "
+        f"95 % intervals {' or '.join(kinds)}, from one seed per study. Intervals of "
         f"{policies_quantity(studies)} are {scopes_text(studies)}."
     )
 

@@ -1,7 +1,8 @@
-"""The answer of a study: which G, at what cost, and how much of a training step is noise.
+"""Answer of a study: the best G, the extra error of other G, and the noise of a training step.
 
-At a fixed number of rollouts the error of every G relative to another is the same, only the
-admissible sizes differ, those that divide it. So the answer is for any number of rollouts.
+At a fixed number of rollouts n, the ratio of the errors at two group sizes does not depend on n.
+Only the admissible group sizes depend on n, because they must divide n. A study can therefore
+answer for any n.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from grpo_ustat.pages.figures import (
 from grpo_ustat.pages.tables import (
     Cell,
     Table,
+    enumeration,
     interval_scope,
     interval_text,
     number_text,
@@ -72,22 +74,23 @@ from grpo_ustat.runs.contents import NumberOrNull, Size, Sometimes, content_of
 from grpo_ustat.terminal.streams import best_size
 
 WHY_FIXED_ROLLOUTS = (
-    "In a batch of all questions the error falls with G, because a larger G draws more completions "
-    "of the same questions. A training step has a fixed number of rollouts: there a larger G means "
-    "fewer prompts, so there is a best G."
+    "If every batch contains all questions, the error falls with G, because a larger G draws more "
+    "completions of the same questions. A training step has a fixed number of rollouts. A larger G "
+    "then leaves fewer prompts, so there is a best G."
 )
-# The number of questions with which nine in ten studies decide is printed only if it is at most
-# this multiple of the number with which half decide.
+# The number of questions at which nine in ten studies decide is printed only if it is at most this
+# multiple of the number at which half of the studies decide.
 USEFUL_RATIO = 10
-# Positions, relative to the best admissible G, of the group sizes whose costs are named.
+# The answer gives the extra errors of the group sizes at these positions relative to the best
+# admissible G.
 NEIGHBOUR_OFFSETS = (-1, 1)
-# Largest G in the table of extra errors. The table extends to twice the best G if that is larger.
+# Largest G in the table of extra errors, unless twice the best G is larger.
 MAX_SHOWN = 64
 EXTRA_ERROR_NOTE = (
     "Mean squared error of the leave-one-out gradient (no division by a std). Simultaneous 95 % "
     "intervals for new questions."
 )
-# Quantities in the tables: of the scaling law, other definitions of the best G, Assumption 2.
+# Quantities in the tables on the scaling law, other definitions of the best G and Assumption 2.
 LAW_ROWS = {"c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
 OTHER_SIZES = {
     "gstar_tokens": "best G at a fixed number of tokens",
@@ -113,7 +116,7 @@ NOISE_NOTE = (
 EXTRA_ERROR = "extra gradient error at\na fixed number of rollouts (%)"
 # Minimum ratio of two labelled group sizes, so that the labels do not overlap.
 APART = 1.3
-# Top of the axis of extra errors, in percent: slightly above twice the least error.
+# Upper limit of the axis of extra errors, in percent. At 100 % the error is twice the minimum.
 TOP_PERCENT = 105
 
 Three = tuple[float, float, float]
@@ -121,7 +124,7 @@ Three = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class FixedCost:
-    """Error of `leave_one_out` with groups of G, times n; this product does not depend on n."""
+    """Error of `leave_one_out` at one G, multiplied by n; the product does not depend on n."""
 
     group_size: Size
     n_mse: NumberOrNull
@@ -148,22 +151,23 @@ class Scaling:
     # Sampling covariance of the estimates of C1, C2, C3, and its degrees of freedom.
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
-    # Best G that divides n, by n; for a prime n, the best G that divides the next multiple of 8.
+    # Best G that divides n, keyed by n. For a prime n, the best G that divides the next multiple
+    # of 8.
     best_divisor: Sometimes[dict[str, Size]] = None
-    # Error at a fixed number of rollouts, by G.
+    # Error at a fixed number of rollouts, for each G.
     curve: list[FixedCost]
     # Reason why the interval of G* has no upper end.
     reason: Sometimes[str] = None
 
     @property
     def law(self) -> ScalingLaw:
-        """Scaling law with its sampling errors, without ||grad J||^2."""
+        """Scaling law with sampling errors of C1, C2 and C3; ||grad J||^2 is not included."""
         constants = (self.c1.estimate, self.c2.estimate, self.c3.estimate)
         return ScalingLaw.stored(*constants, self.covariance, self.dof)
 
     @property
     def is_decided(self) -> bool:
-        """True if G* is known and its interval has both ends."""
+        """True if G* and both ends of its interval are finite."""
         return all(map(math.isfinite, self.gstar))
 
 
@@ -191,7 +195,7 @@ class LeastNoise(NoiseRow):
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Noise scale at each G and at its minimum."""
+    """Noise scale at each G, and its minimum over G."""
 
     curve: list[NoiseRow]
     best: LeastNoise
@@ -229,12 +233,12 @@ def _unbounded_reason(low: float) -> str:
             "sampling error"
         )
     if low <= 1:
-        return "the data do not exclude any group size: G* has no lower or upper end"
+        return "the interval of G* has no lower or upper end: the data exclude no group size"
     return "no group size can be recommended: the interval of G* has no upper end"
 
 
 def measure_noise(study: PoolStudy) -> Noise:
-    """Measure the noise scale at each G and its minimum; see `estimators.scaling`."""
+    """Measure the noise scale at each G, and its minimum over G; see `estimators.scaling`."""
     population, reason = study.population, None
 
     def numbers(name: str) -> dict[str, Interval]:
@@ -259,16 +263,19 @@ def measure_noise(study: PoolStudy) -> Noise:
 
 
 def _scaled_size(best: Interval) -> float | None:
-    """Return G* if its interval has an upper end; None otherwise (least noise scale unknown)."""
+    """Return the best G, or None if its interval has no upper end.
+
+    Without an upper end, the least noise scale is unknown.
+    """
     return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
 
 
 def summary_text(study: PoolStudy) -> str:
     """Return the summary of a study.
 
-    The summary says whether Assumption 2 is refuted and which ordering of baselines follows. If
-    the interval of G* is missing or has no upper end, it says so; otherwise the answer of the
-    study gives the interval.
+    The summary states whether Assumption 2 is refuted and which baseline has the lower error. It
+    mentions G* only if the interval of G* is missing or has no upper end. Otherwise the answer of
+    the study gives this interval.
     """
     rewards_PN, best = study.pool.rewards_PN, study.population["gstar"]
     if (rewards_PN == rewards_PN[:, :1]).all():
@@ -282,7 +289,7 @@ def summary_text(study: PoolStudy) -> str:
 
 
 def study_answer(study: Study, rollouts: int) -> str:
-    """Return the study's answer: the best G, the costs of its neighbours, the noise of a step.
+    """Return the study's answer: best G, extra errors of neighbouring G, and noise of a step.
 
     Args:
         rollouts: Number of rollouts per training step, n.
@@ -291,7 +298,7 @@ def study_answer(study: Study, rollouts: int) -> str:
 
 
 def decision_sentence(study: Study, rollouts: int) -> str:
-    """Return the best G and the costs of its neighbours, or the amount of data still needed.
+    """Return the best G and the extra errors of neighbouring G, or the amount of data still needed.
 
     Args:
         rollouts: Number of rollouts per training step, n.
@@ -302,8 +309,8 @@ def decision_sentence(study: Study, rollouts: int) -> str:
     divisible = divisible_rollouts(rollouts)
     costs = costs_sentence(study.need(SCALING).law.costs(divisible))
     if divisible != rollouts:
-        costs = f"only G = {rollouts} divides {rollouts}; {costs}"
-    return f"{sentence.removesuffix('.')}: {costs}"
+        costs = f"Only G = {rollouts} divides {rollouts}. {costs}"
+    return f"{sentence} {costs}"
 
 
 def best_size_sentence(study: Study) -> str:
@@ -313,24 +320,25 @@ def best_size_sentence(study: Study) -> str:
     scaling = study.need(SCALING)
     best, low, high = scaling.gstar
     if scaling.is_decided:
-        return f"Best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
+        return f"The best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
     more = f"{_prompts_text(*prompts_to_decide(scaling))} (now {study.result.questions})"
     if low > MIN_GSTAR:
-        return f"Best G is at least {low:.1f}; {more}."
+        return f"The best G is at least {low:.1f}; {more}."
     return f"Not enough data for a best G: {more}."
 
 
 def prompts_to_decide(scaling: Scaling) -> tuple[float, float]:
-    """Return the numbers of questions with which half and nine in ten of such studies decide.
+    """Return the numbers of questions at which 50 % and 90 % of studies like this one decide.
 
-    Both numbers are rounded to two digits; see `ScalingLaw.prompts_to_decide`.
+    A study decides if it finds a best G. Both numbers are rounded to two significant digits; see
+    `ScalingLaw.prompts_to_decide`.
     """
     half, most = scaling.law.prompts_to_decide(USUAL_SIZES)
     return float(f"{half:.2g}"), float(f"{most:.2g}")
 
 
 def _prompts_text(half: float, most: float) -> str:
-    """Describe the numbers of questions with which such studies find a best G.
+    """Describe the numbers of questions that 50 % and 90 % of similar studies need for a best G.
 
     >>> _prompts_text(130, 300)
     'half of such studies find it with 130 questions, nine in ten with 300'
@@ -346,38 +354,39 @@ def _prompts_text(half: float, most: float) -> str:
 
 
 def costs_sentence(costs: GroupSizeCosts) -> str:
-    """Return a sentence on the best admissible G and the extra error of its neighbours.
+    """Describe the best admissible G and the extra errors of neighbouring sizes, in sentences.
 
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
-    >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05))[:59]
-    'at 4 rollouts a step use G = 4, within 5 % of the least err'
+    >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05)).split(": ")[1]
+    'its error is within 5 % of the minimum. The error is 40 % [30 %, 50 %] larger at G = 2.'
     >>> costs_sentence(GroupSizeCosts(4, 4, extra))
-    'at 4 rollouts a step no G is known to be within 10 % of the least error.'
+    'At 4 rollouts per step, no G is known to have an error within 10 % of the minimum.'
     """
     if costs.tolerance is None:
         return (
-            f"at {costs.rollouts} rollouts a step no G is known to be within "
-            f"{100 * TOLERANCES[-1]:.0f} % of the least error."
+            f"At {costs.rollouts} rollouts per step, no G is known to have an error within "
+            f"{100 * TOLERANCES[-1]:.0f} % of the minimum."
         )
+    sentences = [
+        f"At {costs.rollouts} rollouts per step, use G = {costs.best}: its error is within "
+        f"{100 * costs.tolerance:.0f} % of the minimum."
+    ]
     sizes = list(costs.extra)
     place = sizes.index(costs.best)
-    parts = []
-    for step in NEIGHBOUR_OFFSETS:
-        if not 0 <= place + step < len(sizes):
-            continue
-        size = sizes[place + step]
-        if not math.isfinite(costs.extra[size].low):
-            continue
-        if costs.extra[size].low <= 0:
-            parts.append(f"G = {size} may be as good")
-            continue
-        extra, low, high = map(percent, costs.extra[size])
-        parts.append(f"G = {size}: {extra} [{low}, {high}]")
-    first = (
-        f"at {costs.rollouts} rollouts a step use G = {costs.best}, within "
-        f"{100 * costs.tolerance:.0f} % of the least error"
-    )
-    return f"{first} ({'; '.join(parts)})." if parts else f"{first}."
+    neighbours = [place + offset for offset in NEIGHBOUR_OFFSETS]
+    larger, maybe_as_good = [], []
+    for size in [sizes[k] for k in neighbours if 0 <= k < len(sizes)]:
+        extra = costs.extra[size]
+        if math.isfinite(extra.low) and extra.low <= 0:
+            maybe_as_good.append(f"G = {size}")
+        elif math.isfinite(extra.low):
+            estimate, low, high = (percent(value).removeprefix("+") for value in extra)
+            larger.append(f"{estimate} [{low}, {high}] larger at G = {size}")
+    if larger:
+        sentences.append(f"The error is {enumeration(larger)}.")
+    if maybe_as_good:
+        sentences.append(f"{enumeration(maybe_as_good)} may be as good.")
+    return " ".join(sentences)
 
 
 def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -> str:
@@ -385,8 +394,8 @@ def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -
 
     Args:
         rollouts: Number of rollouts per training step, n.
-        group_size: Group size G; None for the best G that divides n, or 8 if the best G is not
-            decided. The nearest group size in the result is used.
+        group_size: Group size G. If None, G is the best size that divides n, or 8 if the best size
+            is not decided. The sentence describes the measured group size nearest to G.
     """
     if not rewards_vary(study):
         return ""
@@ -412,7 +421,7 @@ def interval_note(study: Study) -> str:
 
 
 def extra_error_table(study: Study) -> Table | None:
-    """Return a table of the extra error of each admissible G over the recommended G.
+    """Return a table of the extra error of each admissible G relative to the recommended G.
 
     Return None if no G can be recommended.
     """
@@ -428,12 +437,14 @@ def extra_error_table(study: Study) -> Table | None:
         interval = "" if size == costs.best else f"[{low}, {high}]"
         rows.append([str(size), str(costs.rollouts // size), extra, interval])
     columns = ["G", "prompts", "extra error", "95 % interval"]
-    title = f"Extra gradient error over G = {costs.best}, at {costs.rollouts} rollouts a step"
+    title = (
+        f"Extra gradient error relative to G = {costs.best}, at {costs.rollouts} rollouts per step"
+    )
     return Table(title, columns, rows, [EXTRA_ERROR_NOTE])
 
 
 def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
-    """Return two tables of one study: scaling law with Assumption 2, and other best G."""
+    """Return tables on the scaling law and Assumption 2, and on other definitions of the best G."""
     ((study, scaling),) = scaling_by_study.items()
     assumption = study.need(ASSUMPTION2)
     rows = [
@@ -452,7 +463,7 @@ def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
 
 
 def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> list[list[Cell]]:
-    """Return a row for each named number of a record, with its interval if it has one."""
+    """Return a row for each named number of a record, with the interval if there is an interval."""
     rows: list[list[Cell]] = []
     for key, name in names.items():
         value = getattr(record, key)
@@ -477,7 +488,7 @@ def _noise_cells(row: NoiseRow) -> list[str]:
 
 
 def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
-    """Return a table with a row per policy: its best G, and whether GRPO or vanilla is better.
+    """Return a table of each policy's best G and crossover group size.
 
     The crossover is the group size above which GRPO beats vanilla (paper, section 6).
 
@@ -498,14 +509,15 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         names = [f"{x}{end}" for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")]
         columns = study_columns(study.run, study_keys) | {name: content[name] for name in names}
         data += [columns | point for point in content["curve"]]
-    interval_note = f"95 % intervals {scopes_text(studies)}, from one seed."
+    interval_note = f"95 % intervals {scopes_text(studies)}, from one seed per study."
     law = (
         "G* = 1 + sqrt(C3/C1) is the best group size of leave_one_out for every n, with "
         "independently drawn questions."
     )
     crossover = (
-        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V "
-        "and A_0: size of the gradient noise with the oracle baseline and with no baseline."
+        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V: size of the "
+        "gradient noise with the oracle baseline. A_0: size of the gradient noise without a "
+        "baseline."
     )
     quantity = policies_quantity(studies)
     return Table(
@@ -521,13 +533,15 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         rows=rows,
         notes=[law, crossover, interval_note],
         data=data,
-        figure_notes=[f"Markers: group sizes that divide n; the best one is at 0. {interval_note}"],
+        figure_notes=[
+            f"Markers: group sizes that divide n; the best size has extra error 0. {interval_note}"
+        ],
         headings=True,
     )
 
 
 def _estimate_text(value: Interval, digits: int | None) -> str:
-    """Format an estimate above its interval, or `-` if the estimate is not known.
+    """Format an estimate with its interval on a second line, or `-` if both are unknown.
 
     Args:
         digits: Number of decimals; None for three significant digits.
@@ -545,7 +559,7 @@ def _estimate_text(value: Interval, digits: int | None) -> str:
 
 
 def draw(folder: Path, study: Study) -> None:
-    """Draw the cost of each G at the study's n, to `scaling.{pdf,svg,png}`."""
+    """Plot the extra error of each G at the study's n and save it as `scaling.{pdf,svg,png}`."""
     with plt.rc_context(FONTS):
         figure, [[[axes]]] = panel_figure([1])
         scaling_panel(axes, study.need(SCALING), study.rollouts)
@@ -555,7 +569,7 @@ def draw(folder: Path, study: Study) -> None:
 
 
 def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
-    """Draw the extra error of each G at a fixed number of rollouts, with a panel per data set.
+    """Plot the extra error of each G at a fixed number of rollouts, with a panel per data set.
 
     Each policy is a line in its panel. The legend gives the name and G* of each policy.
 
@@ -594,7 +608,7 @@ def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequenc
 
 
 def _name_among(study: Study, studies: Sequence[Study]) -> str:
-    """Return the name of a study's policy, with seed and n if they differ between the studies."""
+    """Return the name of a study's policy, with the seed or n if it differs between the studies."""
     names = [str(study.run.policy)]
     if len({other.run.config["seed"] for other in studies}) > 1:
         names.append(f"seed {study.run.config['seed']}")
@@ -604,7 +618,7 @@ def _name_among(study: Study, studies: Sequence[Study]) -> str:
 
 
 def _set_axes(axes: Axes, sizes: Sequence[int], limit: float) -> None:
-    """Set up the axes: G up to a limit, with ticks at the given sizes, and the extra error."""
+    """Set the axis of G, with ticks at the sizes below the limit, and the axis of extra errors."""
     log_sizes(axes, [size for size in sizes if size < limit])
     axes.set_xlim(1.5, limit)
     axes.set_ylim(-10, TOP_PERCENT)
@@ -618,7 +632,7 @@ def _limit(costs: GroupSizeCosts) -> float:
 
 
 def _draw_curve(axes: Axes, law: ScalingLaw, costs: GroupSizeCosts, colour: str) -> None:
-    """Draw the extra error over the best admissible G against G, with simultaneous bands."""
+    """Plot the extra error relative to the best admissible G, with simultaneous bands."""
     grid = np.geomspace(2, max(costs.extra), 200)
     curve = [law.extra_error(size, costs.best) for size in grid]
     heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
@@ -629,12 +643,13 @@ def _draw_curve(axes: Axes, law: ScalingLaw, costs: GroupSizeCosts, colour: str)
 
 
 def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
-    """Draw one study's extra error at a fixed number of rollouts.
+    """Plot one study's extra error at a fixed number of rollouts.
 
     The extra error is in percent of the error at the best group size that divides n. A curve with
-    simultaneous bands shows it for all sizes, dots for the sizes that divide n. If the interval of
-    G* has two ends, the dots are labelled with their costs, and a dashed line and a grey band mark
-    G*. Otherwise a dotted line marks the lower end of G*.
+    simultaneous bands shows the extra error at all sizes. Dots mark the sizes that divide n. If
+    the interval of G* has two ends, the dots are labelled with their extra errors; a dashed line
+    marks G*, and a grey band marks its interval. Otherwise a dotted line marks the lower end of
+    the interval.
 
     Args:
         rollouts: Number of rollouts per training step, n.

@@ -1,4 +1,4 @@
-"""Relative efficiency of losses: the record, and its sentences, tables and figures."""
+"""Records, sentences, tables and figures on the relative efficiency of losses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOT_KNOWN = "not known"
 FILTER_WORDS = {
     "drop": "zero-variance groups dropped",
     "replace": "zero-variance groups replaced",
-    "reward_variance_share": "groups that hold {:g} of the reward variance",
+    "reward_variance_share": "groups with {:g} of the reward variance",
     "advantage_threshold": "|advantage| of {:g} or more",
 }
 EFFICIENCY_NOTE = (
@@ -61,13 +61,14 @@ EFFICIENCY_NOTE = (
     "one rollout of the loss, at the first update on a batch. 95 % intervals for new questions, "
     "paired across losses and G."
 )
-NOISE_NOTE = "Share of noise: share of the squared norm of an update that is noise."
-# Mark of a relative efficiency at a G that is significantly worse than the best G of the loss.
+NOISE_NOTE = "Share of noise: fraction of an update's squared norm that is noise."
+# Mark for a relative efficiency that is significantly lower than at the best G of the loss.
 WORSE = "*"
-WORSE_SIZE_NOTE = f"{WORSE}: significantly worse than the best G of the same loss."
+WORSE_SIZE_NOTE = f"{WORSE}: significantly lower than at the best G of the same loss."
 UNDECIDED = "not decided"
-BARS_NOTE = "Bars: 95 % intervals for new questions; losses are drawn side by side at each G."
-# Horizontal offsets in octaves of G: between losses at one G, and the maximum over all losses.
+BARS_NOTE = "Bars: 95 % intervals for new questions; at each G, losses are shifted horizontally."
+# Horizontal distances in octaves of G: the largest distance between adjacent losses at one G, and
+# the largest distance that all losses at one G may span.
 APART, ASIDE = 0.12, 0.6
 UNBIASED_SAME_G = "the unbiased gradient at the same G"
 UNBIASED_BEST_G = "the unbiased gradient at its best G"
@@ -81,9 +82,9 @@ class LossEfficiency:
     loss: str
     # Baseline of the advantages.
     baseline: str
-    # Divisor of the tokens.
+    # Type of the loss, which determines the normalisation over tokens.
     loss_type: str
-    # Row filter: the next three fields say which rows count, if not all do; see
+    # The next three fields are the row filter; a field with its default value is absent. See
     # `estimators.row_weights.RowFilter`.
     zero_variance_groups: Sometimes[str] = None
     reward_variance_share: Sometimes[float] = None
@@ -92,20 +93,23 @@ class LossEfficiency:
     rollouts: Size
     # Group size, G.
     group_size: Size
-    # Share of the sampled groups that are used in the update, if the others are replaced.
+    # Share of the sampled groups that the update uses; present only if the loss replaces the
+    # other groups.
     kept: Sometimes[Interval] = None
     unbiased_direction: bool
-    # Number of rollouts of the unbiased estimate at the same G that are worth one of the loss.
+    # Number of rollouts of the unbiased estimate at the same G that are worth one rollout of the
+    # loss.
     efficiency_same_g: Sometimes[Interval] = None
-    # Number of rollouts of the unbiased estimate at its best G that are worth one of the loss.
+    # Number of rollouts of the unbiased estimate at its best G that are worth one rollout of the
+    # loss.
     efficiency_best_g: Sometimes[Interval] = None
-    # cos^2 of the expected update and the gradient; 1 if `unbiased_direction`.
+    # Squared cosine between the expected update and the gradient; 1 if `unbiased_direction`.
     direction: Sometimes[Interval] = None
-    # Share of the squared norm of an update that is noise.
+    # Fraction of an update's squared norm that is noise.
     noise: Sometimes[Interval] = None
-    # True if this G is the best of the measured ones for the loss.
+    # True if this G is the best measured G of the loss.
     best: bool
-    # True if this G is not significantly worse than the best.
+    # True if this G is not significantly worse than the best measured G.
     may_be_best: bool
     # Reason why the loss was not measured at this G.
     reason: Sometimes[str] = None
@@ -175,7 +179,7 @@ def efficiency_sentences(
     sentence.
 
     Args:
-        wrote: Words after the name of the loss that tell which policy wrote the rollouts.
+        wrote: Text after the name of the loss, for example with the policy that wrote the rollouts.
         compared: Description of the gradient that the loss is compared with.
     """
     same: dict[str, list[list[LossEfficiency]]] = {}
@@ -206,7 +210,7 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
             )
         return (
             f"{where} the relative efficiency of {name} is not decided because these questions "
-            f"do not determine its direction{share}."
+            f"do not determine the direction of its update{share}."
         )
     direction = "its direction is unbiased"
     if not row.unbiased_direction:
@@ -234,7 +238,7 @@ def _best_size_text(rows: Sequence[LossEfficiency], measured: Sequence[LossEffic
     sizes = [row.group_size for row in measured]
     text = f"its best G is {best}"
     if len(measured) < len(rows) or best in (min(sizes), max(sizes)):
-        text = f"its best G of those measured is {best}"
+        text = f"its best measured G is {best}"
     others = [str(row.group_size) for row in measured if row.may_be_best and row.group_size != best]
     return f"{text} ({enumeration(others)} may be as good)" if others else text
 
@@ -244,12 +248,13 @@ def efficiency_tables(
 ) -> list[Table]:
     """Return tables of relative efficiency by G and loss, and a table of all numbers.
 
-    The list is empty if no loss was measured. If no loss is decided, notes replace the table by G
-    and loss.
+    The list is empty if no loss was measured. If no relative efficiency is decided, the table by G
+    and loss contains only notes.
 
     Args:
-        wrote: Words after the name of the loss that tell which policy wrote the rollouts.
-        notes: Definition of relative efficiency.
+        wrote: Text after "Relative efficiency", for example with the policy that wrote the
+            rollouts.
+        notes: Notes that define relative efficiency.
     """
     losses = [of_loss for of_loss in by_loss(rows) if measured_rows(of_loss)]
     if not losses:
@@ -288,7 +293,7 @@ def _efficiency_table(
 
 
 def _undecided(losses: Sequence[Sequence[LossEfficiency]]) -> list[str]:
-    """Return a line for each set of G at which losses were measured but are not decided."""
+    """Return a line for each set of group sizes at which measured losses are not decided."""
     names: dict[str, list[str]] = {}
     for of_loss in losses:
         measured = measured_rows(of_loss)
@@ -349,9 +354,10 @@ def _details_table(
 
 
 def number_cells(row: LossEfficiency, gap: str) -> list[str]:
-    """Return the cells of both relative efficiencies, the direction and the noise.
+    """Return the cells of both relative efficiencies, the cosine and the share of noise.
 
-    The efficiency against the best G is marked if another G is significantly better for the loss.
+    The efficiency against the unbiased gradient at its best G is marked if another G is
+    significantly better for the loss.
     """
     return [
         efficiency_text(row.efficiency_same_g, gap),
@@ -364,7 +370,7 @@ def number_cells(row: LossEfficiency, gap: str) -> list[str]:
 def draw_efficiencies(
     folder: Path, name: str, title: str, rows: Sequence[LossEfficiency], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each loss against G with intervals, if any is decided."""
+    """Plot each loss's relative efficiency against G; draw nothing if no efficiency is decided."""
     losses = {of_loss[0].loss: of_loss for of_loss in by_loss(rows)}
     if not any_decided(rows):
         return
@@ -374,7 +380,7 @@ def draw_efficiencies(
     draw_panels(folder, name, {"": [[panel]]}, [BARS_NOTE, *without, *lines])
 
 
-# Title of a panel, and the rows of each loss by name.
+# Title of a panel, and the rows of each loss, keyed by the name of the loss.
 Panel = tuple[str, Mapping[str, Sequence[LossEfficiency]]]
 
 
@@ -384,7 +390,7 @@ def draw_panels(
     """Draw panels of relative efficiencies.
 
     Args:
-        grids: Rows of panels by data set.
+        grids: Rows of panels of each data set.
         lines: Lines of text below the panels.
     """
     grid = [(dataset, titled) for dataset, of_dataset in grids.items() for titled in of_dataset]
@@ -405,11 +411,11 @@ def draw_panels(
 def efficiency_panel(
     axes: Axes, losses: Mapping[str, Sequence[LossEfficiency]], names: Sequence[str]
 ) -> None:
-    """Draw lines of relative efficiency against G, at each G where it is decided.
+    """Plot each loss's relative efficiency against G, at every G at which it is decided.
 
     Args:
-        losses: Rows of each loss by name.
-        names: Names of the losses of all panels; their order sets colours and markers.
+        losses: Rows of each loss, keyed by the name of the loss.
+        names: Names of the losses in all panels; their order determines colours and markers.
     """
     lines: dict[str, dict[int, Interval]] = {}
     for name, rows in losses.items():
@@ -423,7 +429,7 @@ def efficiency_panel(
     shown = [(size, efficiency) for line in lines.values() for size, efficiency in line.items()]
     least = min([1.0, *(x.low for _, x in shown)])
     most = max([1.0, *(x.estimate for _, x in shown)])
-    # Wider or infinite intervals extend beyond the axis limits.
+    # Infinite and very wide intervals extend beyond this limit of the axis.
     top = 1.05 * min(max([most, *(x.high for _, x in shown)]), 1.5 * most)
     spacing = min(APART, ASIDE / max(1, len(lines)))
     for place, (name, line) in enumerate(lines.items()):
@@ -447,7 +453,7 @@ def efficiency_panel(
 
 
 def described(rows: Sequence[LossEfficiency]) -> str:
-    """Describe each loss of the rows; losses with equal descriptions share an entry."""
+    """Describe each loss in the rows; losses with equal descriptions share an entry."""
     by_words: dict[str, dict[str, None]] = {}
     for row in rows:
         by_words.setdefault(loss_words(row), {})[row.loss] = None
@@ -461,7 +467,7 @@ def any_decided(rows: Sequence[LossEfficiency]) -> bool:
 
 
 def loss_words(row: LossEfficiency) -> str:
-    """Describe a loss: its advantage, the normalisation over tokens, and the rows that count."""
+    """Describe a loss: its advantage, its normalisation over tokens and its row filter."""
     words = [ADVANTAGE_WORDS.get(row.baseline, row.baseline), LOSS_TYPE_WORDS[row.loss_type]]
     if row.zero_variance_groups is not None:
         words.append(FILTER_WORDS[row.zero_variance_groups])

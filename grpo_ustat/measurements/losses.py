@@ -1,4 +1,4 @@
-"""Efficiency, direction and best G of each loss at the first update on a batch.
+"""Relative efficiency, direction and best G of each loss at the first update on a batch.
 
 Studies that differ only in the loss, as in a sweep over `objective`, measure the same pool. A
 report draws their losses as lines of one panel.
@@ -72,7 +72,7 @@ def tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Table]:
 def draw(
     folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each loss of a study against G, to `losses.{pdf,svg,png}`."""
+    """Plot each loss's relative efficiency against G and save it as `losses.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
         policy = study.result.policy
         title = f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}"
@@ -85,12 +85,12 @@ class LossPanel:
 
     # First study of the pool.
     study: Study
-    # Study and rows (by G) of each loss, by a unique name.
+    # Study and rows (one row per G) of each loss, keyed by a unique name.
     lines: dict[str, tuple[Study, list[LossEfficiency]]]
 
     @property
     def measured(self) -> dict[str, list[LossEfficiency]]:
-        """Measured rows of each loss that has any."""
+        """Measured rows of each loss that was measured at some G."""
         rows = {name: measured_rows(of_loss) for name, (_, of_loss) in self.lines.items()}
         return {name: of_loss for name, of_loss in rows.items() if of_loss}
 
@@ -98,8 +98,8 @@ class LossPanel:
 def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[LossPanel]:
     """Return a panel for each pool on which losses were measured.
 
-    A loss that several studies of a pool measured with equal results occurs once. If the results
-    differ, the names of the losses include the configuration keys that differ.
+    If several studies of a pool have equal results for a loss, the loss occurs once. If their
+    results differ, the names of the losses include the configuration keys that differ.
     """
     panels = []
     for members in by_pool(rows_by_study):
@@ -123,7 +123,7 @@ def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Los
 def _measured_alike(rows: Sequence[LossEfficiency], others: Sequence[LossEfficiency]) -> bool:
     """Return True if two studies have equal results for a loss, up to rounding errors.
 
-    Rounding errors arise because studies sum over different numbers of losses.
+    Rounding errors differ because the studies sum over different numbers of losses.
     """
 
     def texts(row: LossEfficiency) -> list[Any]:
@@ -176,9 +176,9 @@ def joint_tables(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Ta
 def draw_joint(
     folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each loss, in a panel per pool, to `losses.{pdf,svg,png}`.
+    """Plot each loss's relative efficiency against G, with one panel per pool.
 
-    Each data set has at least one row of panels.
+    Each row of panels shows a single data set. The figure is saved as `losses.{pdf,svg,png}`.
     """
     panels = {panel.study: panel for panel in loss_panels(rows_by_study)}
     grids: dict[str, list[list[Panel]]] = {}
@@ -193,7 +193,7 @@ def draw_joint(
 
 
 def _without_a_line(panels: Sequence[LossPanel]) -> list[str]:
-    """List the losses that have no line, for each panel."""
+    """List the losses that have no line in the figure, with one entry per panel."""
     lines = []
     for panel in panels:
         absent = [name for name, (_, of_loss) in panel.lines.items() if not any_decided(of_loss)]

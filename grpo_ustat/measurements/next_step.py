@@ -1,4 +1,4 @@
-"""Next command after a study, and the overrides that select the same policy and study again."""
+"""Suggested command after a study, and overrides that select the same policy and study again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_ustat.measurements.group_size import SCALING, prompts_to_decide
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.runs.study_parts import CompletionCounts
 
-# Largest number of questions to add in one step, as a multiple of the present number.
+# Largest number of questions to add in one step, as a multiple of the current number.
 MAX_FOLLOW_UP = 3
 # Fields of a study that the next study does not inherit.
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
@@ -34,8 +34,8 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
     """Return the next step, as a command if possible: train with the best G, or study more.
 
     Args:
-        rollouts: Number of rollouts per training step, n; None for the study's. It is halved until
-            there are enough training questions.
+        rollouts: Number of rollouts per training step, n; None for the number in the study's
+            configuration. This number is halved until there are enough training questions.
     """
     config, result = study.run.config, study.result
     if result.equal_rewards is not None:
@@ -48,13 +48,13 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
         if best is None:
             model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
             return new_rollouts(model, config["study"]["cut_at"], _questions_for_best(study))
-        return f"train with num_generations={best} where these rollouts were logged"
+        return f"train with num_generations={best} in the framework that logged these rollouts"
     shared = policy_overrides(config)
     if not rewards_vary(study):
         return command_line("mse", *shared, "debug=prompts")
     if best is not None:
         _, most = _questions_there(config["dataset"])
-        # There may be fewer training questions than prompts per step.
+        # A step must not need more prompts than there are training questions.
         while rollouts // best > most and rollouts // 2 % best == 0:
             rollouts //= 2
         if rollouts // best > most:
@@ -86,14 +86,14 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
 def new_rollouts(
     model: Iterable[str], length: int | None = None, questions: int | None = None
 ) -> str:
-    """Return the command that draws new rollouts of a checkpoint if its log is too small.
+    """Return the command that draws new rollouts from a checkpoint whose log is too small.
 
     The command needs the data and the reward function of the run that wrote the log. Words in
     capitals are placeholders for values that the log does not contain.
 
     Args:
         model: Overrides that select the checkpoint and its temperature.
-        length: Maximum length of its completions, in tokens; None if unknown.
+        length: Maximum length of a completion, in tokens; None if unknown.
         questions: Number of questions; None for the default of `mse`.
     """
     sizes = [] if questions is None else [
@@ -105,7 +105,7 @@ def new_rollouts(
         f"max_completion_length={length or 'LENGTH'}", *sizes,
     )  # fmt: skip
     return (
-        f"{command}  # draws new rollouts; DATA.jsonl: the run's rows of question and answer; "
+        f"{command}  # draws new rollouts; DATA.jsonl: the run's questions and answers; "
         "REWARD.py: the run's FUNCTION(prompt, completion); see docs/models-and-data.md"
     )
 
@@ -143,8 +143,8 @@ def _questions_for_best(study: Study) -> int:
 def _best_of_loss(study: Study, best: int) -> int:
     """Return the best G for the study's objective.
 
-    This is the best G of the unbiased gradient, unless the study found it significantly worse than
-    another G for the objective.
+    This is `best`, the best G of the unbiased gradient, unless the study measured a significantly
+    better G for the objective.
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
@@ -157,7 +157,7 @@ def _best_of_loss(study: Study, best: int) -> int:
 
 
 def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> str:
-    """Return the next step if all rewards are equal, by the most frequent outcome."""
+    """Return the next step if all rewards are equal; it depends on the most frequent outcome."""
     names = ("right", "cut", "no_answer", "wrong")
     counts = {name: getattr(equal, name) or 0 for name in names}
     fate = max(names, key=counts.__getitem__)
@@ -241,7 +241,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that select the objective and baseline of a study or training run."""
     objective, baseline = config.get("objective") or {}, config.get("baseline") or {}
     if objective.get("name") not in PRESETS or baseline.get("name") not in BASELINES:
-        # The folder comes from another version or uses a baseline that is not registered.
+        # The study ran with another version or with a baseline that is not registered here.
         return []
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline
@@ -256,7 +256,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield overrides for the fields of a node that differ from its configuration file."""
+    """Yield overrides for the fields whose values differ from the node's configuration file."""
     for key, value in node.items():
         default = values.get(key)
         if value == default or str(default).startswith("${"):
@@ -266,7 +266,7 @@ def _changes(node: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
         if isinstance(value, str) and not re.fullmatch(r"[\w./:@+-]+", value):
             text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-            # OmegaConf would interpolate it.
+            # OmegaConf would interpolate an unescaped `${`.
             text = text.replace("${", "\\${")
         if isinstance(value, list) and not {"'", '"'} & set(text):
             # Without spaces, a shell does not split the list.

@@ -1,6 +1,6 @@
-"""Efficiency of rollouts written by another policy or an inexact sampler, and its distance.
+"""Relative efficiency of rollouts that another policy or an inexact sampler wrote.
 
-A report sorts studies by this distance, the KL divergence from the current policy.
+Reports sort studies by KL(policy that wrote the rollouts || current policy).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys
 
 DRIFT_NOTE = (
-    "Effective share: effective sample size of the importance weights, (sum w)^2 / sum w^2, "
-    "divided by their number."
+    "Effective share: effective sample size of the importance weights w, (sum w)^2 / sum w^2, "
+    "divided by the number of weights."
 )
 LAG_NOTE = (
-    "Relative efficiency: number of rollouts that the current policy wrote, with the unbiased "
-    "leave-one-out gradient at the same G, that are worth one rollout of the loss that another "
-    "policy wrote; 95 % intervals for new questions. Nats per token: KL divergence of the current "
-    "policy from the other."
+    "Relative efficiency: one rollout that another policy wrote, used with the loss, is worth this "
+    "many rollouts of the current policy, used with the unbiased leave-one-out gradient at the "
+    "same G; 95 % intervals for new questions. Nats per token: KL(policy that wrote the rollouts "
+    "|| current policy)."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicy:
-    """Efficiency of rollouts written by another policy, or by a sampler that differs from it."""
+    """Relative efficiency of rollouts that another policy or an inexact sampler wrote."""
 
     # Policy that wrote the rollouts.
     written_by: str
@@ -52,24 +52,28 @@ class OffPolicy:
     policy: str
     # Reference policy of a KL penalty.
     reference: str
-    # lag: an earlier policy wrote the rollouts; they are compared with rollouts of `policy`.
-    # gap: the sampler of a file wrote the rollouts; they are compared with the same rollouts
-    # weighted by exact importance ratios. penalty: `policy` wrote the rollouts.
+    # Kind of comparison. "lag": an earlier policy wrote the rollouts, which are compared with
+    # rollouts of `policy`. "gap": the sampler that produced a rollout file wrote the rollouts,
+    # which are compared with the same rollouts weighted by exact importance ratios. "penalty":
+    # `policy` wrote the rollouts; a loss with a KL penalty is compared with the unbiased gradient
+    # without a penalty.
     question: str
     # True if any loss has a penalty.
     penalised: bool
-    # KL divergence of `written_by` from `policy`, in nats per token.
+    # KL(written_by || policy), in nats per token.
     kl: Interval
-    # Effective share `(sum w)^2 / (count sum w^2)` of the importance ratios w of tokens.
+    # Effective share of the tokens, `(sum w)^2 / (count sum w^2)`, with their importance ratios as
+    # weights w.
     effective_tokens: Interval
-    # The same share for the products of these ratios over a completion.
+    # Effective share of the completions; a completion's weight is the product of its tokens'
+    # ratios.
     effective_completions: Interval
-    # Efficiency of each loss on these rollouts.
+    # Relative efficiency of each loss on these rollouts.
     losses: list[LossEfficiency]
 
 
 def measure(study: PoolStudy) -> OffPolicy | None:
-    """Measure each loss on the completions, as scored by the current policy."""
+    """Measure the relative efficiency of each loss on completions scored by the current policy."""
     scored = study.rescored
     if scored is None:
         return None
@@ -97,10 +101,10 @@ def sentences(result: OffPolicy, study: Study) -> list[str]:
         return efficiencies
     kl = result.kl
     return [
-        f"{result.policy} is {kl.estimate:.2g} [{kl.low:.2g}, {kl.high:.2g}] nats per token from "
-        f"{result.written_by}: with importance weights the effective sample size is "
-        f"{share_text(result.effective_tokens)} by tokens and "
-        f"{share_text(result.effective_completions)} by completions.",
+        f"The KL divergence between {result.written_by} and {result.policy} is {kl.estimate:.2g} "
+        f"[{kl.low:.2g}, {kl.high:.2g}] nats per token. With importance weights, the effective "
+        f"sample size is {share_text(result.effective_tokens)} of the tokens and "
+        f"{share_text(result.effective_completions)} of the completions.",
         *efficiencies,
     ]
 
@@ -108,7 +112,7 @@ def sentences(result: OffPolicy, study: Study) -> list[str]:
 def tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
     """Return tables of relative efficiency; the terminal shows only the first.
 
-    The later losses are those that published claims refer to.
+    The other tables contain the losses that published claims refer to, and all numbers.
     """
     shown = []
     for result in results_by_study.values():
@@ -118,7 +122,7 @@ def tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
 
 
 def draw(folder: Path, results_by_study: Mapping[Study, OffPolicy], lines: Sequence[str]) -> None:
-    """Draw the relative efficiency of each loss against G, to `off_policy.{pdf,svg,png}`."""
+    """Plot each loss's relative efficiency against G and save it as `off_policy.{pdf,svg,png}`."""
     for result in results_by_study.values():
         title = f"written by {result.written_by}, current policy {result.policy}"
         draw_efficiencies(folder, "off_policy", title, result.losses, lines)
@@ -142,16 +146,17 @@ def _wrote(result: OffPolicy) -> str:
 
 def _compared(result: OffPolicy) -> str:
     return {
-        "lag": f"the unbiased gradient of rollouts that {result.policy} wrote",
-        "gap": "the same loss weighted by exact ratios",
+        "lag": f"the unbiased gradient on rollouts that {result.policy} wrote",
+        "gap": "the same loss with exact importance ratios",
         "penalty": "the unbiased gradient without a penalty",
     }[result.question]
 
 
 def _notes(result: OffPolicy) -> list[str]:
     notes = [
-        f"Relative efficiency: number of rollouts of {_compared(result)} that are worth one "
-        "rollout of the loss; 95 % intervals for new questions, paired across losses and G."
+        "Relative efficiency: number of rollouts of the comparison that are worth one rollout of "
+        f"the loss. Comparison: {_compared(result)}. 95 % intervals for new questions, paired "
+        "across losses and G."
     ]
     if result.penalised:
         notes.append(
@@ -162,7 +167,10 @@ def _notes(result: OffPolicy) -> list[str]:
 
 
 def joint_tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
-    """Return a table with a row per study and loss at the G nearest to 8, sorted by distance."""
+    """Return a table with a row per study and loss, at the measured G nearest to 8.
+
+    The rows are sorted by KL divergence.
+    """
     study_keys = distinguishing_keys([study.run.keys for study in results_by_study])
     rows, data, all_rows = [], [], []
     for study, result in by_distance(results_by_study).items():
@@ -201,12 +209,12 @@ def joint_tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
 
 
 def by_distance(results_by_study: Mapping[Study, OffPolicy]) -> dict[Study, OffPolicy]:
-    """Sort studies by the distance of the current policy from the one that wrote the rollouts."""
+    """Sort studies by KL(policy that wrote the rollouts || current policy)."""
     return dict(sorted(results_by_study.items(), key=lambda item: item[1].kl.estimate))
 
 
 def answer(results_by_study: Mapping[Study, OffPolicy]) -> str:
-    """State the relative efficiency of each loss for the nearest and the farthest policy."""
+    """State each loss's relative efficiency at the smallest and the largest KL divergence."""
     nearest, *further = by_distance(results_by_study).values()
     lines: dict[str, list[str]] = {}
     for result in [nearest, *further[-1:]]:

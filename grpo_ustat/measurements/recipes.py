@@ -43,22 +43,22 @@ SIZE_NOTE = (
     "at the recipe's G, from the scaling law; the rest of the recipe is ignored."
 )
 TOGETHER_NOTE = (
-    "All intervals are simultaneous 95 % intervals for new questions. Intervals of losses have a "
-    "Bonferroni correction; intervals of group sizes all follow from one interval of C3/C1."
+    "All intervals are simultaneous 95 % intervals for new questions. The intervals of losses are "
+    "Bonferroni-corrected; the intervals of group sizes follow from a single interval of C3/C1."
 )
 NOT_MEASURED, BY_SIZE = "not measured", "efficiency of the group size only"
 
 
 class Judged(NamedTuple):
-    """Relative efficiency of a recipe against the unbiased gradient at its best G."""
+    """Efficiency of a recipe relative to the unbiased gradient at the gradient's best G."""
 
     row: LossEfficiency
-    # Relative efficiency of the recipe's group size, without the rest of its loss.
+    # Relative efficiency of the recipe's group size; the rest of the recipe is ignored.
     by_size: Interval
 
     @property
     def whole_loss(self) -> Interval:
-        """Relative efficiency of the whole loss; unknown if it was not measured or not decided."""
+        """Relative efficiency of the whole loss; unknown if not measured or not decided."""
         return self.row.efficiency_best_g or NOTHING
 
     @property
@@ -68,7 +68,7 @@ class Judged(NamedTuple):
 
     @property
     def efficiency(self) -> Interval:
-        """Relative efficiency of the whole loss, or of the group size if the former is unknown."""
+        """Relative efficiency of the whole loss or, if unknown, of the group size only."""
         return self.by_size if self.is_by_size else self.whole_loss
 
 
@@ -89,21 +89,24 @@ def recipe_efficiencies(
     draws: int,
     seed: int,
 ) -> list[LossRow]:
-    """Return the relative efficiency of each recipe for new questions; losses are named by recipe.
+    """Return the relative efficiency of each recipe for new questions.
 
-    An update contains whole groups: its n is the largest multiple of the recipe's G up to
-    `rollouts`. The unbiased estimate that the recipe is compared with has the same n. The error of
-    this estimate depends only on n and G, so its best G need not divide n; the candidates are
-    `group_sizes` and the group sizes of the recipes. The intervals of the m measured recipes have
-    level 1 - .025/m each (Bonferroni), so that their simultaneous level is 97.5 %.
+    The loss of each row has the name of the recipe.
+
+    An update contains only whole groups, so its n is the largest multiple of the recipe's G that
+    does not exceed `rollouts`. Each recipe is compared with the unbiased estimate at the same n.
+    The error of the unbiased estimate depends only on n and G, so its best G need not divide n.
+    Candidates for this G are `group_sizes` and the group sizes of the recipes. The interval of each
+    of the m measured recipes has level 1 - .025/m (Bonferroni), so the simultaneous level of these
+    intervals is 97.5 %.
 
     Args:
-        max_completion_length: Number of tokens after which a completion is cut.
+        max_completion_length: Maximum number of tokens per completion.
         rollouts: Number of rollouts of the study, n.
         draws, seed: See `loss_efficiencies`.
     """
     rows: dict[str, LossRow] = {}
-    # Recipes by n.
+    # Losses of the recipes, keyed by n and by the name of the recipe.
     updates: dict[int, dict[str, Loss]] = {}
     for name, recipe in RECIPES.items():
         loss, size = recipe.loss(max_completion_length), recipe.group_size
@@ -195,14 +198,14 @@ def _table(recipes: Sequence[Judged]) -> Table:
         f"{TOGETHER_NOTE}",
         *kept,
         *not_measured(rows),
-        f"To measure a loss at every G, add to grpo-ustat mse: {'; '.join(typed)}.",
+        f"To measure a loss at every G, add its overrides to grpo-ustat mse: {'; '.join(typed)}.",
     ]
     columns = ["recipe", "loss", "G", "efficiency", BY_SIZE, "verdict"]
     return Table("Published recipes on this policy", columns, cells, notes)
 
 
 def verdict(efficiency: Interval) -> str:
-    """Describe the number of rollouts needed for the same error, relative to the best unbiased G.
+    """Compare the rollouts that a recipe needs with those of the unbiased gradient at its best G.
 
     >>> verdict(Interval(0.8, 0.7, 0.9)), verdict(Interval(1.25, 1.1, 1.4))
     ('25 % more rollouts', '20 % fewer rollouts')
@@ -213,7 +216,7 @@ def verdict(efficiency: Interval) -> str:
     """
     if not efficiency.is_known:
         return "not decided"
-    # The recipe is the best unbiased estimate, up to rounding.
+    # The recipe equals the unbiased estimate at its best G, up to rounding.
     if max(abs(x - 1) for x in efficiency) < ROUNDING:
         return "the best"
     if efficiency.high < 1 and efficiency.estimate < 1 / MANY_TIMES:
@@ -228,7 +231,7 @@ def verdict(efficiency: Interval) -> str:
 def draw(
     folder: Path, rows_by_study: Mapping[Study, list[LossEfficiency]], lines: Sequence[str]
 ) -> None:
-    """Draw the relative efficiency of each recipe with intervals, to `recipes.{pdf,svg,png}`."""
+    """Plot each recipe's relative efficiency and save it as `recipes.{pdf,svg,png}`."""
     for study, rows in rows_by_study.items():
         recipes = [recipe for recipe in judged_recipes(rows, study) if recipe.efficiency.is_known]
         _draw(folder, recipes, study.result.policy, lines)

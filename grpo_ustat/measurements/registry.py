@@ -54,7 +54,7 @@ OURS: tuple[Measurement[Any], ...] = (
 
 
 def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
-    """Return the built-in measurements and the named ones of other packages."""
+    """Return the built-in measurements and the named measurements of other packages."""
     return [*OURS, *map(_load, names)]
 
 
@@ -85,7 +85,10 @@ def _load(name: str) -> Measurement[Any]:
 
 
 def finished_study(run: RunRecord) -> Study | None:
-    """Return the study of a run; None if it is unfinished or damaged (a note reports damage)."""
+    """Return the study of a run, or None if the run is unfinished or damaged.
+
+    Damage is reported in a note of the run.
+    """
     if run.result is None:
         return None
     study = Study(run)
@@ -102,7 +105,7 @@ def finished_study(run: RunRecord) -> Study | None:
 
 
 def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
-    """Return the records of all measurements of the pool, by name."""
+    """Return the record of each measurement that was made, keyed by name."""
     records = {measurement.name: measurement.measure(study) for measurement in measurements(names)}
     return {name: record for name, record in records.items() if record is not None}
 
@@ -144,7 +147,8 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
     """Return the tables of a report, each with a file name and with the records as data.
 
     Args:
-        studies: All studies of the report; studies of one pool with equal results are shown once.
+        studies: All studies of the report. A measurement without a joint view is shown for the
+            first study of each pool, because all studies of a pool have the same result.
         study_keys: Configuration keys in which the pools differ.
     """
     report = [
@@ -166,7 +170,7 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
 
 
 def report_answers(studies: Sequence[Study]) -> list[str]:
-    """Return the sentences of a report that summarise all studies."""
+    """Return the report's sentences that summarise all studies."""
     return [
         joint.answer(records)
         for joint, records in _joint(studies)
@@ -175,7 +179,7 @@ def report_answers(studies: Sequence[Study]) -> list[str]:
 
 
 def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[str]) -> None:
-    """Draw the figures of a report, each with the given lines of text below."""
+    """Draw the figures of a report, with the given lines of text below each figure."""
     for joint, records in _joint(studies):
         first = next(iter(joint.tables(records)), None)
         if joint.draw is not None and first is not None and first.figure_notes is not None:
@@ -190,7 +194,7 @@ def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, A
 
 
 def measurements_of(studies: Sequence[Study]) -> list[Measurement[Any]]:
-    """Return the built-in measurements and the requested ones of installed packages."""
+    """Return the built-in measurements and the requested measurements of installed packages."""
     asked = [name for study in studies for name in study.run.value("study.measurements") or []]
     offered = entry_points(group=MEASUREMENTS).names if asked else set()
     return measurements([name for name in dict.fromkeys(asked) if name in offered])

@@ -1,4 +1,7 @@
-"""C1, C2, C3 and G* of each reward function on the same completions, and their correlations."""
+"""C1, C2, C3 and G* of each reward function, and correlations between reward functions.
+
+All reward functions are evaluated on the same completions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ PAIRS_NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """Statistics of one reward function, or of the weighted sum of all (weight null)."""
+    """Statistics of one reward function, or of the weighted sum (for which `weight` is null)."""
 
     name: str
     weight: float | None
@@ -39,7 +42,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCorrelation:
-    """Correlation of two reward functions within prompts."""
+    """Within-prompt correlation of two reward functions."""
 
     first: str
     second: str
@@ -47,10 +50,10 @@ class RewardCorrelation:
 
 
 def measure_functions(study: PoolStudy) -> list[RewardFunction] | None:
-    """Measure each unweighted reward function and the weighted sum of all.
+    """Measure each unweighted reward function and the weighted sum of the functions.
 
-    Statistics are NaN for a function that never varies within a prompt. The result is None if
-    there is only one function.
+    The statistics of a function are NaN if its rewards never differ within a prompt. The result is
+    None if there is only one function.
     """
     pool = study.pool
     if pool.rewards_PNF is None or pool.rewards_PNF.shape[-1] == 1:
@@ -88,7 +91,10 @@ def _measured(of_pool: ClosedForm) -> dict[str, Interval]:
 
 
 def measure_correlations(study: PoolStudy) -> list[RewardCorrelation] | None:
-    """Measure the correlation of each pair of varying reward functions, for new questions."""
+    """Measure the correlation of each pair of reward functions, for new questions.
+
+    A pair is omitted if the rewards of either function never differ within a prompt.
+    """
     rewards_PNF = study.pool.rewards_PNF
     if rewards_PNF is None or rewards_PNF.shape[-1] == 1:
         return None
@@ -115,10 +121,10 @@ def function_tables(rows_by_study: Mapping[Study, list[RewardFunction]]) -> list
     }
     scopes = sorted({interval_scope(study.result.questions) for study in rows_by_study})
     note = (
-        "Each row has the unweighted rewards of one function on the same completions. A weight w "
-        "multiplies C1, C2 and C3 by w^2 and does not change G*. The last row is the weighted "
-        "sum, which training uses (except gdpo). 95 % intervals; intervals of the mean reward: "
-        f"{' or '.join(scopes)}."
+        "Each row describes the unweighted rewards of one function; all rows use the same "
+        "completions. A weight w multiplies C1, C2 and C3 by w^2 and does not change G*. The last "
+        "row is the weighted sum, which training uses (except with gdpo). 95 % intervals; "
+        f"intervals of the mean reward: {' or '.join(scopes)}."
     )
     columns = ["function", "weight", *COLUMNS.values()]
     return [table_of_studies("Reward functions", columns, cells, [note])]

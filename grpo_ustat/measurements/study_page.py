@@ -1,4 +1,4 @@
-"""The page of a study of the gradient's error."""
+"""Page of a study that measures the error of the gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def title(run: RunRecord) -> str:
 
 
 def answer(run: RunRecord) -> str:
-    """Return the best G, the costs of its neighbours, and the share of a step that is noise."""
+    """Return the best G, the extra errors of neighbouring G, and the noise share of a step."""
     study = finished_study(run)
     if study is None:
         parts = (run.folder / "pool").glob("*.safetensors")
@@ -37,13 +37,13 @@ def answer(run: RunRecord) -> str:
 
 
 def following(run: RunRecord) -> str:
-    """Return the next command; "" if the study is unfinished."""
+    """Return the suggested next command, or "" if the study is unfinished."""
     study = finished_study(run)
     return "" if study is None else next_step(study)
 
 
 def further_findings(study: Study) -> list[str]:
-    """Return sentences on further results; none if all rewards of each question are equal."""
+    """Return sentences on further results; no sentences if each question's rewards are equal."""
     if not rewards_vary(study):
         return []
     return measured_sentences(
@@ -79,7 +79,7 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def tables(run: RunRecord) -> list[Table]:
-    """Return the tables of all measurements; none if all rewards are equal."""
+    """Return the tables of all measurements; no tables if all rewards are equal."""
     study = finished_study(run)
     if study is None or run.result is None or study.result.equal_rewards is not None:
         return []

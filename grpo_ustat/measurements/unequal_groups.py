@@ -1,4 +1,4 @@
-"""Error saved by unequal group sizes at the same number of rollouts."""
+"""Change of the error by unequal group sizes at the same number of rollouts."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
 from grpo_ustat.pages.tables import Table, percent
 
-# Share of the error. A plan that saves less does not help.
+# Smallest relative reduction of the error that counts as helpful.
 HELPFUL_SAVING = 0.05
 NOTE = (
     "Change of the error relative to equal groups with the same number of rollouts. Each plan is "
-    "made from one half of the pool and evaluated on the other, in both directions, with at least "
-    "2 completions per prompt. Brackets: 95 % intervals for new prompts, simultaneous over the "
-    "plans of a column. The in-sample row uses the same estimates for planning and evaluation, so "
-    "a real plan saves less."
+    "made from one half of the pool and evaluated on the other half, and then the halves are "
+    "swapped. Every prompt gets at least 2 completions. Brackets: 95 % intervals for new prompts, "
+    "simultaneous over the plans in a column. The in-sample row uses the same estimates for "
+    "planning and evaluation, so a real plan saves less."
 )
 
 
 def measure(study: PoolStudy) -> list[AllocationSaving] | None:
-    """Compute the change of the error for each plan, if the study tests published claims."""
+    """Compute each plan's change of the error; None if the study does not test published claims."""
     return allocation_savings(study.pool) if "verdicts" in study.asked else None
 
 
 def sentences(rows: list[AllocationSaving], study: Study) -> list[str]:
-    """Return a sentence on the best plan at a mean G of 8; none if the pool is too small."""
+    """Return a sentence on the best plan at a mean G of 8; no sentence if the pool is too small."""
     of_size = [row for row in rows if row.group_size == USUAL_SIZE and row.change.is_known]
     if not of_size:
         return []
     best = min(of_size, key=lambda row: row.change.estimate)
     change, low, high = map(percent, best.change)
     if best.change.high < 0:
-        return [f"Unequal group sizes help, by {best.plan} ({change} error [{low}, {high}])."]
+        return [f"Unequal group sizes help (plan: {best.plan}, {change} error [{low}, {high}])."]
     verb = "do not" if best.change.low > -HELPFUL_SAVING else "are not shown to"
     return [f"Unequal group sizes {verb} help ({change} error [{low}, {high}])."]
 
@@ -59,7 +59,7 @@ def _rows(rows: Sequence[AllocationSaving], sizes: Sequence[int]) -> list[list[s
 
 
 def _change_text(row: AllocationSaving | None) -> str:
-    """Format a change in percent with its interval; `-` if it is not known."""
+    """Format a change in percent with its interval; `-` if the change is unknown."""
     if row is None or not row.change.is_known:
         return "-"
     change, low, high = map(percent, row.change)

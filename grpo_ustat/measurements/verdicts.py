@@ -4,7 +4,8 @@ Each claim is represented by a number and by the bounds between which the claim 
 given only if the interval of the number lies entirely inside or entirely outside the bounds. The
 level is corrected for all claims of a study (Holm 1979), so that at most 5 % of studies give a
 wrong verdict. There is no correction over several studies. The papers give no thresholds, so this
-project chose the bounds: numbers of rollouts within `TOLERANCE` of each other count as equal.
+project chose the bounds. Two numbers of rollouts count as equal if they differ by at most
+`TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ HOLDS, FAILS, UNDECIDED, UNMEASURED = WORDS = (
 )  # fmt: skip
 Word = Annotated[str, WORDS]
 LARGE_SIZE = 64
-# Tolerance, as a share of a number of rollouts or of an error.
+# Relative difference up to which two numbers of rollouts, or two errors, count as equal.
 TOLERANCE = 0.1
 # Rollouts per step and group sizes in arXiv 2510.01135.
 STEP, SPLITS = 8192, (16, 32, 64)
@@ -54,10 +55,10 @@ ROUND = 100
 MIN_P_VALUE = 1e-6
 NOTE = (
     "95 % intervals for new questions, not simultaneous. A verdict is given if the number lies "
-    "significantly inside or outside the bounds, with Holm's correction over the claims of this "
-    "study (at most 5 % of studies give a wrong verdict) but not over several studies. The papers "
-    "give no thresholds, so we chose the bounds: numbers of rollouts within 10 % of each other "
-    "count as equal."
+    "significantly inside or outside the bounds. Holm's correction covers the claims of this study "
+    "(at most 5 % of studies give a wrong verdict), but not several studies. The papers give no "
+    "thresholds, so we chose the bounds. Numbers of rollouts within 10 % of each other count as "
+    "equal."
 )
 
 
@@ -71,16 +72,16 @@ class ClaimVerdict:
     source: str
     # Description of the number that represents the claim.
     measured: str
-    # This number, with its interval for new questions.
+    # Value of the number, with its interval for new questions.
     number: Sometimes[Interval] = None
     # The claim holds if the number is between `least` and `most`; null means no bound.
     least: NumberOrNull
     most: NumberOrNull
-    # p-value of the hypothesis that the number is on the other side of the bounds, with Holm's
-    # correction over all rows.
+    # p-value of the hypothesis that the true number and its estimate are on different sides of a
+    # bound, with Holm's correction over all rows.
     holm_p: Sometimes[float] = None
     verdict: Word
-    # Further numbers, in a sentence.
+    # Text that gives further numbers.
     beside: Sometimes[str] = None
     # Reason why the number was not measured.
     reason: Sometimes[str] = None
@@ -88,12 +89,12 @@ class ClaimVerdict:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim before the correction over all claims; for the fields see `ClaimVerdict`."""
+    """A claim before Holm's correction; `ClaimVerdict` describes the other fields."""
 
     claim: str
     source: str
     measured: str
-    # Returns the interval of the number for a level; None if the number was not measured.
+    # Returns the interval of the number at a confidence level; None if the number was not measured.
     interval_at: Callable[[float], Interval] | None = None
     least: float = -math.inf
     most: float = math.inf
@@ -102,7 +103,7 @@ class Judged:
 
 
 def measure(study: PoolStudy) -> list[ClaimVerdict] | None:
-    """Test each claim for new questions, if the study requests `verdicts`."""
+    """Test each claim for new questions; None if the study does not request `verdicts`."""
     return claim_verdicts(study) if "verdicts" in study.asked else None
 
 
@@ -146,7 +147,7 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
     beside = f"the share is 0.5 at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
     return [
         Judged(
-            f"the noise is that of a prompt's completions, G = {group_size}",
+            f"the noise is that of a prompt's completions, not of the prompts, G = {group_size}",
             "Critical Batch Size, HiLD at ICML 2026",
             f"share of the noise that comes from the choice of prompts, G = {group_size}",
             partial(population.law.prompt_share, group_size),
@@ -158,9 +159,9 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
 
 
 def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
-    """Measure the bias of the advantages of hard prompts, which a paper claims are too low."""
+    """Measure the bias in the advantages of hard prompts; a paper claims that they are too low."""
     claim = Judged(
-        "in mixed groups hard prompts get too low advantages",
+        "in mixed groups, the advantages of hard prompts are too low",
         "arXiv 2601.08521",
         f"mean reward of a mixed group of {size} minus the prompt's success rate, for prompts with "
         "another group that is all wrong",
@@ -171,7 +172,7 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     if pool.rewards_PN.shape[1] // 2 <= size:
         needed = (
             f"groups of {size} need {2 * size + 2} completions per question: use "
-            f"budget.pool_completions={2 * size + 2}, or log as many"
+            f"budget.pool_completions={2 * size + 2}, or log this number"
         )
         return [replace(claim, reason=needed)]
     bins = mixed_groups_after(pool.rewards_PN, size)
@@ -187,19 +188,19 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
 
 
 def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
-    """Measure the reward-variance filter and the mean over the tokens of each completion."""
+    """Measure losses with a reward-variance filter and with a mean over a completion's tokens."""
     pool, rollouts = study.pool, study.rollouts
     where = f"n = {rollouts}, G = {size}"
     claims = {
         FILTERED: Judged(
-            "a filter by reward variance raises signal over noise",
+            "a filter by reward variance raises the signal-to-noise ratio",
             "RAGEN-2, arXiv 2604.06268",
             "relative efficiency of a sampled rollout if only the groups with "
             f"{VARIANCE_SHARE} of the reward variance count, {where}",
             least=1.0,
         ),
         BY_MEAN: Judged(
-            "the mean over a completion's tokens harms",
+            "the mean over a completion's tokens lowers the efficiency",
             "Dr. GRPO, arXiv 2503.20783",
             f"relative efficiency of a rollout with the mean instead of the sum, {where}",
             most=1 - TOLERANCE,
@@ -236,7 +237,7 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
 
 
 def _of_the_step(population: ClosedForm) -> list[Judged]:
-    """Measure a step of 8192 rollouts and its splits into groups."""
+    """Measure the noise of a step of 8192 rollouts and the errors of its splits into groups."""
     law, source = population.law, "arXiv 2510.01135"
     best, worst = law.best_of(SPLITS), max(SPLITS, key=law.n_mse)
     splits = ", ".join(
@@ -252,18 +253,21 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
             most=2 * STEP,
         ),
         Judged(
-            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} are alike",
+            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} have similar errors",
             source,
-            f"extra error of {STEP // worst} x {worst} over {STEP // best} x {best}",
+            f"extra error of {STEP // worst} x {worst} relative to {STEP // best} x {best}",
             lambda level: law.extra_error(worst, best, level),
             most=TOLERANCE,
-            beside=f"extra error over the best of them: {splits}",
+            beside=f"extra error relative to the best split: {splits}",
         ),
     ]
 
 
 def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
-    """Measure rollouts of an earlier policy or another sampler, by the level of their ratios."""
+    """Measure the efficiency of rollouts of an earlier policy or another sampler.
+
+    Losses differ in the level of their importance ratios.
+    """
     drift = rescored.drift
     shares = f"effective share: tokens {_text(drift.tokens)}, completions " + _text(
         drift.completions
@@ -282,7 +286,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
         )
 
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
-        """Return a function of the level: the efficiency of the second loss against the first."""
+        """Return the efficiency of `right` relative to `left` as a function of the level."""
         both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
         if not both or not all(error.kappa_known for error in both):
             return None
@@ -295,7 +299,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
             efficiency_at = against(UNBIASED, losses[level])
             rows.append(
                 Judged(
-                    f"stale rollouts {word} are as good", "arXiv 2605.17570",
+                    f"stale rollouts {word} are as efficient as fresh rollouts", "arXiv 2605.17570",
                     f"relative efficiency of a stale rollout {word}, G = {size}",
                     efficiency_at, least=1 - TOLERANCE, beside=beside,
                     reason=None if efficiency_at else absent,
@@ -309,7 +313,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
             reason = "the effective share depends on a few completions"
         rows.append(
             Judged(
-                "the effective sample size is their efficiency",
+                "the effective sample size equals the efficiency of stale rollouts",
                 "VCPO, arXiv 2602.17616",
                 "relative efficiency of a stale rollout weighted by token ratios, divided by the "
                 "effective share of completions",
@@ -325,7 +329,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
         efficiency_at = against(losses["token"], losses["none"])
         rows.append(
             Judged(
-                "a sampler's gap has to be corrected",
+                "a mismatch between sampler and model must be corrected",
                 "TRL's vllm_importance_sampling_correction",
                 f"relative efficiency of rollouts without ratios against rollouts weighted by "
                 f"token ratios, G = {size}",
@@ -337,7 +341,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
         efficiency_at = against(losses["token"], losses[level])
         rows.append(
             Judged(
-                f"ratios of the sequence ({word}) beat those of tokens",
+                f"ratios of the sequence ({word}) beat ratios of tokens",
                 "trl#4493, NeMo-RL#2269",
                 f"relative efficiency of rollouts weighted by {name} against rollouts weighted by "
                 f"token ratios, G = {size}",
@@ -357,20 +361,20 @@ def _over(
 
 
 def _of_two(level: float) -> float:
-    """Return the level of each of two intervals for a simultaneous level (Bonferroni)."""
+    """Return the level that two intervals need for a given simultaneous level (Bonferroni)."""
     return (1 + level) / 2
 
 
 def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
-    """Measure the error saved by replacing groups whose rewards are all equal."""
+    """Measure the reduction of the error by replacing groups whose rewards are all equal."""
     claim = Judged(
-        "replacing groups of equal rewards saves rollouts",
+        "replacing zero-variance groups saves rollouts",
         "DAPO, arXiv 2503.14476",
-        f"share of the error saved at the same number of generated rollouts, G = {size}",
+        f"relative reduction of the error at the same number of generated rollouts, G = {size}",
         least=TOLERANCE,
     )
     if size > pool.rewards_PN.shape[1]:
-        return replace(claim, reason=f"groups of {size} are larger than the pool's")
+        return replace(claim, reason=f"the pool has fewer than {size} completions per question")
     zero_variance_P = zero_variance_share(pool.rewards_PN, size)
     most = pool.rewards_PN.shape[1] // size
 
@@ -384,16 +388,16 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
 
 
 def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
-    """Measure the correlation of p(1-p), and of the length, with the noise."""
+    """Measure the correlations of the noise with p(1-p) and with the completion length."""
     count, completions = pool.rewards_PN.shape
     of_variance = Judged(
         "the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
-        f"correlation over prompts of the reward variance and the noise of a group of {size}",
+        f"correlation over prompts between reward variance and the noise of a group of {size}",
         least=0.9,
     )  # fmt: skip
     of_length = Judged(
-        "the noise of a completion goes with its length", "VL-Norm, arXiv 2509.07558",
-        "rank correlation of length and squared score norm within a prompt", least=0.5,
+        "the noise of a completion increases with its length", "VL-Norm, arXiv 2509.07558",
+        "rank correlation between length and squared score norm within a prompt", least=0.5,
     )  # fmt: skip
     if count < MIN_PROMPTS or completions < MIN_COMPLETIONS:
         few = f"use at least {MIN_PROMPTS} questions with {MIN_COMPLETIONS} completions each"
@@ -437,12 +441,12 @@ def _percent(extra: Interval) -> str:
 
 
 def _hundredths(extra: Interval) -> list[float]:
-    """Round to whole percent, never to -0."""
+    """Convert a share to whole percent, with 0 in place of -0."""
     return [round(100 * x) + 0.0 if math.isfinite(x) else x for x in extra]
 
 
 def tables(rows_by_study: Mapping[Study, list[ClaimVerdict]]) -> list[Table]:
-    """Return a table per study with a row per claim; the terminal omits its long texts."""
+    """Return a table per study with a row per claim; the terminal omits columns of long text."""
     return [_table(rows) for rows in rows_by_study.values()]
 
 

@@ -1,4 +1,4 @@
-"""Claims: predictions compared with measurements, as stored in `result.json`, and verdicts."""
+"""Claims, which compare predictions with measurements in `result.json`, and their verdicts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 
-# Family-wise error rate: largest share of studies that disagree although the theory holds.
+# Family-wise error rate: maximum probability that a study disagrees with a correct theory.
 FAMILY_ERROR = 0.05
 
 
 def correct_family(claims: Sequence[Claim]) -> list[Claim]:
     """Return claims with verdicts that are corrected for multiple testing (Holm 1979).
 
-    A claim with a p-value disagrees only if Holm's step-down correction over all claims with
-    p-values in the study rejects it at 5 %. Therefore at most 5 % of studies disagree if all their
-    predictions hold, whatever the dependence between their claims. An alternative prediction
-    disagrees if its p-value is at most 5 % divided by the number of p-values. The correction is
-    idempotent.
+    Holm's step-down correction covers all claims of the study that have p-values. Such a claim
+    disagrees only if the correction rejects it at 5 %. Therefore, at most 5 % of studies disagree
+    if all their predictions are correct, however the claims depend on each other. An alternative
+    prediction disagrees if its p-value is at most 5 % divided by the number of p-values. The
+    correction is idempotent.
     """
     p_values = [claim.p_value for claim in claims if claim.p_value is not None]
     holm = iter(holm_adjust(p_values))
@@ -43,7 +43,9 @@ def correct_family(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def holm_adjust(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values; rejecting values up to 5 % gives a family-wise error of 5 %.
+    """Return Holm's adjusted p-values.
+
+    Rejecting those that are at most 5 % limits the family-wise error rate to 5 %.
 
     >>> holm_adjust([0.04, 0.01, 0.03])
     [0.06, 0.03, 0.06]
@@ -56,7 +58,7 @@ def holm_adjust(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict_of(agrees: bool | None) -> str:
-    """Return the name of a verdict; None means not decided.
+    """Return the name of a verdict; None means that it is not decided.
 
     >>> verdict_of(True), verdict_of(False), verdict_of(None)
     ('agrees', 'disagrees', 'not decided')
@@ -65,7 +67,7 @@ def verdict_of(agrees: bool | None) -> str:
 
 
 def worst_verdict(claims: Sequence[Claim]) -> str:
-    """Return the worst verdict, in the order `disagrees`, `not decided`, `agrees`."""
+    """Return the first verdict that occurs, in the order `disagrees`, `not decided`, `agrees`."""
     verdicts = {claim.verdict for claim in claims}
     return next((verdict for verdict in (DISAGREES, OPEN) if verdict in verdicts), AGREES)
 

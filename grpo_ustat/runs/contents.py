@@ -1,7 +1,7 @@
-"""Limits on the files of a run folder (size, depth, number of values), and types of their values.
+"""Limits on the size, depth and values of files in a run folder, and types of the values.
 
-A run folder may have been edited or received from somebody else. An invalid value is refused with
-an error that names the file and the key.
+The files are checked because a user can edit them or receive them from somebody else. An invalid
+value is refused with an error that names the file and the key.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.terminal.streams import single_line
 
 MAX_BYTES = {".hydra/config.yaml": 400_000, "launches.jsonl": 64_000_000}
-# Largest size of any other file.
+# Maximum size in bytes of any other file.
 MAX_OTHER_BYTES = 256_000_000
 MAX_DEPTH, MAX_VALUES, MAX_LETTERS = 40, 2_000_000, 1_000_000
-# Largest number of values in a configuration; every use of a YAML alias counts.
+# Maximum number of values in a configuration, including those in each use of a YAML alias.
 MAX_SETTINGS = 50_000
-# Largest number of rows of a table in a result.
+# Maximum number of rows in a table of a result.
 MAX_ROWS = 20_000
-# Largest absolute value of a number, so that its square and random draws based on it are finite.
+# Maximum absolute value of a number, which keeps its square and random draws based on it finite.
 MAX_NUMBER = 1e100
 
 T = TypeVar("T")
@@ -38,33 +38,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ends:
-    """Mark of an estimate that a file stores under the keys `NAME`, `NAME_low` and `NAME_high`.
+    """Annotation for an estimate with the keys `NAME`, `NAME_low` and `NAME_high` in a file.
 
-    An end is null if it is not finite.
+    The ends of the interval are null if they are not finite.
     """
 
-    # Type of the first key.
+    # Type of the value under `NAME`.
     estimate: Any
-    # Type of the other two.
+    # Type of the values under `NAME_low` and `NAME_high`.
     end: Any
 
 
-# Types of a record's fields, in addition to Python's types. An `Annotated` type carries a mark that
-# `misfit`, `content_of` and `record_of` read. A number is the smallest value of an integer, a text
-# identifies `NumberOrNull`, `Sometimes` or `Beside`, and a tuple lists the allowed values.
-# Count is an integer of at least 0, Size an integer of at least 1.
+# Types of a record's fields, in addition to Python's types. `misfit`, `content_of` and `record_of`
+# read the annotation of an `Annotated` type. If it is a number, it is the minimum of an integer. If
+# it is a text, it identifies `NumberOrNull`, `Sometimes` or `Beside`. If it is a tuple, it lists
+# the allowed values. `Count` is an integer of at least 0, and `Size` is an integer of at least 1.
 Count = Annotated[int, 0]
 Size = Annotated[int, 1]
-# A number; the file contains null if it is not finite.
+# Number that is stored as null if it is not finite.
 NumberOrNull = Annotated[float | None, "null where it is not finite"]
-# A field; the file has no key for it if its value is None.
+# Field that has no key in the file if its value is None.
 Sometimes = Annotated[T | None, "no key where it is None"]
-# An `Interval` is an estimate whose ends may be null; a `Bounded` estimate has finite ends.
+# Estimate with finite ends; in an `Interval`, the estimate and its ends can be null.
 Bounded = Annotated[Interval, Ends(float, float)]
-# Records that are stored as additional keys of the record that has this field.
+# Mapping of records that are stored as additional keys of the enclosing record.
 Beside = Annotated[Mapping[str, Any], "further keys"]
 SCALARS = {float: "a finite number", str: "a text", bool: "true or false"}
-# A record class, the type of a field, or a dictionary of such types for some keys of a mapping.
+# Record class, type of a field, or dictionary that gives such types for some keys of a mapping.
 Shape = Any
 
 
@@ -72,23 +72,23 @@ def text_of(folder: Path, name: str) -> str:
     """Read a file's text.
 
     Raises:
-        ValueError: the file is larger than any file that a run writes.
+        ValueError: the file exceeds the maximum size.
     """
     size, most = (folder / name).stat().st_size, MAX_BYTES.get(name, MAX_OTHER_BYTES)
     if size > most:
-        raise ValueError(f"it has {size:,} bytes, at most {most:,} are read")
+        raise ValueError(f"it has {size:,} bytes, but at most {most:,} are read")
     return (folder / name).read_text(errors="replace")
 
 
 def checked(
     folder: Path, name: str, parse: Callable[[str], Any], shape: Shape = None, complete: bool = True
 ) -> tuple[Any, str]:
-    """Return a file's parsed content and an empty text, or None and a line with the error.
+    """Return a file's parsed content and an empty text, or None and a one-line error.
 
     Args:
         parse: parser of the file's text; raises a ValueError if the text is invalid.
         shape: expected type of the content, see `misfit`; None accepts any content.
-        complete: True if every required key of a record must be present.
+        complete: True to report required keys of a record that are missing.
     """
     try:
         content = parse(text_of(folder, name))
@@ -129,7 +129,7 @@ def parsed_code(text: str) -> Any:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a mapping; it does not depend on spaces or key order in the file."""
+    """Return the digest of a mapping, which does not depend on white space or the order of keys."""
     values = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -149,10 +149,10 @@ def parsed_yaml(text: str) -> Any:
 
 
 def check_limits(content: Any, most: int = MAX_VALUES) -> None:
-    """Refuse content that is nested too deeply, has too many values, or has impossible numbers.
+    """Refuse content that is nested too deeply, or has too many, too long or impossible values.
 
     Raises:
-        ValueError: the content exceeds a limit, which the message names.
+        ValueError: the content exceeds a limit; the message names the limit.
     """
     count, level = 0, [content]
     for _ in range(MAX_DEPTH):
@@ -163,12 +163,12 @@ def check_limits(content: Any, most: int = MAX_VALUES) -> None:
             elif isinstance(value, list):
                 below += value
             elif isinstance(value, str) and len(value) > MAX_LETTERS:
-                raise ValueError(f"it holds a text of {len(value):,} letters")
+                raise ValueError(f"it contains a text of {len(value):,} characters")
             elif isinstance(value, int | float) and not is_number(value) and value not in (0, 1):
-                raise ValueError(f"it holds the number {str(value)[:20]}, which no run writes")
+                raise ValueError(f"it contains the number {str(value)[:20]}, which no run writes")
         count += len(below)
         if count > most:
-            raise ValueError(f"it holds more than {most:,} values")
+            raise ValueError(f"it contains more than {most:,} values")
         level = below
         if not level:
             return
@@ -176,11 +176,11 @@ def check_limits(content: Any, most: int = MAX_VALUES) -> None:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"it holds {name}, which no run writes")
+    raise ValueError(f"it contains {name}, which no run writes")
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number, not a boolean, of absolute value at most `MAX_NUMBER`."""
+    """Return True for a number with an absolute value of at most `MAX_NUMBER`, not a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= MAX_NUMBER and math.isfinite(value)
@@ -198,7 +198,7 @@ def scalar(value: Any) -> bool:
 
 @cache
 def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
-    """Return the keys of a record in a file, each with its type and whether it is required.
+    """Return the keys under which a record is stored, each with its type and True if required.
 
     A key is required if the field has no default.
 
@@ -222,7 +222,7 @@ def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
 
 
 def content_of(record: Any) -> Any:
-    """Convert a record into the content of a file: mappings, lists, texts and numbers.
+    """Convert a record into content for a file: mappings, lists, texts and numbers.
 
     >>> @dataclass
     ... class Law:
@@ -254,9 +254,9 @@ def content_of(record: Any) -> Any:
 
 
 def record_of(kind: Shape, content: Any) -> Any:
-    """Convert the content of a file into a record, the inverse of `content_of`.
+    """Convert the content of a file into a record; this is the inverse of `content_of`.
 
-    Null becomes NaN in a `NumberOrNull` field. Keys without a field are dropped.
+    Null becomes NaN in a `NumberOrNull` field. Keys that match no field are dropped.
 
     Args:
         kind: record class, or type of a field.
@@ -298,7 +298,7 @@ def row_interval(row: Mapping[str, Any], name: str) -> Interval:
     """Read an estimate and the ends of its interval from three keys of a mapping.
 
     A missing estimate or lower end is NaN. A missing upper end is infinite if the lower end exists,
-    else NaN.
+    and NaN otherwise.
     """
     estimate, low, high = (row.get(key) for key in _three(name))
     return Interval(
@@ -319,7 +319,7 @@ def _typed_fields(record: type) -> list[tuple[str, Any, Any]]:
 
 
 def _sometimes(kind: Any) -> tuple[Any, bool]:
-    """Return the type inside `Sometimes[...]` and True; for any other type, return it and False."""
+    """Return the type inside `Sometimes[...]` and True, or any other type as it is and False."""
     if get_origin(kind) is not Annotated or get_args(kind)[1] != get_args(Sometimes[int])[1]:
         return kind, False
     (inner,) = [x for x in get_args(get_args(kind)[0]) if x is not NoneType]
@@ -342,16 +342,16 @@ def _finite(value: float | None) -> float | None:
 
 
 def misfit(content: Any, kind: Shape, key: str = "", complete: bool = True) -> str | None:
-    """Return an error line for the first missing key or wrong type; None if everything matches.
+    """Return an error line for the first missing key or wrong type, or None if there is none.
 
-    The line has the value and the expected type. Unknown keys are ignored.
+    For a wrong type, the line contains the value and the expected type. Unknown keys are ignored.
 
     Args:
         content: parsed content of a JSON or YAML file.
-        kind: record class, type of a field, or dictionary of types by key, in which every key is
-            optional.
+        kind: record class, type of a field, or dictionary of types by key. Every key of a
+            dictionary is optional.
         key: position of the content in the file.
-        complete: True if every required key of a record must be present.
+        complete: True to report required keys of a record that are missing.
 
     >>> misfit({"a": {"b": "x"}}, {"a": {"b": float}, "c": float})
     "a.b is 'x', not a finite number"
@@ -392,7 +392,7 @@ def misfit(content: Any, kind: Shape, key: str = "", complete: bool = True) -> s
             entries = f" of {len(arguments)}" if origin is tuple else ""
             return _misfit(name, content, f"a list{entries}")
         if len(content) > MAX_ROWS:
-            return f"{name} has {len(content):,} entries, at most {MAX_ROWS:,} are read"
+            return f"{name} has {len(content):,} entries, but at most {MAX_ROWS:,} are read"
         inner = ((f"{key}[{i}]", entry, arguments[0]) for i, entry in enumerate(content))
     else:
         if not isinstance(content, dict):
@@ -420,15 +420,15 @@ def _misfit(name: str, content: Any, wanted: str) -> str:
 
 
 def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return rows of training steps without invalid values, and a line about the invalid values.
+    """Return rows of training steps without invalid values, and a line about these values.
 
-    Valid values are numbers, booleans and null. Only keys that end in `_reason`, which explain a
-    missing number, may have texts.
+    Valid values are numbers, booleans and null. A text is valid only for a key that ends in
+    `_reason`, which explains why a number is missing.
 
     >>> typed_rows([{"step": 1, "reward": "x", "gstar_reason": "few groups"}, {"step": -1}])[0]
     [{'step': 1, 'gstar_reason': 'few groups'}]
     >>> typed_rows([{"step": 1, "reward": "x"}, {"step": -1}])[1]
-    "2 values do not fit and are not used, the first reward='x'"
+    "2 values are invalid and are not used, the first is reward='x'"
     """
     typed, wrong = [], []
     for row in rows:
@@ -453,7 +453,7 @@ def typed_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], st
     name, value = wrong[0]
     return (
         typed,
-        f"{len(wrong)} values do not fit and are not used, the first {name}={_short(value)}",
+        f"{len(wrong)} values are invalid and are not used, the first is {name}={_short(value)}",
     )
 
 

@@ -1,7 +1,7 @@
 """File errors of the operating system, reported in one line with a remedy.
 
-A full disk or a folder of another user is not a bug, so the user sees no traceback, and the files
-on the disk are kept. Other errors pass unchanged.
+A full disk, or a folder that belongs to another user, is not a bug, so the user sees no traceback.
+Files on the disk are kept. Other errors are raised unchanged.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
 
-# Remedies, by error number of the system.
+# Remedies, by error number of the operating system.
 FIXES = {
-    errno.ENOSPC: "make room on the disk",
-    errno.EDQUOT: "make room in your share of the disk (quota)",
+    errno.ENOSPC: "free space on the disk",
+    errno.EDQUOT: "free space in your disk quota",
     errno.EROFS: "make the file system writable",
-    errno.EACCES: "make it yours to read and write",
-    errno.EPERM: "make it yours to read and write",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "give yourself permission to read and write it",
+    errno.EPERM: "give yourself permission to read and write it",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
-# Errors that a bug in this package may cause too.
+# Errors that a bug in this package can also cause.
 MISSING_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR)
-# Errors recognised by their texts, because some libraries wrap them without the error number.
+# Errors recognised by their messages, because some libraries wrap them without the error number.
 ERRORS_IN_TEXTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE)
 ERROR_NUMBER = re.compile(r"(?:\[Errno |os error |Os \{ code: )(\d+)")
 ERROR_FILE = re.compile(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'")
 
 
 class NotSaved(OSError):
-    """Stop of a run by an operating system error; its message is one line with the remedy."""
+    """Operating system error that stops a run; its message is one line with the remedy."""
 
 
 def refusal(error: BaseException) -> tuple[str, str] | None:
-    """Return the reason and remedy of a file error of the system; None for other errors.
+    """Return the reason and the remedy for a file error from the system; None for other errors.
 
-    Errors from a worker, from another rank or from safetensors are recognised by their texts.
+    Errors from a worker, from another rank or from safetensors are recognised by their messages.
 
     >>> refusal(OSError(28, "No space left on device", "pool/a.safetensors"))
-    ('No space left on device: pool/a.safetensors', 'make room on the disk')
+    ('No space left on device: pool/a.safetensors', 'free space on the disk')
     >>> refusal(RuntimeError("IoError(Os { code: 28, kind: StorageFull })"))
-    ('No space left on device', 'make room on the disk')
+    ('No space left on device', 'free space on the disk')
     >>> refusal(OSError(5, "Input/output error", "x"))
-    ('Input/output error: x', 'mend that')
+    ('Input/output error: x', 'repair that')
     >>> refusal(OSError(2, "No such file or directory", "x")), refusal(ValueError("28"))
     (None, None)
     """
@@ -65,18 +65,18 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
     if not file and number not in ERRORS_IN_TEXTS:
         return None
     reason = f"{os.strerror(number)}: {file}" if file else os.strerror(number)
-    return reason, FIXES.get(number, "mend that")
+    return reason, FIXES.get(number, "repair that")
 
 
 def fault_line(error: BaseException) -> str | None:
-    """Return the line that a command prints last after a system error; None for other errors."""
+    """Return the last line that a command prints after a system error; None for other errors."""
     refused = refusal(error)
-    return refused and f"{': '.join(refused)}, then type the same command again"
+    return refused and f"{': '.join(refused)}, then run the same command again"
 
 
 @contextmanager
 def faults_of(folder: Path) -> Iterator[None]:
-    """Convert a file error of the system inside the block into one line that names the folder.
+    """Convert a system file error raised in the block into one line that names the folder.
 
     Raises:
         NotSaved: a file could not be written; the same command resumes from the files on the disk.
@@ -91,6 +91,6 @@ def faults_of(folder: Path) -> Iterator[None]:
             raise
         reason, remedy = refused
         raise NotSaved(
-            f"{folder} could not be written ({reason}): {remedy}, then the same command goes on "
-            "from what is there"
+            f"{folder} could not be written ({reason}): {remedy}, then run the same command again "
+            "to continue from the files there"
         ) from error

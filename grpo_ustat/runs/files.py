@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from grpo_ustat.config.schema import ConfigError
 
-# File with the time whose date a chat template writes into prompts.
+# File with a time; chat templates write its date into prompts.
 PROMPT_DATE = "prompt_date.txt"
-# Start of a cell that a spreadsheet would interpret as a formula, with or without quotes.
+# Beginning of a cell that a spreadsheet would interpret as a formula, even after quotes.
 FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
@@ -36,25 +36,27 @@ def natural_order(place: object) -> list[str | int]:
 
 @contextmanager
 def atomic_write(file: Path, shared: bool = False) -> Iterator[Path]:
-    """Yield a temporary path to write to; the temporary file replaces `file` after the block.
+    """Yield the path of a temporary file, which replaces `file` at the end of the block.
 
-    Thus the file has either its old or its complete new content. An error removes the temporary
-    file. The permissions follow the umask, even if the library that writes sets other permissions.
+    Thus `file` has either its old content or its complete new content. If an error occurs, the
+    temporary file is removed. The permissions follow the umask, even if the library that writes the
+    file sets others.
 
     Args:
-        shared: True if several processes may write the file at once; each uses a separate path.
+        shared: True if several processes can write the file at the same time; each process then
+            uses a separate temporary file.
     """
     staged = hidden_path(file, f".{uuid4().hex}" if shared else "")
     try:
         staged.touch()
         mode = staged.stat().st_mode
         yield staged
-        # Some file systems do not support modes.
+        # Some file systems do not support changing permissions.
         with suppress(PermissionError):
             staged.chmod(mode)
         os.replace(staged, file)
     except BaseException:
-        # Free the space, because the disk may be full.
+        # Free the space, because the disk might be full.
         with suppress(OSError):
             staged.unlink()
         raise
@@ -72,10 +74,10 @@ def hidden_path(path: Path, mark: str = "") -> Path:
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file of JSON lines, and the number of its damaged lines.
+    """Return the rows of a JSON Lines file, and the number of damaged lines.
 
-    A last line without a newline does not count as damaged, because a run may be writing it or may
-    have been killed while writing it. A missing file has no rows.
+    An incomplete last line without a newline does not count as damaged, because a run might still
+    be writing it, or might have been killed while writing it. A missing file has no rows.
     """
     try:
         lines = file.read_text(errors="replace").splitlines(keepends=True)
@@ -89,7 +91,7 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def parsed_row(line: str) -> dict[str, Any] | None:
-    """Parse a line of JSON lines; None if it is not a mapping."""
+    """Parse a line of a JSON Lines file; return None if it is not a mapping."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -98,7 +100,7 @@ def parsed_row(line: str) -> dict[str, Any] | None:
 
 
 def csv_rows(text: str) -> list[dict[str, Any]]:
-    r"""Return the rows of a CSV table; a cell is a finite number, a text, or None if it is empty.
+    r"""Return the rows of a CSV table; each cell is a finite number, a text, or None if empty.
 
     Raises:
         ValueError: the text is not a CSV table.
@@ -126,7 +128,7 @@ def _cell(text: str | None) -> Any:
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number (from 0) and the content of each non-blank line."""
-    # The file may begin with a byte-order mark.
+    # The file can begin with a byte-order mark.
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file):
             if not line.strip():
@@ -141,7 +143,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def create_whole(path: Path, text: str) -> None:
-    """Create a complete file unless it exists; the first of several processes creates it."""
+    """Create a complete file unless it exists or another process creates it first."""
     staged = hidden_path(path, f".{uuid4().hex}")
     staged.write_text(text)
     try:
@@ -149,13 +151,13 @@ def create_whole(path: Path, text: str) -> None:
     except FileExistsError:
         pass
     except OSError:
-        # Some file systems do not support links.
+        # Some file systems do not support hard links.
         os.replace(staged, path)
     staged.unlink(missing_ok=True)
 
 
 def kept_moment(file: Path, begun: datetime | None = None) -> datetime:
-    """Return the time stored in a file; if missing, create it with `begun` or the present time."""
+    """Return the time stored in a file; if there is no file, store `begun` or the current time."""
     if not file.is_file():
         create_whole(file, f"{(begun or datetime.now()).isoformat(timespec='seconds')}\n")
     try:

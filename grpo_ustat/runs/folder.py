@@ -34,7 +34,7 @@ from grpo_ustat.runs.files import PROMPT_DATE, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.streams import tell
 
-# Folder of a tracker's files in a run folder.
+# Folder for a tracker's files within a run folder.
 TRACKER_FOLDER = "tracker"
 ARTEFACTS = (
     ".hydra",
@@ -70,7 +70,7 @@ class RunFolder:
     """Folder of a run, by default `outputs/<entry>/<name>/seed-<n>/`; only rank 0 writes to it.
 
     Args:
-        path: folder, which need not exist.
+        path: path of the folder, which does not have to exist.
     """
 
     def __init__(self, path: Path, config: Any):
@@ -79,8 +79,8 @@ class RunFolder:
         keys = identity(config)
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
-        # Function that opens a tracker. Its arguments are the folder's path, the logger's
-        # configuration, and the values of configuration and code to show. None: no tracker.
+        # Function that opens a tracker, or None for no tracker. Its arguments are the folder's
+        # path, the logger's configuration, and the configuration and code state to show.
         self.start_tracking: Callable[[Path, Any, dict[str, Any]], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
@@ -112,12 +112,12 @@ class RunFolder:
         configured = (self.path / ".hydra" / "config.yaml").is_file()
         began = bool(names & ours) and names <= ours | {".hydra"}
         if not names or (began and not configured):
-            # No run has begun here, or it was killed before it wrote both files.
+            # No run has begun here, or a run was killed before it wrote both of its first files.
             return
         if not any((self.path / name).is_file() for name in ours):
             raise ConfigError(
-                f"{self.path} holds files of another program ({self._artefacts()[0].name} without "
-                "code.json): choose another folder with hydra.run.dir=DIR"
+                f"{self.path} contains files of another program ({self._artefacts()[0].name} "
+                "without code.json): choose another folder with hydra.run.dir=DIR"
             )
         if self.mode == "overwrite":
             return
@@ -134,18 +134,18 @@ class RunFolder:
         if difference is None:
             weights = self._read_code().get("weights")
             if weights != self.weights:
-                difference = f"the model's weights: {weights} there, {self.weights} now"
+                difference = f"the model's weights: {weights} in the folder, {self.weights} now"
         if difference:
             raise ConfigError(
-                f"{self.path} holds a run with another configuration ({difference}): "
+                f"{self.path} contains a run with another configuration ({difference}): "
                 "use another hydra.run.dir, or on_existing=overwrite to replace it"
             )
 
     def check_free(self) -> None:
-        """Refuse a folder in which another process is certainly running.
+        """Refuse a folder if another process is certainly running in it.
 
         Raises:
-            Held: another process is running there; the message names it.
+            Held: another process is running in the folder; the message names it.
         """
         holder = lock.peek(self.path) if is_main() else None
         if holder and holder.certain:
@@ -156,7 +156,7 @@ class RunFolder:
         """Lock the folder against all other processes; rank 0 takes the lock for all ranks.
 
         Raises:
-            Held: another process is running there; raised on all ranks.
+            Held: another process is running in the folder; all ranks raise this error.
         """
         main_only(self._take_lock)
         try:
@@ -176,9 +176,9 @@ class RunFolder:
             self._lock.check()
 
     def open(self) -> None:
-        """Create the folder, empty it if overwriting, and write the files that identify the run.
+        """Create the folder, or empty it if overwriting, and write the files that identify the run.
 
-        Prints the plan of the run, because the work of the run begins here.
+        The plan of the run is printed here, because its work now begins.
         """
         if not is_main():
             return
@@ -186,8 +186,8 @@ class RunFolder:
         self.check()
         tell(self.config.plan, file=sys.stderr)
         if self.mode == "overwrite":
-            # Delete the result first and the file that identifies the folder as ours last, so that
-            # a half-emptied folder does not count as a finished run.
+            # Delete the result first, so that a half-emptied folder does not count as a finished
+            # run. Delete `code.json` last, because it identifies the folder as ours.
             last = {RESULT: -1, "code.json": 1}
             for old in sorted(self._artefacts(), key=lambda path: last.get(path.name, 0)):
                 # Remove only the link, not its target.
@@ -216,10 +216,10 @@ class RunFolder:
             self._tracking = self.start_tracking(self.path, self.config.logger, shown)
 
     def prompt_date(self) -> datetime:
-        """Return the time whose date a chat template writes into this run's prompts.
+        """Return the time from which chat templates take the date in this run's prompts.
 
-        It is the time of the first start. `open` stores it, so that a run that is resumed on
-        another day has the same prompts.
+        It is the time of the run's first start. `open` stores the time, so that the prompts stay
+        the same if the run is resumed on another day.
         """
         file = self.path / PROMPT_DATE
         if file.is_file() and self.mode != "overwrite":
@@ -228,12 +228,12 @@ class RunFolder:
         return self._prompt_date
 
     def track(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
-        """Send a row of metrics.jsonl and the step's completions to the tracker, if any."""
+        """Send a row of metrics.jsonl and its step's completions to the tracker if there is one."""
         if self._tracking:
             self._tracking.put(row, completions)
 
     def note(self, **row: Any) -> None:
-        """Append a row to the folder's history, on rank 0."""
+        """Append a row to the folder's history on rank 0; do nothing on other ranks."""
         if is_main():
             history.append(self.path, row)
 
@@ -254,7 +254,7 @@ class RunFolder:
             RESULT,
             contents.parsed_json,
             RESULT_TYPES[contents.command_of(asdict(self.config))],
-            "delete it: the same command writes it again",
+            "delete it, and run the same command to write it again",
         )
         if changed := changed_files(self.path, result):
             raise ConfigError(
@@ -269,7 +269,7 @@ class RunFolder:
         return result
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file atomically, only on rank 0: after an error, it is absent or unchanged."""
+        """Write a file atomically on rank 0; after an error, the file is absent or unchanged."""
         target = self.path / name
         if not is_main():
             return target
@@ -288,9 +288,9 @@ class RunFolder:
         self.write("result.json", text)
 
     def _earlier_versions(self, now: dict[str, str]) -> list[dict[str, str]]:
-        """Return earlier package versions of this run that differ from the present versions.
+        """Return package versions that the run used earlier and that differ from the current ones.
 
-        Prints a warning if they differ.
+        Print a warning if the last launch used other versions.
         """
         if not (self.path / "code.json").is_file():
             return []
@@ -301,13 +301,13 @@ class RunFolder:
             return earlier
         changes = ", ".join(f"{name} {before[name]}, now {now.get(name)}" for name in changed)
         tell(
-            f"warning: {self.path} was begun with {changes}: its result will mix both",
+            f"warning: {self.path} was begun with {changes}: its result will mix these versions",
             file=sys.stderr,
         )
         return [*earlier, before]
 
     def _release(self, end: dict[str, Any]) -> None:
-        """Append the end of the work to the history if it had begun; close tracker and lock."""
+        """Record the end of the work if it had begun, end the tracker, and release the lock."""
         held_lock, self._lock = self._lock, None
         if held_lock and self._open and held_lock.is_own():
             self.note(**end)
@@ -318,7 +318,7 @@ class RunFolder:
             held_lock.release()
 
     def _take_lock(self) -> None:
-        """Lock the folder for this process, see `lock.Lock`."""
+        """Lock the folder for this process; see `lock.Lock`."""
         new_lock = lock.Lock(self.path)
         try:
             new_lock.take()
@@ -330,7 +330,7 @@ class RunFolder:
         self._lock = new_lock
 
     def _artefacts(self) -> list[Path]:
-        """Return the files of earlier runs; overwriting removes only these."""
+        """Return the files of earlier runs, which are the only files that overwriting removes."""
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
     def _read_code(self) -> dict[str, Any]:
@@ -341,9 +341,9 @@ class RunFolder:
         name: str,
         parse: Callable[[str], Any],
         shape: contents.Shape,
-        remedy: str = "on_existing=overwrite runs it again",
+        remedy: str = "use on_existing=overwrite to start the run again",
     ) -> dict[str, Any]:
-        """Read a mapping from a file of the run folder, see `contents.checked`."""
+        """Read a mapping from a file in the run folder; see `contents.checked`."""
         content, wrong = contents.checked(self.path, name, parse, shape)
         if wrong:
             raise ConfigError(f"{self.path / name} is missing or damaged: {remedy} ({wrong})")
@@ -356,7 +356,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Return the files of a finished run that were changed: result.json or existing tables."""
+    """Return the files (result.json or existing tables) that were changed after the run."""
     changed = []
     if "digest" in result and result["digest"] != contents.content_digest(result):
         changed.append(RESULT)
@@ -367,7 +367,7 @@ def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def create_folder(path: Path, key: str) -> None:
-    """Create an output folder; an error names `key`, the setting for another folder."""
+    """Create an output folder; an error names `key`, the setting that selects another folder."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -389,7 +389,7 @@ def remove_empty(path: Path) -> None:
 def _first_difference(
     stored: dict[str, Any], current: dict[str, Any], prefix: str = ""
 ) -> str | None:
-    """Return the first identity key that differs, as `key: stored there, current asked`."""
+    """Return the first identity key that differs, with its stored and its current value."""
     for key in dict.fromkeys([*stored, *current]):
         if not prefix and key in operational_keys(current):
             continue
@@ -399,12 +399,12 @@ def _first_difference(
             if difference:
                 return difference
         elif stored_value != current_value:
-            return f"{prefix}{key}: {stored_value} there, {current_value} asked"
+            return f"{prefix}{key}: {stored_value} in the folder, {current_value} now"
     return None
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package and of packages that affect its results."""
+    """Return the versions of this package and of the packages that affect its results."""
     by_name = {}
     for name in PACKAGES:
         try:
@@ -415,7 +415,7 @@ def versions() -> dict[str, str]:
 
 
 def code_state() -> dict[str, Any]:
-    """Return commit and uncommitted changes (both None outside git), and versions."""
+    """Return the commit and its uncommitted changes (None outside git), and package versions."""
     source = Path(__file__).resolve().parent
     tracked = _git(source, "ls-files", "--error-unmatch", Path(__file__).name)
     commit = _git(source, "rev-parse", "HEAD") if tracked else None
@@ -427,7 +427,7 @@ def code_state() -> dict[str, Any]:
 
 
 def _git(source: Path, *arguments: str) -> str | None:
-    """Return git's output in the source's folder; None if it fails or git is missing."""
+    """Run git in the source folder and return its output; None if git fails or is missing."""
     try:
         process = subprocess.run(
             ["git", *arguments], cwd=source, capture_output=True, text=True, timeout=10

@@ -1,6 +1,6 @@
-"""`launches.jsonl` of a run folder, with one row for each start and each end of the run.
+"""`launches.jsonl` in a run folder, with one row for each start and each end of the run.
 
-Status tables and the history of a preempted run use it; no result depends on it.
+Status tables and the history of preemptions come from this file; no result depends on it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NAME = "launches.jsonl"
 def start_row() -> dict[str, Any]:
     """Return the row for the start of a launch.
 
-    It contains host, process, number of ranks, SLURM job, the seconds before the process's first
-    run, and the command if a user typed it.
+    The row contains the host, the process id, the number of ranks, the SLURM job, the seconds from
+    process start to the first run, and the command if a user typed it.
     """
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
     row["seconds_before"] = seconds_before_the_first_run()
@@ -46,24 +46,24 @@ def start_row() -> dict[str, Any]:
 
 @cache
 def seconds_before_the_first_run() -> float:
-    """Return seconds from process start to first call (imports, configuration, checks)."""
+    """Return the seconds from process start to the first call of this function."""
     # The system reports the start of a process with a resolution of one second.
     return max(0.0, round(time.time() - psutil.Process().create_time(), 1))
 
 
 def append(folder: Path, row: dict[str, Any]) -> None:
-    """Append a row with the present time; a disk error causes only a warning."""
+    """Append a row with the current time; a disk error causes only a warning."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     line = json.dumps({"time": now, **row}) + "\n"
     try:
         with (folder / NAME).open("a") as file:
             file.write(line)
     except OSError as error:
-        tell(f"warning: no row in {folder / NAME}: {error}", file=sys.stderr)
+        tell(f"warning: could not add a row to {folder / NAME}: {error}", file=sys.stderr)
 
 
 def end_row(error: BaseException | None) -> dict[str, Any]:
-    """Return the row for the end of a launch by this error; None means that its work is done."""
+    """Return the row for the end of a launch; an error of None means that its work is done."""
     if error is None:
         return {"event": "end", "outcome": "done"}
     if isinstance(error, Stopped):
@@ -85,11 +85,11 @@ def last_line(error: BaseException) -> str:
 
 
 def note_failure(folder: Path, error: BaseException, config_hash: str, before: list[dict]) -> None:
-    """Record the failure of a launch that could not record it itself.
+    """Record the failure of a launch that could not record its failure itself.
 
     Args:
-        config_hash: hash of the launch's configuration, which may differ from the folder's hash.
-        before: last row before the launch; empty if there was none.
+        config_hash: hash of the launch's configuration, which can differ from the folder's hash.
+        before: list with the last row before the launch; empty if there was none.
     """
     now = launches(folder)[-1:]
     if not now or now == before or "outcome" not in now[0]:
@@ -97,18 +97,18 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
 
 
 def note_done(folder: Path) -> None:
-    """Record that a finished run is complete although a launch that would replace it failed."""
+    """Record that a run is still complete after a launch that was to replace it failed."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
         append(folder, end_row(None))
 
 
 def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) -> float | None:
-    """Return the total seconds from start to end of all launches; None if no launch has both.
+    """Return the total seconds of all launches; None if no launch has both a start and an end.
 
-    A killed launch has no end and is not counted.
+    A killed launch has no end, so it is not counted.
 
     Args:
-        now: end time of the last launch if it is still running.
+        now: time that counts as the end of the last launch if it is still running.
 
     >>> wall_seconds([{"event": "start", "time": "2026-03-01T00:00:00+00:00"},
     ...               {"event": "end", "time": "2026-03-01T00:01:23+00:00"}])
@@ -128,7 +128,7 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
 
 
 def launches(folder: Path) -> list[dict[str, Any]]:
-    """Return all rows in order; a line that a killed run left incomplete is skipped."""
+    """Return all rows in order, without any line that a killed run left incomplete."""
     try:
         return [row for row in read_rows(folder / NAME)[0] if _fits(row)]
     except OSError:
@@ -136,7 +136,7 @@ def launches(folder: Path) -> list[dict[str, Any]]:
 
 
 def _fits(row: dict[str, Any]) -> bool:
-    """Return True if `append` may have written the row: scalars, and a time with time zone."""
+    """Return True if a row has only scalars and a time with a time zone, as `append` writes."""
     try:
         zone = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
     except (ValueError, TypeError):

@@ -46,18 +46,19 @@ def attempt(what: str, write: Callable[[], object]) -> bool:
     try:
         write()
     except Exception as error:
-        # Tokenizers raises plain Exception, and Rust libraries put a system error into the message.
+        # The tokenizers library raises a plain Exception, and Rust libraries quote the system error
+        # in the message.
         wrapped = "os error" in str(error) or "Os { code" in str(error)
         if not (isinstance(error, OSError) or wrapped):
             raise
         reason = single_line(error)
-        warn(f"{what} could not be written, the run goes on without it: {reason}")
+        warn(f"{what} could not be written ({reason}); the run continues without it")
         return False
     return True
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one row per step, written immediately; rows wait after a disk error.
+    """`metrics.jsonl`: one row per step, written immediately, or later after a disk error.
 
     Args:
         keep_up_to: last step whose rows are kept; a resumed run writes later rows again.
@@ -70,13 +71,13 @@ class MetricsLog:
         earlier = [line + b"\n" for line, n in zip(lines, steps, strict=True) if n <= keep_up_to]
         missing = keep_up_to - len({n for n in steps if n <= keep_up_to})
         if missing:
-            warn(f"{self._file} has no rows of {missing} of the {keep_up_to} steps done")
+            warn(f"{self._file} lacks rows for {missing} of the {keep_up_to} completed steps")
         with atomic_write(self._file) as staged:
             staged.write_bytes(b"".join(earlier))
         self._size, self._waiting = self._file.stat().st_size, b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row, or keep it until the disk accepts it."""
+        """Append one row, or keep it for the next attempt if the disk reports an error."""
         text = json.dumps({"step": row["step"], **row}, allow_nan=False) + "\n"
         self._waiting += text.encode()
         attempt(f"step {row['step']} of {self._file}", self.sync)
@@ -88,7 +89,7 @@ class MetricsLog:
             OSError: the write failed; the rows are kept, and the next call tries again.
         """
         with self._file.open("r+b", buffering=0) as file:
-            # A failed attempt may have written part of a line.
+            # Remove any partial line from an earlier failed attempt.
             file.truncate(self._size)
             file.seek(self._size)
             count = file.write(self._waiting)
@@ -124,7 +125,7 @@ class RunLog:
         self._completions.add(completions)
 
     def sync(self) -> None:
-        """Write all waiting rows; called before each checkpoint, so that the files reach it.
+        """Write all waiting rows, so that the files contain every step up to a checkpoint.
 
         Raises:
             OSError: the write failed; the rows are kept, and the next call tries again.
@@ -134,7 +135,7 @@ class RunLog:
 
 
 class CompletionLog:
-    """`completions.parquet`: rows wait in memory until `sync`, which replaces the file.
+    """`completions.parquet`: rows stay in memory until `sync` replaces the file.
 
     `sync` is called before every checkpoint, so the file has all steps up to the last checkpoint,
     however the run ends. A resumed run drops later rows, so that no step occurs twice.
@@ -181,9 +182,9 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def arrow_table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.Table:
-    """Convert rows into a table, like `pyarrow.Table.from_pylist` but without importing pandas.
+    """Convert rows into a table, like `pyarrow.Table.from_pylist`, but without importing pandas.
 
-    Importing pandas takes a twentieth of the time of a short run.
+    Importing pandas takes about a twentieth of a short run's time.
 
     Raises:
         ValueError: a row has an unknown column or a value of the wrong type.

@@ -1,8 +1,8 @@
-"""Record of a run, read from its folder; the run may be unfinished and files may be missing.
+"""Record of a run, read from its folder even if the run is unfinished or files are missing.
 
-A missing or damaged file counts as empty, and `RunRecord.notes` names damaged files. The folder,
-not a scheduler, decides whether a run is done: `result.json` must have the fingerprint and the
-number of steps of the configuration.
+A missing or damaged file counts as empty, and `RunRecord.notes` names damaged files. A run is done
+if `result.json` has the fingerprint and the number of steps of the run's configuration. The state
+of a scheduler does not matter.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
-# Order of notes by file; notes on other files come last.
+# Order of notes by file; notes about other files come last.
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)
-# Largest number of completions on a page, and their largest total size in bytes.
+# Maximum number of completions on a page, and maximum total size of these completions in bytes.
 MAX_COMPLETIONS, MAX_BYTES = 3000, 8_000_000
-# Largest log of completions that is read, in uncompressed bytes.
+# Maximum uncompressed size, in bytes, of a log of completions that is read.
 MAX_PARQUET_BYTES = 4_000_000_000
-# Largest number of evaluations shown for a run.
+# Maximum number of evaluations shown for a run.
 MAX_EVALS = 1000
 
 # Keys that usually vary within a series of runs.
 SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
-# Part of a study's `scaling` that its progress shows; see `measurements.group_size`.
+# Entries of a study's `scaling` that are shown with its progress; see `measurements.group_size`.
 BEST_SIZES: contents.Shape = {
     "gstar": float | None, "gstar_low": float | None, "gstar_high": float | None,
     "best_divisor": dict[str, contents.Size],
@@ -74,32 +74,33 @@ def run_around(folder: Path) -> Path | None:
 class RunState:
     """Progress of a run."""
 
-    # done, running, failed, stopped (also killed; a new start resumes it), missing, or already
-    # past max_steps (more steps are done than the configuration demands).
+    # One of done, running, failed, stopped (which includes killed; a new start resumes the run),
+    # missing, and already past max_steps (the run has done more steps than the configuration
+    # allows).
     name: str
     # Last line of a failed run's error, or the process of a running run.
     detail: str = ""
     # Number of starts.
     launches: int = 0
-    # Training steps done, and training steps demanded; None for a study.
+    # Number of completed training steps, and configured number of training steps; None for a study.
     step: int | None = None
     steps: int | None = None
-    # Wall time of all launches; None until the run is done, or if it is unknown.
+    # Wall time of all launches in seconds; None if the run is not done or the time is unknown.
     seconds: float | None = None
-    # Name of `mean_reward`, accuracy or mean reward; None until the run is done.
+    # Name shown for `mean_reward`, either accuracy or mean reward; None until the run is done.
     quantity: str | None = None
-    # Held-out mean reward, or mean reward of a study's policy, with the interval from `low` to
+    # Held-out mean reward, or mean reward of a study's policy, with its interval from `low` to
     # `high`; None until the run is done.
     mean_reward: float | None = None
     low: float | None = None
     high: float | None = None
     # Number of questions in a finished study of the gradient error.
     questions: int | None = None
-    # G* of a finished study with its interval, as text; None if unknown.
+    # G* of a finished study with its interval, formatted as text; None if unknown.
     gstar: str | None = None
     # Best G at the study's n; see `measurements.group_size`. None if unknown.
     best_divisor: int | None = None
-    # Number of claims by verdict in a study of a theorem; None until it is done.
+    # Number of claims by verdict in a study of a theorem; None until the study is done.
     verdicts: dict[str, int] | None = None
 
 
@@ -174,17 +175,17 @@ class RunRecord:
             self.add_note(f"{METRICS} is damaged: {wrong}")
         by_step = {row["step"]: row for row in rows}
         if len(by_step) < len(rows):
-            self.add_note(f"{METRICS} is damaged: {len(rows) - len(by_step)} steps are there twice")
+            self.add_note(f"{METRICS} is damaged: {len(rows) - len(by_step)} rows repeat a step")
         return [by_step[step] for step in sorted(by_step)]
 
     @cached_property
     def eval_rows(self) -> list[dict[str, Any]]:
-        """Rows of `eval.csv`; a column is numeric if all of its cells are."""
+        """Rows of `eval.csv`, with numbers in place of numeric cells."""
         return self.csv_rows(EVALS)
 
     @cached_property
     def evals(self) -> list[dict[str, Any]]:
-        """Evaluations with the first decoding; for an unfinished run, the evaluations so far."""
+        """Evaluations with the first decoding method, including those of an unfinished run."""
         all_rows = (self.result or {}).get("evals", self.eval_rows)
         decodings = self.value("eval.decoding") or [row.get("decoding") for row in all_rows]
         rows = [row for row in all_rows if row.get("decoding") == decodings[0]]
@@ -194,17 +195,17 @@ class RunRecord:
             if contents.misfit(row, Evaluation) is None
         }
         if len(by_step) < len(rows) or bool(all_rows) > bool(rows):
-            self.add_note(f"{EVALS} is damaged in part")
+            self.add_note(f"{EVALS} is partly damaged")
         steps = sorted(by_step)
         if len(steps) > MAX_EVALS:
-            self.add_note(f"{EVALS} has {len(steps):,} evaluations, {MAX_EVALS} of them shown")
+            self.add_note(f"{EVALS} has {len(steps):,} evaluations, of which {MAX_EVALS} are shown")
             last = len(steps) - 1
             steps = [steps[round(i * last / (MAX_EVALS - 1))] for i in range(MAX_EVALS)]
         return [by_step[step] for step in steps]
 
     @property
     def notes(self) -> list[str]:
-        """One line for each damaged file."""
+        """One line for each damaged or changed file."""
         for name in ("config", "code", "result", "metrics", "eval_rows"):
             getattr(self, name)
         for name in self._edited:
@@ -221,7 +222,7 @@ class RunRecord:
             return []
 
     def add_note(self, line: str) -> None:
-        """Add a line about a damaged file, which begins with the file's name; drop duplicates."""
+        """Add a line about a damaged file, beginning with the file's name; drop duplicates."""
         if line not in self._notes:
             self._notes.append(line)
 
@@ -252,9 +253,10 @@ class RunRecord:
 
     @property
     def policy(self) -> str:
-        """Names of model and prompt, or of the test problem; each prompt makes another policy.
+        """Model and prompt, which together determine the policy, or name of the test problem.
 
-        For a study of a rollout file it is only the model, because the file contains the prompts.
+        For a study of a rollout file, only the model is named, because the file contains the
+        prompts.
         """
         if self.command == "gap":
             return self.config["problem"]["name"]
@@ -294,8 +296,8 @@ class RunRecord:
     def state(self) -> RunState:
         """Progress of the run.
 
-        A launch may fail after the result was written, for example if it was to overwrite the run.
-        The result is kept, and the run's state is the state of the last launch.
+        A launch can fail although a result exists, for example a launch that was to overwrite the
+        run. The result is kept, but the state is that of the failed launch.
         """
         progress: dict[str, Any] = {
             "launches": sum(row.get("event") == "start" for row in self.launches),
@@ -328,9 +330,9 @@ class RunRecord:
         return RunState(STOPPED, reason, **progress)
 
     def _result_summary(self) -> tuple[dict[str, Any] | None, str]:
-        """Return the wall time and mean reward or verdicts of a finished run, and an empty text.
+        """Return a finished run's wall time with its mean reward or verdicts, and an empty text.
 
-        Without a valid result, return None and the reason.
+        If there is no valid result, return None and the reason.
         """
         result = self.result
         if result is None:
@@ -358,7 +360,7 @@ class RunRecord:
         if self.config_hash not in (None, result.get("config_hash")):
             return None, "its result belongs to another configuration"
         if summary.get("step", 0) < (self.max_steps or 0):
-            return None, f"{self.max_steps} steps are asked now"
+            return None, f"max_steps is now {self.max_steps}"
         wall = history.wall_seconds(self.launches)
         return summary | ({} if wall is None else {"seconds": wall}), ""
 
@@ -382,7 +384,7 @@ class RunRecord:
         return self._read(name, csv_rows) or []
 
     def completions(self) -> tuple[list[dict[str, Any]], str]:
-        """Return rows of the log of completions, and a sentence about their selection.
+        """Return rows from the log of completions, and a sentence on how they were selected.
 
         If there are too many rows for a page, return the rows of evenly spaced steps. Columns
         without any value are dropped.
@@ -401,7 +403,7 @@ class RunRecord:
                 size = sum(stored.metadata.row_group(i).total_byte_size for i in groups)
                 if size > MAX_PARQUET_BYTES:
                     raise ValueError(
-                        f"it has {size:,} bytes, at most {MAX_PARQUET_BYTES:,} are read"
+                        f"it has {size:,} bytes, but at most {MAX_PARQUET_BYTES:,} are read"
                     )
                 steps = stored.read(columns=["step"])["step"].to_pylist()
                 table = _thin(stored.read(), steps)
@@ -410,16 +412,16 @@ class RunRecord:
             return [], ""
         columns = [name for name in table.column_names if table[name].null_count < len(table)]
         columns += [name for name in ("prompt", "completion", "reward") if name not in columns]
-        sentence = f"{COMPLETIONS} holds {len(steps)} completions"
+        sentence = f"{COMPLETIONS} contains {len(steps)} completions"
         if len(table) == len(steps):
-            sentence += ", all of them here."
+            sentence += "; all are shown here."
         else:
-            which = "the first of them" if None in steps else "those of evenly spaced steps"
-            sentence += f"; here are {len(table)}, {which}."
+            which = "the first ones" if None in steps else "from evenly spaced steps"
+            sentence += f"; {len(table)} are shown here, {which}."
         return table.select(columns).to_pylist(), sentence
 
     def _read(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
-        """Return a file's parsed content; None if it is missing or damaged. Note a damaged file.
+        """Return a file's parsed content, or None if it is missing or damaged; note any damage.
 
         Args:
             parse: parser of the file's text; raises a ValueError if the text is invalid.
@@ -434,7 +436,7 @@ class RunRecord:
 
 
 def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:
-    """Return rows of evenly spaced steps, no more than a page can hold."""
+    """Return as many rows as a page can show, if possible from evenly spaced steps."""
     import pyarrow
 
     share = max(len(table) / MAX_COMPLETIONS, table.nbytes / MAX_BYTES, 1)
@@ -481,9 +483,10 @@ def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
 def distinguishing_keys(
     runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
 ) -> list[str]:
-    """Return the keys that distinguish runs; omit keys that distinguish no additional runs.
+    """Return keys that distinguish runs, without keys that would distinguish no further runs.
 
-    Names have priority: if two models differ in name, path and weights, only the name is returned.
+    Keys of names come first: if two models differ in name, path and weights, only the name is
+    returned.
 
     Args:
         runs: keys of each run, see `RunRecord.keys`.

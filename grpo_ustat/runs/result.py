@@ -1,8 +1,9 @@
-"""Records of `result.json`; commands build them, and readers use them to check the file.
+"""Records stored in `result.json`. Commands build them, and readers check the file against them.
 
-Each field is a key of the file, in this order. A key with a default may be missing in the file. A
-key of type `Sometimes` is missing if its value is None. An estimate has three keys, see `Ends`.
-Squared norms and errors are in squared units of the gradient, lengths in tokens, times in seconds.
+Each field is a key of the file, in the order of the fields. A key can be missing in the file if its
+field has a default. A key of type `Sometimes` is missing if its value is None. An estimate has
+three keys; see `Ends`. Squared norms and errors are in squared units of the gradient, lengths in
+tokens, and times in seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class RunResult:
     config_hash: Sometimes[str] = None
     # SHA-256 of each table in the folder.
     files: Sometimes[dict[str, str]] = None
-    # Package versions of earlier parts of the run that differ from the last versions.
+    # Package versions used in earlier parts of the run, if they differ from the last versions.
     earlier_versions: Sometimes[list[dict[str, str]]] = None
     # Digest of all other values.
     digest: Sometimes[str] = None
@@ -36,7 +37,7 @@ class RunResult:
 class Evaluation:
     """Fields of every row of `eval.csv`.
 
-    A row may also have `pass@K` with the ends of its interval, and numbers of judge failures.
+    A row can also have `pass@K` with the ends of its interval, and the numbers of judge failures.
     """
 
     # Number of updates before the evaluation.
@@ -44,7 +45,7 @@ class Evaluation:
     split: str
     decoding: str
     quantity: parts.Quantity
-    # Mean reward by the data set's judge, with the interval from `low` to `high`.
+    # Mean reward according to the data set's judge, with its interval from `low` to `high`.
     mean_reward: float
     low: float
     high: float
@@ -63,17 +64,17 @@ class TrainResult(RunResult):
     """Result of a training run."""
 
     quantity: parts.Quantity
-    # Mean reward at the last evaluation with the first decoding, with its interval.
+    # Mean reward at the last evaluation with the first decoding method, with its interval.
     final_mean_reward: float
     mean_reward_low: float
     mean_reward_high: float
-    # Last evaluation minus first evaluation, paired by question.
+    # Mean reward at the last evaluation minus that at the first, paired by question.
     gain: Bounded
     # Number of updates.
     steps: Count
     # Number of completions.
     rollouts: Count
-    # Number of additional completions that a baseline needs.
+    # Number of additional completions sampled for the baseline.
     value_rollouts: Count
     tokens: Count
     # Total wall time of all steps.
@@ -96,7 +97,7 @@ class TrainResult(RunResult):
 class StudyResult(RunResult):
     """Result of a study of the gradient error."""
 
-    # Counts, present only if all rewards are equal, when nothing else can be measured.
+    # Numbers of completions; given only if all rewards are equal and no error can be measured.
     equal_rewards: Sometimes[parts.CompletionCounts] = None
     metric: Sometimes[parts.Metric] = None
     precision: parts.Precision
@@ -108,7 +109,7 @@ class StudyResult(RunResult):
     summary: str
     cost: parts.StudyCost
     versions: dict[str, str]
-    # Number of completions by the package versions that scored them.
+    # Number of completions scored with each set of package versions.
     pool_versions: dict[str, Count]
     sampler: Sometimes[parts.Sampler] = None
     # Numbers of dropped questions, by reason.
@@ -127,21 +128,21 @@ class Claim:
     predicted: float | str
     # Estimate of the quantity.
     measured: float
-    # Interval of the estimate, from `low` to `high`; None if it was enumerated and has no error.
+    # Interval of the estimate, from `low` to `high`; None if the quantity was enumerated exactly.
     low: float | None
     high: float | None
-    # `agrees`, `disagrees` or `not decided`. With a p-value, this verdict applies if Holm's
-    # correction does not reject the prediction, see `runs.claims.correct_family`.
+    # `agrees`, `disagrees` or `not decided`. For a claim with a p-value, this verdict applies if
+    # Holm's correction does not reject the prediction; see `runs.claims.correct_family`.
     verdict: Verdict
     # Criterion, level and number of replicates.
     how: str
-    # P-value of the hypothesis that the prediction holds; None if the quantity was enumerated.
+    # P-value of the hypothesis that the prediction is correct; None if the quantity was enumerated.
     p_value: float | None = None
     # Text with the number of alternatives that would also have agreed; empty if there is no
     # natural alternative.
     severity: str = ""
-    # Verdict if Holm's correction rejects the prediction. None stands for `not decided` if
-    # `verdict` is `not decided`, else for `disagrees`.
+    # Verdict if Holm's correction rejects the prediction. None means `not decided` if `verdict` is
+    # `not decided`, and `disagrees` otherwise.
     when_rejected: str | None = None
     # P-values of alternative predictions, by name; they determine `severity`.
     alternatives: Mapping[str, float] = field(default_factory=dict)
@@ -163,7 +164,7 @@ class TheoremResult(RunResult):
 
     theorem: str
     statement: str
-    # Policy of the test, with its exact values.
+    # Policy on which the theorem was tested, with its exact values.
     problem: Mapping[str, float | str]
     claims: list[Claim]
     answer: str

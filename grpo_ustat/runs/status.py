@@ -1,4 +1,4 @@
-"""List of a sweep's runs, stored in the sweep's folder, and progress of the runs.
+"""List of the runs of a sweep, stored in the sweep's folder, and their progress.
 
 `sweep-<hash>.json` lists every run with its folder and the fingerprint of its configuration. The
 hash depends only on the runs, so the same sweep always uses the same file.
@@ -44,20 +44,20 @@ COLOURS = {
 # Captions of the status table, by command.
 CAPTIONS = {
     "train": "held-out {} with 95 % intervals for new questions",
-    "mse": "{} of the policy and best G with 95 % intervals for new questions{}",
-    "gap": "predictions that agree with measurement, that disagree, and that are not decided",
+    "mse": "the policy's {} and its best G, with 95 % intervals for new questions{}",
+    "gap": "numbers of predictions that agree with measurement, disagree, or are not decided",
 }
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run of a command line that has not started."""
+    """Run that a command line requests and that has not started."""
 
-    # Overrides that distinguish it from other runs of the sweep, such as `group_size=4 seed=0`.
+    # Overrides that distinguish the run from others in the sweep, such as `group_size=4 seed=0`.
     name: str
     # Checked configuration.
     config: Any
-    # Run folder; None if only the running job can determine it.
+    # Run folder; None if it can be determined only within the job.
     folder: RunFolder | None
     # Folder of the sweep; None for a single run.
     sweep: Path | None
@@ -67,20 +67,20 @@ class PlannedRun:
 class Entry:
     """Run that is listed in the file of a sweep."""
 
-    # Overrides that distinguish it from the other runs.
+    # Overrides that distinguish the run from other runs in the sweep.
     label: str
     folder: Path
-    # Fingerprint of its configuration; None accepts any fingerprint.
+    # Fingerprint of the run's configuration; None accepts any fingerprint.
     config_hash: str | None
     # Number of training steps; None for a study.
     max_steps: int | None
 
     def record(self) -> RunRecord:
-        """Return a record of the present content of the run's folder."""
+        """Return a record of the current content of the run's folder."""
         return RunRecord(self.folder, self.label, self.config_hash, self.max_steps)
 
     def state(self) -> RunState:
-        """Return the present progress of the run."""
+        """Return the current progress of the run."""
         return self.record().state
 
 
@@ -122,9 +122,9 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 
 
 def sweeps_in(place: Path) -> list[Sweep]:
-    """Return the sweeps of a folder in order of time, then one sweep per command of unlisted runs.
+    """Return a folder's sweeps in order of time, then one sweep per command for unlisted runs.
 
-    For the file of a sweep, return only that sweep.
+    If `place` is the file of a sweep, return only that sweep.
     """
     if place.is_file():
         return [_read_sweep(place)]
@@ -140,10 +140,12 @@ def sweeps_in(place: Path) -> list[Sweep]:
         entry = Entry(label, record.folder, None, record.config.get("max_steps"))
         # A run without a readable configuration is listed with the other runs.
         entries.setdefault(record.command if record.config else fallback, []).append(entry)
-    file = place / "(named by no sweep)" if listed else place
+    file = place / "(not part of any sweep)" if listed else place
     sweeps += [Sweep(file, command, runs) for command, runs in entries.items()]
     if not sweeps:
-        raise ConfigError(f"{place} holds no sweep and no run: name a folder such as outputs/train")
+        raise ConfigError(
+            f"{place} contains no sweep and no run: use a folder such as outputs/train"
+        )
     return sweeps
 
 
@@ -153,14 +155,16 @@ def _read_sweep(file: Path) -> Sweep:
         content = parsed_json(text_of(file.parent, file.name))
         runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in content["runs"]]
         if content["entry"] not in CAPTIONS:
-            raise ValueError(f"of entry {content['entry']!r}")
+            raise ValueError(f"its entry is {content['entry']!r}")
         return Sweep(file, content["entry"], runs)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a sweep's file, or damaged ({error})") from error
+        raise ConfigError(
+            f"{file} is not the file of a sweep, or it is damaged ({error})"
+        ) from error
 
 
 def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
-    """Return a table for a terminal with one row per run, and counts of the states below it."""
+    """Return a table for a terminal, with one row per run and a caption that counts the states."""
     counts = {name: sum(state.name == name for state in states) for name in COLOURS}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     runs = f"{len(states)} run{'s' * (len(states) != 1)}"
@@ -168,7 +172,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
     counted = [state.questions for state in states if state.questions is not None]
     scope = ""
     if min(counted, default=MIN_QUESTIONS) < MIN_QUESTIONS:
-        scope = f", of fewer than {MIN_QUESTIONS} conditional on them"
+        scope = f", or for the given questions if fewer than {MIN_QUESTIONS}"
     table = Table(
         title=str(sweep.file),
         caption=f"{runs}: {summary}; {CAPTIONS[sweep.command].format(name, scope)}",
@@ -198,7 +202,7 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
             cells.append(f"{state.mean_reward:.3f} [{state.low:.3f}, {state.high:.3f}]")
         if sweep.command == "mse":
             gstar = state.gstar or "not enough\ndata" * (state.name == DONE)
-            # Break the lines so that the table fits into 80 columns.
+            # Break lines in the cells so that the table fits into 80 columns.
             cells[-1] = cells[-1].replace(" [", "\n[")
             cells += [gstar.replace(" [", "\n["), str(state.best_divisor or "")]
         table.add_row(*cells)
@@ -206,13 +210,13 @@ def status_table(sweep: Sweep, states: Sequence[RunState]) -> Table:
 
 
 def details(sweep: Sweep, states: Sequence[RunState]) -> list[str]:
-    """Return one line for each run that has details: its error, or its process."""
+    """Return one line for each run that has an error or a process to report."""
     pairs = zip(sweep.entries, states, strict=True)
     return [f"{state.name}: {run.label}: {state.detail}" for run, state in pairs if state.detail]
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration: in seconds below a minute, else as `M:SS` or `H:MM:SS`.
+    """Format a duration in seconds if it is below a minute, and otherwise as `M:SS` or `H:MM:SS`.
 
     >>> duration_text(4.3), duration_text(83), duration_text(7384)
     ('4 s', '1:23', '2:03:04')

@@ -1,6 +1,7 @@
-"""Parts of the result of a study: metric, precision, policy, cost, sampler; see `runs.result`.
+"""Parts of a study's result: metric, precision, policy, cost and sampler; see `runs.result`.
 
-Squared norms and errors are in squared units of the gradient, lengths in tokens, times in seconds.
+Squared norms and errors are in squared units of the gradient, lengths in tokens, and times in
+seconds.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Norm in which gradients were measured, and tails of the squared score norms."""
+    """Norm in which gradients were measured, and statistics of the tails of squared score norms."""
 
     # Number of parameters in the norm.
     parameters: Count
     norm: str
-    # Method by which questions were compared.
+    # Method for inner products between questions: exact, or a sketch.
     between_questions: str
-    # Effective number of completions in the sum.
+    # Effective number of completions in the sum of squared score norms.
     effective_sample_size: float
-    # Share of the largest one percent of completions in the sum.
+    # Share of that sum contributed by the one percent of completions with the largest norms.
     top_percent_share: float
     # For this field and the next two, see `estimators.intervals.Tails`.
     tail_size: NumberOrNull
     variance_carriers: NumberOrNull
     heavy_tails: bool
-    # This field and `uncertain` are for AdamW's metric; see `mse.second_moments`.
+    # This field and `uncertain` apply only to AdamW's metric; see `mse.second_moments`.
     shift: Sometimes[NumberOrNull] = None
     uncertain: Sometimes[bool] = None
 
@@ -52,7 +53,7 @@ class PolicyFacts:
 
     name: str
     quantity: Quantity
-    # Mean reward by the data set's judge.
+    # Mean reward according to the data set's judge.
     mean_reward: Bounded
     # Mean length of a completion, in tokens.
     mean_length: float
@@ -62,7 +63,7 @@ class PolicyFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyCost:
-    """Costs of a study; seconds are summed over workers and can exceed the wall time."""
+    """Costs of a study; seconds are summed over workers and can therefore exceed the wall time."""
 
     rollouts: Count
     tokens: Count
@@ -83,7 +84,7 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionCounts:
-    """Numbers of completions of a study with equal rewards, by cause; each counts once."""
+    """Numbers of completions by outcome, in a study in which all completions have equal rewards."""
 
     reward: float
     completions: Size

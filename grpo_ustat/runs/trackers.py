@@ -1,10 +1,11 @@
-"""Trackers (wandb, TensorBoard or trackio), which show copies of the run folder's content.
+"""Trackers (wandb, TensorBoard and trackio), which show copies of the run folder's content.
 
-A tracker receives the rows of metrics.jsonl, the completions logged with them, evaluations, and at
-the end figures, tables and values of the result. After its first error, or its first response that
-takes longer than `finish_seconds`, a warning is printed and the tracker is switched off; the run
-continues. `tracker/NAME.json` records what was sent, so that a resumed run sends only the rest.
-A step is sent twice, with the same number, only if the run is killed between sending and recording.
+A tracker receives the rows of metrics.jsonl, the completions logged with them, and evaluations. At
+the end it also receives the figures, tables and values of the result. If a tracker raises an error
+or takes longer than `finish_seconds` to respond, a warning is printed and the tracker is switched
+off; the run continues. `tracker/NAME.json` records what was sent, so that a resumed run sends only
+the rest. Only if the run is killed between sending and recording is a step sent twice, with the
+same number.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
 from grpo_ustat.terminal.console import excerpt, warn
 from grpo_ustat.terminal.streams import single_line, tell, visible
 
-# Largest length of a run's name in characters; wandb accepts 128.
+# Maximum length of a run's name in characters; wandb accepts up to 128.
 LONGEST_NAME = 120
-# Seconds before the kill of a stopped run that no tracker may use.
+# Time in seconds that a tracker must leave unused before a stopped run is killed.
 STOP_MARGIN_SECONDS = 10.0
-# Exit codes for wandb.
+# Exit code reported to wandb for each outcome of a run.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
-# Record of what was sent: id of the run, number of messages, latest step of the metrics and of each
-# kind of evaluation.
+# Record of what was sent: id of the run, number of messages, latest step of the metrics, and latest
+# step of each kind of evaluation.
 STATE_SHAPE = {"run_id": str, "count": contents.Count, "step": contents.Count, "evals": {}}
 # Columns of an error curve, which TensorBoard draws against the group size.
 CURVE_COLUMNS = {"mse", "group_size", "baseline", "method", "setting"}
@@ -51,9 +52,9 @@ class About:
 
     # Folder for the tracker's files.
     folder: Path
-    # Id of the run; a resumed run keeps it.
+    # Id of the run, which a resumed run keeps.
     run_id: str
-    # Name of the run, and name shared by runs with other seeds.
+    # Name of the run, and name of the group of runs that differ from it only in the seed.
     name: str
     group: str
     project: str | None
@@ -64,10 +65,10 @@ class About:
 
 
 class Tracker(Protocol):
-    """Interface of a tracker that is opened for a run; every method may raise.
+    """Interface of a tracker that is opened for a run; every method can raise an error.
 
-    `index` counts the messages of the run over all of its starts. `step` is the training step; it
-    is None for a study.
+    `index` counts the run's messages over all of its starts. `step` is the training step; it is
+    None for a study.
     """
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
@@ -90,15 +91,16 @@ class Tracker(Protocol):
 class Wandb:
     """Weights & Biases, online and offline.
 
-    wandb's step is the index, because it must increase; charts use the metric `step` as x-axis.
+    The index is used as wandb's step, because that step must increase. Charts use the metric `step`
+    as the x-axis.
     """
 
     def __init__(self, about: About):
-        # Otherwise wandb's error reports wait for its server when the process ends.
+        # Otherwise wandb's error reports would wait for its server when the process ends.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # Do not send source code, console output, or data about machine and environment.
+        # Do not send source code, console output, or data about the machine and the environment.
         settings: dict[str, Any] = dict(
             console="off", disable_code=True, disable_git=True, disable_job_creation=True,
             save_code=False, silent=True, x_disable_machine_info=True, x_disable_meta=True,
@@ -106,7 +108,7 @@ class Wandb:
             init_timeout=about.seconds, finish_timeout=about.seconds, finish_timeout_raises=True,
         )  # fmt: skip
         supported = {key: x for key, x in settings.items() if key in wandb.Settings.model_fields}
-        # Set before wandb looks for a key, because wandb would otherwise ask for one.
+        # Set this before wandb looks for an API key, because wandb would otherwise prompt for one.
         wandb.setup(wandb.Settings(silent=True))
         self._wandb = wandb
         self._run: Any = wandb.init(
@@ -118,7 +120,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        # Commit, because a killed run would lose values that wait for the next index.
+        # Commit now, because a killed run would lose values that are held until the next index.
         self._run.log(values | ({} if step is None else {"step": step}), step=index, commit=True)
 
     def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
@@ -137,7 +139,8 @@ class Wandb:
         if outcome == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=OUTCOMES[outcome])
-        # `finish` returns before wandb's service has written the run's file.
+        # Wait for wandb's service, because `finish` returns before the service has written the
+        # file.
         self._wandb.teardown()
         if self._run.offline:
             return f"wandb sync {Path(self._run.settings.sync_dir).parent}/offline-run-*"
@@ -145,7 +148,7 @@ class Wandb:
 
 
 class Tensorboard:
-    """TensorBoard's event files, with numbers in float64 and figures as pixels."""
+    """Writer of TensorBoard event files, with numbers in float64 and figures as pixels."""
 
     def __init__(self, about: About):
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -207,7 +210,7 @@ class Trackio:
         )  # fmt: skip
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        # Trackio has a separate argument for the step.
+        # Trackio has a separate argument for the step, so the step is not one of the values.
         self._run.log({key: x for key, x in values.items() if key != "step"}, step=step)
 
     summary = log
@@ -229,11 +232,11 @@ TRACKERS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}
 
 
 class Tracking:
-    """Tracker of a run; its methods never raise.
+    """Tracker of a run, which is switched off after an error instead of raising it.
 
     Args:
         logger: `LoggerConfig` other than `none`.
-        config: nested configuration of the run, including the state of the code.
+        config: nested configuration of the run, including the commit, weights and versions.
     """
 
     def __init__(self, folder: Path, logger: Any, config: dict[str, Any]):
@@ -249,7 +252,7 @@ class Tracking:
         self._file.parent.mkdir(exist_ok=True)
         if self._file.is_file():
             self._state = self._stored()
-        # Stored before anything is sent under this id.
+        # Store the id before anything is sent under it.
         self._save()
         place = self._folder.absolute()
         about = About(
@@ -262,32 +265,34 @@ class Tracking:
             seconds=self._logger.finish_seconds,
         )
         opened = TRACKERS[self._logger.name](about)
-        # A tracker that opens too late is not used.
+        # A tracker that was switched off while it opened is not used.
         self._tracker = None if self._is_off else opened
         for row in read_rows(self._folder / METRICS)[0]:
             self._send_row(row, [])
 
     def _stored(self) -> dict[str, Any]:
-        """Return the record that an earlier launch stored; refuse a damaged file."""
+        """Return the record of sent messages from an earlier launch; refuse a damaged file."""
         stored, wrong = contents.checked(
             self._folder, f"{TRACKER_FOLDER}/{self._file.name}", contents.parsed_json, STATE_SHAPE
         )
         if wrong or not stored.keys() >= STATE_SHAPE.keys():
-            raise ValueError(f"{self._file} is damaged: delete it to begin a new run there")
+            raise ValueError(
+                f"{self._file} is damaged: delete it to begin a new run in the tracker"
+            )
         return stored
 
     def put(self, row: dict[str, Any], completions: Rows) -> None:
         """Send a row of metrics.jsonl and its completions unless they were sent before."""
         if self._tracker:
             patience = self._logger.finish_seconds
-            self._within(patience, lambda: self._send_row(row, completions), "take a row")
+            self._within(patience, lambda: self._send_row(row, completions), "accept a row")
 
     def finish(self, outcome: str, grace_seconds: float) -> None:
         """Send the results of the run and end the tracker, within `finish_seconds`.
 
         Args:
             outcome: done, stopped, failed or interrupted.
-            grace_seconds: time between a stop signal and the kill of the run.
+            grace_seconds: time in seconds between a stop signal and the kill of the run.
         """
         if self._tracker is None or os.getpid() != self._owner:
             return
@@ -298,7 +303,7 @@ class Tracking:
         self._within(patience, lambda: self._end(outcome), "end")
 
     def _end(self, outcome: str) -> None:
-        """Send evaluations and the result of a finished run, then end the tracker."""
+        """Send evaluations, send the result if the run is finished, and end the tracker."""
         self._send_evals()
         if outcome == "done" and (self._folder / RESULT).is_file():
             self._send_result(json.loads((self._folder / RESULT).read_text()))
@@ -307,7 +312,7 @@ class Tracking:
             tell(f"logger={self._logger.name}: {where}", file=sys.stderr)
 
     def _send_row(self, row: dict[str, Any], completions: Rows) -> None:
-        """Send the evaluations so far, then the row unless its step was sent before."""
+        """Send the evaluations so far, and then the row, unless its step was sent before."""
         self._send_evals()
         step = row["step"]
         if step > self._state["step"]:
@@ -317,7 +322,7 @@ class Tracking:
                 self._send("table", "completions", visible_texts(completions), step)
 
     def _send_evals(self) -> None:
-        """Send the evaluations of each decoding and split that have not been sent."""
+        """Send the evaluations that have not been sent, for each decoding method and split."""
         file, sent = self._folder / EVALS, self._state["evals"]
         for row in csv_rows(file.read_text()) if file.is_file() else ():
             kind = f"{row['decoding']}/{row['split']}"
@@ -362,7 +367,7 @@ class Tracking:
         write_whole(self._file, json.dumps(self._state))
 
     def _within(self, seconds: float, work: Callable[[], None], doing: str) -> None:
-        """Call the tracker in a thread, and switch it off if the call takes longer than `seconds`.
+        """Call the tracker in a thread, and switch the tracker off if the call exceeds `seconds`.
 
         The thread ends with the process, so a tracker that never answers does not block the run.
         """
@@ -382,7 +387,7 @@ class Tracking:
         """Switch the tracker off if the block raises an error."""
         try:
             yield
-        # A tracker may raise SystemExit.
+        # A tracker can raise SystemExit.
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {single_line(error, 300)}"
             self._switch_off(reason.removesuffix(": "))
@@ -393,16 +398,16 @@ class Tracking:
             return
         self._is_off, self._tracker = True, None
         warn(
-            f"logger={self._logger.name}: {reason}; it is switched off, and the complete run is in "
-            f"{self._folder}"
+            f"logger={self._logger.name}: {reason}; the tracker is switched off, and the complete "
+            f"run is in {self._folder}"
         )
 
 
 def visible_texts(content: Any) -> Any:
-    """Return the value with invisible characters in its texts spelt out.
+    """Return the value with invisible characters in its texts written as escapes.
 
-    This includes nested texts and keys, so that a tracker receives no control sequences and no
-    lone surrogates.
+    Nested texts and keys are included, so that a tracker receives no control sequences and no lone
+    surrogates.
     """
     if isinstance(content, str):
         return visible(content)

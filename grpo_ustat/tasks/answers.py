@@ -1,19 +1,20 @@
-r"""Strict extraction of the final answer of a completion.
+r"""Strict extraction of the final answer from a completion.
 
 A completion has an answer only if it states exactly one final number. The number is read from the
-first of these places that the completion has:
+first of the following places that the completion contains:
 
 - a line marked by `####` (the mark of GSM8K, Cobbe et al. 2021). The first marked line that states
   a number is used, as in lm-evaluation-harness (Gao et al.), whose filter takes the first match.
-  Text after that line is ignored, because models often continue; base models append further
-  questions and answers of their own. Headings (`#### Step 1`) and echoed instructions
-  (`write #### and the answer`) state no number and are skipped. Five `#` are not a mark;
+  Text after that line is ignored, because models often continue; base models even append new
+  questions and answer them. Headings (`#### Step 1`) and echoed instructions (`write #### and the
+  answer`) contain no final number and are skipped. Five `#` are not a mark;
 - a single `\boxed{}`;
 - the whole completion.
 
-An echoed question, an equation, several numbers, several boxes, or two marks in a line do not count
-as an answer. On a marked line or in a box, the number may be followed by a unit (`#### 18 dollars`)
-from `UNITS`. For a reasoning model only the text after its thoughts is read; see `after_thoughts`.
+An echoed question, an equation, several numbers, several boxes, or two marks on one line do not
+count as an answer. On a marked line or in a box, a unit from `UNITS` can follow the number (`####
+18 dollars`). For a reasoning model, only the text after its thoughts (reasoning) is read; see
+`after_thoughts`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from decimal import Decimal
 from grpo_ustat.config.data import MARK
 
 BOXES = ("\\boxed{", "\\fbox{")
-# Marks at the beginning and end of thoughts in chat templates.
+# Pairs of marks that begin and end thoughts in chat templates.
 THOUGHTS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
@@ -33,11 +34,11 @@ THOUGHTS = (
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )  # fmt: skip
 MAX_DIGITS = 30
-# Maximum length in characters of a number with its sign, commas and spaces.
+# Maximum length of a number in characters, including its sign, commas and spaces.
 MAX_NUMBER = 60
 # Maximum number of words after a number.
 MAX_WORDS = 5
-# Maximum length in characters of a marked line after the mark.
+# Maximum length in characters of a text that is read as one number, such as the text after a mark.
 MAX_MARKED = 120
 TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf", "mathit")
 LATEX_WRAPPERS = (
@@ -50,13 +51,14 @@ UNITS = {
     "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
     "ml", "mph", "per", "point",
 }  # fmt: skip
-# Words that change the value, in the singular or the plural.
+# Words that change a number's value, in the singular and in the plural.
 NO_UNITS = {
     "half", "halve", "quarter", "third", "dozen", "doz", "hundred", "thousand", "million",
     "billion", "trillion", "quadrillion", "quintillion", "zillion", "lakh", "crore", "ten",
     "twentie", "factorial",
 }  # fmt: skip
-# Words that change the value or express doubt. Their plurals are different words, such as logs.
+# Words that change a number's value or express doubt. Only these forms count, because a plural,
+# such as logs, can have another meaning.
 NO_UNIT = {
     "or", "and", "not", "no", "but", "out", "times", "minus", "plus", "over", "squared", "cubed",
     "added", "subtracted", "multiplied", "divided", "power", "raised", "mod", "modulo", "choose",
@@ -70,7 +72,7 @@ MINUS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013"
 _MARK = re.compile(rf"(?<!#){MARK}(?!#)")
 # The quantifiers are possessive, so that matching takes linear time.
 _MARKED = re.compile(rf"{_MARK.pattern}\s*+(?P<line>[^\n#]*+)(?:\n|\Z)")
-# Thousands separators of LaTeX and of typeset text.
+# Thousands separators in LaTeX and in typeset text.
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _DOLLAR = r"(?:\\?[$€£¥])?"
 _NUMBER = re.compile(
@@ -88,10 +90,10 @@ _MEASURED = re.compile(
 def after_thoughts(completion: str, prompt: str = "") -> str:
     """Return the text of a completion after the end of its last thoughts.
 
-    Without thoughts this is the whole completion. If the thoughts do not end, the text is empty.
+    The result is the whole completion if it has no thoughts, and empty if the thoughts do not end.
 
     Args:
-        prompt: text before the completion; it may end with the mark that begins thoughts.
+        prompt: text before the completion; it can end with the mark that begins thoughts.
 
     >>> after_thoughts("<think>7</think> 8"), after_thoughts("8"), after_thoughts("7? 8", "<think>")
     (' 8', '8', '')
@@ -105,15 +107,15 @@ def after_thoughts(completion: str, prompt: str = "") -> str:
 
 
 def final_number(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""Return the number that `text` states as its final answer, or None, in linear time.
+    r"""Return the number stated as the final answer in `text`, or None, in linear time.
 
     Args:
-        any_unit: True to also accept a number that is followed by other words (`#### 12 apples`)
-            if there is no number without words or with a unit from `UNITS`. Words that change the
+        any_unit: True to accept a number followed by other words (`#### 12 apples`) if the text
+            states no number that is bare or followed by a unit from `UNITS`. Words that change the
             value are never accepted.
 
     On a marked line, spaces, `**`, `$...$`, `\(...\)`, `\[...\]` and a box around the number are
-    ignored. A box on that line or before it must state the same number.
+    ignored. If there is a box on or before that line, it must contain the same number.
 
     >>> [str(final_number(t)) for t in ("37+45=82, 82-12=70 #### 70", r"so \boxed{-1,070.50}.")]
     ['70', '-1070.50']
@@ -145,15 +147,14 @@ def _final_number(text: str, any_unit: bool) -> Decimal | None:
 
 
 def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
-    """Return the number on the first line marked by #### that states one, and the line's end.
+    """Return the first number on a line marked by ####, and the position where that line ends.
 
-    The end is a position in the text. If no line states a number, the result is None and the length
-    of the text.
+    If no marked line states a number, return None and the length of the text.
     """
     # The pattern matches at most once per line, at the last mark.
     for match in _MARKED.finditer(text):
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        # The bold marks of **#### 12** begin before the mark.
+        # In **#### 12**, the asterisks for bold begin before the mark.
         line = ("**" if before.count("**") % 2 else "") + match["line"]
         value = None if _MARK.search(before) else measured(line, any_unit)
         if value is not None:
@@ -162,7 +163,7 @@ def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
 
 
 def measured(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""Return the number of a short text, or None if it has more than a unit and formatting.
+    r"""Return the number in a short text, or None if the rest is not just a unit and formatting.
 
     Args:
         text: rest of a line after its mark, or content of a box.
@@ -214,14 +215,14 @@ def changes_value(word: str) -> bool:
 
 
 def forms(word: str) -> set[str]:
-    """Return a word, and the word without the plural ending s or es."""
+    """Return a word as it is, without a final s, and without a final es."""
     return {word, word.removesuffix("s"), word.removesuffix("es")}
 
 
 def number(text: str) -> Decimal | None:
-    """Return the number if the text consists of a single number, else None.
+    """Return the number if the text consists of a single number, and None otherwise.
 
-    The number may have a sign (including the minus U+2212), a currency sign, thousands separators
+    The number can have a sign (including the minus U+2212), a currency sign, thousands separators
     (commas, `{,}` or thin spaces), surrounding spaces, one full stop, and at most 30 ASCII digits.
     """
     text = _THOUSANDS.sub(",", text.strip().translate(MINUS))
@@ -252,9 +253,9 @@ def stated(text: str, any_unit: bool = False) -> str | None:
 
 
 def last_boxed(text: str, longest: int) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` of a text, in linear time.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` in a text, in linear time.
 
-    The result is None for an unclosed box or a content that is too long.
+    The result is None if there is no box, the box is not closed, or its content is too long.
 
     Args:
         text: completion; escaped braces do not count as braces.

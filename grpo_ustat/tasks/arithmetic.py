@@ -19,19 +19,19 @@ from grpo_ustat.tasks.answers import MARK
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 SPLITS = ("train", "train", "train", "test", "study")
-# Number of draws after which a kind of question is considered exhausted.
+# Number of unsuccessful draws after which a kind of question is considered exhausted.
 MAX_TRIES = 1000
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Operand ranges; both ends are included."""
+    """Operand ranges, including both ends."""
 
     # Terms of sums and differences.
     min_term: int = 1
     max_term: int = 49
-    # Larger factor or quotient. Multiples of ten are excluded, because they are intermediate steps
-    # of other questions.
+    # Larger factor or quotient. Multiples of ten are excluded because they appear as intermediate
+    # steps of other questions.
     min_factor: int = 11
     max_factor: int = 99
     # Smaller factor or divisor.
@@ -41,14 +41,14 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Exercise:
-    """Question with the data of its worked solution."""
+    """Question with the operands from which its worked solution is written."""
 
     kind: str
     text: str
     answer: int
     # Signed terms of a sum as written, or the pair (factor, digit) of a product or quotient.
     operands: tuple[int, ...]
-    # Index of the first of the two terms in parentheses; None without parentheses.
+    # Index of the first of the two terms in parentheses; None if there are no parentheses.
     inside: int | None = None
 
     @property
@@ -77,7 +77,7 @@ def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
 
 
 def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
-    """Create a question with parentheses, whose operands have the signs as written.
+    """Create a question with parentheses; each operand has the sign that is written before it.
 
     For example, 9-(4+2) has the operands (9, -4, 2), and its value is 9-4-2.
     """
@@ -127,7 +127,10 @@ def _exercise(rng: random.Random, kind: str, split: str, ranges: Ranges) -> Exer
 
 
 def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
-    """Yield questions of a split endlessly, with repetitions; the kind is drawn uniformly."""
+    """Yield an endless stream of questions from a split; questions can repeat.
+
+    The kind of each question is drawn uniformly.
+    """
     rng = random.Random(f"arithmetic/{split}/{seed}")
     while True:
         yield _exercise(rng, rng.choice(KINDS), split, ranges)
@@ -136,7 +139,7 @@ def stream(split: str, ranges: Ranges, seed: int) -> Iterator[Exercise]:
 def draw(
     split: str, count: int, ranges: Ranges, seed: int | str, without: Container[str] = ()
 ) -> list[Exercise]:
-    """Draw `count` distinct questions of a split, excluding the texts in `without`.
+    """Draw `count` distinct questions from a split, excluding the texts in `without`.
 
     The kind of each question is drawn uniformly.
     """
@@ -159,7 +162,7 @@ def draw(
 
 
 def worked(exercise: Exercise) -> str:
-    """Return a step-by-step solution that starts with the parentheses and proceeds from the left.
+    """Return a solution in steps: first the parentheses, then the terms from left to right.
 
     >>> worked(Exercise("parentheses", "9-(4+2)", 3, (9, -4, 2), 1))
     '4+2=6, 9-6=3 #### 3'
@@ -180,12 +183,12 @@ def worked(exercise: Exercise) -> str:
 
 
 class Arithmetic:
-    """Questions of each split.
+    """Source of synthetic arithmetic questions.
 
     Args:
         sizes: number of questions of `train`, `test`, `study` and `examples`. Prompts show the
-            examples with their solutions. The hashes of the examples belong to the train split, but
-            its questions do not include them.
+            examples with their solutions. The examples are drawn from the train split, but they are
+            not used for training.
         seed: seed of the questions; it is not the seed of the run.
     """
 
@@ -194,7 +197,7 @@ class Arithmetic:
         self._seed, self._examples_seed = seed, examples_seed
 
     def questions(self, split: str) -> list[Question]:
-        """Return the split's questions in the order of their draws."""
+        """Return the split's questions in the order in which they were drawn."""
         return [
             Question(q.text, q.text, str(q.answer), q.kind, worked(q))
             for q in self._exercises(split)

@@ -24,7 +24,7 @@ from grpo_ustat.terminal.streams import tell
 
 # Two consecutive words.
 WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
-# Suitable prompts for questions in words, by the kind of the data set.
+# Prompts to suggest for questions that are written in words, by kind of data set.
 PROMPTS = {
     "gsm8k": "prompt=gsm8k, or prompt=gsm8k_chat for a chat model",
     "math": "prompt=qwen_math_cot, or prompt=chat_boxed for a chat model",
@@ -35,8 +35,9 @@ PROMPTS = {
 class Source(Protocol):
     """Data set with the questions of each split.
 
-    A source may have two more attributes. `counts` is the number of dropped questions by reason,
-    and `note` is a remark about the questions. Both are printed once per run.
+    A source can define two optional attributes. `counts` maps each reason for dropping questions to
+    the number of questions dropped, and `note` is a remark about the questions. The counts and the
+    remark are printed once per run.
     """
 
     def questions(self, split: str) -> list[Question]:
@@ -50,26 +51,26 @@ class Source(Protocol):
 class Judge(Protocol):
     """Judge that extracts the answers of completions and rewards them."""
 
-    # Number of `timeouts` and of `failures` during judging so far.
+    # Numbers of `timeouts` and `failures` during judging so far.
     counts: Counter[str]
 
     def extract(self, completion: str) -> str | None:
-        """Return the final answer that a completion states; None if it states none."""
+        """Return the final answer stated in a completion, or None if there is none."""
         ...
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return the reward of each completion, a finite number."""
+        """Return the reward of each completion, which is a finite number."""
         ...
 
 
 def spoken(prompts: list[Prompt], completions: list[str]) -> list[str]:
-    """Return the text of each completion after its thoughts; see `after_thoughts`."""
+    """Return the part of each completion that follows its thoughts; see `after_thoughts`."""
     pairs = zip(prompts, completions, strict=True)
     return [after_thoughts(text, prompt.text) for prompt, text in pairs]
 
 
 class NumberJudge:
-    """Judge that rewards the right final number with 1 and anything else with 0.
+    """Judge that rewards the correct final number with 1 and anything else with 0.
 
     `final_number` extracts the number.
     """
@@ -78,11 +79,11 @@ class NumberJudge:
         self.counts: Counter[str] = Counter()
 
     def extract(self, completion: str) -> str | None:
-        """Return the final number, formatted by `plain`."""
+        """Return the final number formatted by `plain`, or None if there is none."""
         return stated(completion, any_unit=True)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return 1 for each right completion, else 0."""
+        """Return 1 for each correct completion and 0 for every other completion."""
         return [
             float(final_number(text, any_unit=True) == Decimal(prompt.answer))
             for prompt, text in zip(prompts, spoken(prompts, completions), strict=True)
@@ -94,8 +95,8 @@ class Task:
 
     Args:
         reward_funcs: additional reward functions by name; each maps rollouts to an array [P, G].
-        reward_weights: weights of the judge and of each additional function in the weighted sum
-            that is the reward; empty for 1 each.
+        reward_weights: weights of the judge's reward and of each additional function's reward in
+            the total reward, which is their weighted sum. If empty, every weight is 1.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Task:
         return [self._prompting.prompt(question) for question in self.questions(split)]
 
     def extract(self, completion: str) -> str | None:
-        """Return the final answer that a completion states; None if it states none."""
+        """Return the final answer stated in a completion, or None if there is none."""
         return self._judge.extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
@@ -127,9 +128,9 @@ class Task:
         return self._judge.rewards(prompts, completions)
 
     def take_counts(self) -> dict[str, int]:
-        """Return the number of errors during judging since the last call.
+        """Return the numbers of errors during judging since the last call.
 
-        The keys are `timeouts` and `failures`; the result is empty if the judge cannot fail.
+        The keys are `timeouts` and `failures`. The result is empty for a judge that cannot fail.
         """
         counts = dict(self._judge.counts)
         self._judge.counts.update({name: -count for name, count in counts.items()})
@@ -137,18 +138,18 @@ class Task:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Number of questions that the source dropped, by reason; every count is above 0."""
+        """Number of questions that the source dropped for each reason, without zero counts."""
         counts = getattr(self._source, "counts", {})
         return {reason: count for reason, count in counts.items() if count}
 
     @property
     def note(self) -> str:
-        """Remark of the source about its questions; empty if there is none."""
+        """The source's remark about its questions; empty if there is none."""
         return getattr(self._source, "note", "")
 
 
 def tell_dropped(task: Task) -> None:
-    """Print the data set's note and the number of dropped questions by reason, on rank 0."""
+    """On rank 0, print the data set's note and the number of dropped questions by reason."""
     if task.note and is_main():
         tell(f"note: {task.note}", file=sys.stderr)
     reasons = ", ".join(f"{count} {reason}" for reason, count in task.dropped.items())
@@ -157,7 +158,7 @@ def tell_dropped(task: Task) -> None:
 
 
 def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
-    """Print a warning on rank 0 if most prompts add an equals sign to a question in words."""
+    """Warn on rank 0 if most prompts append an equals sign to a question written in words."""
     ended = [
         prompt
         for prompt in prompts
@@ -169,19 +170,19 @@ def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
         return
     dataset = options.dataset
     warn(
-        f"prompt={options.prompt.name} ends questions with '=', which is for arithmetic: for "
-        f"{dataset.name} write {PROMPTS.get(dataset.kind, PROMPTS['jsonl'])}"
+        f"prompt={options.prompt.name} ends questions with '=', which suits only arithmetic; for "
+        f"{dataset.name} use {PROMPTS.get(dataset.kind, PROMPTS['jsonl'])}"
     )
 
 
 def rewards(task: Task, rollouts: Rollouts) -> Array:
-    """Compute the reward of every completion by every reward function, [P, G, F], float64.
+    """Compute each completion's reward under each reward function, [P, G, F], float64.
 
-    The task's judge comes first.
+    Index 0 of the last axis contains the rewards of the task's judge.
 
     Raises:
-        FloatingPointError: the absolute value of a reward exceeds `MAX_REWARD`, or a reward is not
-            finite; the message names the prompt and the function.
+        FloatingPointError: a reward is not finite, or its absolute value exceeds `MAX_REWARD`. The
+            message names the prompt and the function.
     """
     texts = [text for texts in rollouts.texts_PG for text in texts]
     prompts = [p for p, of_p in zip(rollouts.prompts, rollouts.texts_PG, strict=True) for _ in of_p]
@@ -192,19 +193,19 @@ def rewards(task: Task, rollouts: Rollouts) -> Array:
         by = f" by {[TASK, *task.reward_funcs][f]}" if further else ""
         raise FloatingPointError(
             f"the reward of completion {i} of prompt {rollouts.prompts[p].id}{by} is "
-            f"{rewards_PGF[p, i, f]}: a reward must be a finite number of at most "
-            f"{MAX_REWARD:g}"
+            f"{rewards_PGF[p, i, f]}: a reward must be finite, with an absolute "
+            f"value of at most {MAX_REWARD:g}"
         )
     return rewards_PGF
 
 
 def summed_rewards(task: Task, rollouts: Rollouts) -> Array:
-    """Return the weighted sum of `rewards`, [P, G], the basis of baselines and errors."""
+    """Return the weighted sum of `rewards`, [P, G]; baselines and errors are computed from it."""
     return weighted_sum(rewards(task, rollouts), task.reward_weights_F)
 
 
 def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
-    """Return True for each completion that states an answer, right or wrong, bool [P, G]."""
+    """Return a bool array [P, G] that marks completions with a right or wrong answer."""
     pairs = zip(rollouts.prompts, rollouts.texts_PG, strict=True)
     return np.array(
         [[extracted(reader, prompt, text) is not None for text in texts] for prompt, texts in pairs]
@@ -212,16 +213,16 @@ def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
 
 
 def extracted(reader: Judge | Task, prompt: Prompt, completion: str) -> str | None:
-    """Return the final answer that a completion of a prompt states; None if it states none.
+    """Return the final answer stated in a prompt's completion, or None if there is none.
 
-    Unfinished thoughts contain no answer, even if the prompt began them.
+    Unfinished thoughts do not count as an answer, even if they began in the prompt.
     """
     unanswered = completion and not after_thoughts(completion, prompt.text)
     return None if unanswered else reader.extract(completion)
 
 
 class Fitting:
-    """Source of the questions whose prompts have at most `max_length` tokens.
+    """Source restricted to questions whose prompts have at most `max_length` tokens.
 
     Args:
         lengths: function that returns the number of tokens of each text.
@@ -243,7 +244,7 @@ class Fitting:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of dropped questions by reason, including long prompts of splits read so far."""
+        """Number of dropped questions by reason, without long prompts in splits not yet read."""
         return Counter(getattr(self._source, "counts", {})) + self._counts
 
     def questions(self, split: str) -> list[Question]:
@@ -257,8 +258,8 @@ class Fitting:
             if questions and not fitting:
                 raise ConfigError(
                     f"prompt.max_length={most} excludes all {len(questions)} {split} questions, "
-                    f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise it, or use "
-                    "null"
+                    f"whose prompts have {min(lengths)} to {max(lengths)} tokens: raise the limit, "
+                    "or set it to null"
                 )
             reason = f"{split} questions whose prompts exceed prompt.max_length={most} tokens"
             self._counts[reason] = len(questions) - len(fitting)

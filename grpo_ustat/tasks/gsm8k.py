@@ -23,20 +23,20 @@ def gsm8k(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Return the questions of each split; `verbatim` keeps leading and trailing white space."""
+    """Create the splits of GSM8K; `verbatim` keeps leading and trailing white space."""
     train, test = ([question_of(row, verbatim) for row in rows] for rows in train_and_test(dataset))
     return Splits(train, test, sizes, dataset.seed, examples_seed)
 
 
 def question_of(row: Row, verbatim: bool = False) -> Question:
-    """Return the question of a row; calculator annotations are removed from its solution."""
+    """Return a row's question; calculator annotations are removed from the solution."""
     text, worked = row.text("question"), row.text("answer")
     if not verbatim:
         text, worked = text.strip(), worked.strip()
     _, mark, end = worked.rpartition(MARK)
     gold = measured(end, any_unit=True) if mark else None
     if gold is None:
-        raise row.refused("answer", worked[-40:], f"a solution that ends in {MARK} and a number")
+        raise row.refused("answer", worked[-40:], f"a solution that ends with {MARK} and a number")
     solution = _ANNOTATION.sub("", worked)
     return Question(
         question_id("gsm8k", text, verbatim=verbatim), text, plain(gold), "gsm8k", solution

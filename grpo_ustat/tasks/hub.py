@@ -14,16 +14,17 @@ from functools import cache
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.terminal.streams import single_line, tell
 
-# Time limit for an answer in seconds; name resolution has no limit of its own.
+# Time limit for an answer, in seconds. It also covers name resolution, which has no time limit by
+# itself.
 ANSWER_SECONDS = 8.0
 
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """Return True, and read only the local cache from now on, if the hub does not answer.
+    """Switch to the local cache if the hub does not answer, and return True in that case.
 
-    In that case a warning is printed, and the environment of this process and its children is set.
-    The hub is contacted only once.
+    The switch prints a warning and sets HF_HUB_OFFLINE=1 for this process and its children. Only
+    the first call contacts the hub.
     """
     from huggingface_hub import constants, get_session, is_offline_mode
 
@@ -36,7 +37,7 @@ def go_offline_if_unreachable() -> bool:
             get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
             failures.clear()
         except Exception as error:
-            # The errors differ between the libraries that may send the request.
+            # The type of the error depends on the library that sends the request.
             failures[:] = [single_line(error) or type(error).__name__]
 
     thread = threading.Thread(target=ask, daemon=True)

@@ -1,6 +1,6 @@
-"""Rows of a user's file or folder, each with a question and an answer.
+"""Questions and answers from the rows of a user's file or folder.
 
-The format is json lines, json or Parquet, plain or compressed.
+Files can be JSON Lines, JSON or Parquet, with or without compression.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from grpo_ustat.tasks.splits import Splits, hold_out, question_id
 
 
 class JsonlSource:
-    """Source of a file's rows; if there is no test file, some rows are held out.
+    """Source of questions from files; if there is no test file, some rows are held out for tests.
 
-    `counts` is the number of dropped rows by reason, and `note` states the number of questions of
+    `counts` is the number of dropped rows by reason, and `note` states the number of questions in
     each split.
 
     Args:
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None for all
+        sizes: number of questions in `train`, `test`, `study` and `examples`; None means all
             remaining questions.
-        verbatim: True to keep leading and trailing white space of questions and solutions.
+        verbatim: True to keep leading and trailing white space in questions and solutions.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class JsonlSource:
 def questions_of(
     key: str, files: list[Path], dataset: JsonlConfig, verbatim: bool = False
 ) -> list[Question]:
-    """Read the questions of files, one per row."""
+    """Read one question from each row of the files."""
     rows = (row for file in files for row in rows_of_file(file, key))
     return [_question(row, dataset, verbatim) for row in rows]
 
 
 def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
-    """Return a row's question; the expected answer is the text after the last #### of `answer`."""
+    """Return a row's question; its expected answer is the text after the last #### in `answer`."""
     text, solution = dataset.question_and_answer(row)
     if not verbatim:
         text, solution = text.strip(), solution.strip()
@@ -85,18 +85,18 @@ def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
 
 
 class ExactJudge:
-    """Judge that rewards the literal expected answer with 1 and anything else with 0.
+    """Judge that rewards an exact match with the expected answer with 1 and anything else with 0.
 
-    Each run of white space is treated as one space. The answer of a completion is the text between
-    its last #### and the end of that line. Without a mark, the answer is the completion without its
-    thoughts.
+    Consecutive white space counts as one space. The answer of a completion is the text between its
+    last #### and the end of that line. If there is no ####, the answer is the whole completion
+    after its thoughts.
     """
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
 
     def extract(self, completion: str) -> str | None:
-        r"""Return the answer of a completion; None if the answer is empty.
+        r"""Return the answer in a completion, or None if the answer is empty.
 
         >>> judge = ExactJudge()
         >>> judge.extract("3 + 4 #### 7 \nNext"), judge.extract(" a  b "), judge.extract(" ")
@@ -106,7 +106,7 @@ class ExactJudge:
         return " ".join((end.split("\n")[0] if mark else end).split()) or None
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return 1 for each completion with the expected answer, else 0."""
+        """Return 1 for each completion with the expected answer and 0 for all others."""
         return [
             float(self.extract(text) == " ".join(prompt.answer.split()))
             for prompt, text in zip(prompts, spoken(prompts, completions), strict=True)

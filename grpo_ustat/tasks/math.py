@@ -23,7 +23,7 @@ def math(
     *,
     verbatim: bool = False,
 ) -> Splits:
-    """Return the questions of each split; `verbatim` keeps leading and trailing white space."""
+    """Create the splits of MATH; `verbatim` keeps leading and trailing white space."""
     train_rows, test_rows = train_and_test(dataset)
     counts: Counter[str] = Counter()
     every_test = {question_id("math", row.text("problem")) for row in test_rows}
@@ -40,7 +40,7 @@ def math(
 def question_of(row: Row, verbatim: bool = False) -> Question:
     """Return the question of a row.
 
-    If the row has no answer, the content of the last box of its solution is used; it is empty if
+    If the row has no answer, the answer is the content of the last box in the solution, or empty if
     there is no box.
     """
     text, solution = row.text("problem"), row.text("solution")
@@ -55,7 +55,9 @@ def question_of(row: Row, verbatim: bool = False) -> Question:
 
 
 def boxed(solution: str) -> str:
-    r"""Return the content of a solution's last box, or "" if there is none; `\boxed 5` is allowed.
+    r"""Return the content of the last box in a solution, or "" if there is none.
+
+    The content can follow `\boxed` without braces, as in `\boxed 5`.
 
     >>> boxed(r"so $\boxed{\frac{1}{2}}$"), boxed(r"so $x = \boxed 5$."), boxed("so 5")
     ('\\frac{1}{2}', '5', '')
@@ -66,12 +68,15 @@ def boxed(solution: str) -> str:
 
 
 def subject_of(row: Row) -> str:
-    """Return the `subject`, a field that some copies of the data call `type`."""
+    """Return the row's `subject`, which some copies of the data set call `type`."""
     return row.text("subject", "type").strip()
 
 
 def level_of(row: Row) -> int | None:
-    """Return the level from 1 to 5, given as a number or as `Level 3`; None for `Level ?`."""
+    """Return the level from 1 to 5, or None for `Level ?`.
+
+    Rows state the level as a number or in the form `Level 3`.
+    """
     value = row.value("level")
     match = re.fullmatch(r"(?:Level )?([1-5?])", str(value).strip())
     if not match:
@@ -85,7 +90,7 @@ def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[s
         available = {subject_of(row) for row in rows}
         for subject in set(subjects) - available:
             raise ConfigError(
-                f"dataset.subjects names {subject!r}, which no {name} row has: there are "
+                f"dataset.subjects names {subject!r}, which no {name} row has: use one of "
                 f"{', '.join(sorted(available))}"
             )
     of_subjects = [row for row in rows if subjects is None or subject_of(row) in subjects]
@@ -96,7 +101,7 @@ def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[s
 
 
 def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
-    """Return the rows whose `unique_id` is a line of the file."""
+    """Return the rows that are listed in the file, which has one `unique_id` per line."""
     try:
         ids = set(Path(file).expanduser().read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, ValueError) as error:

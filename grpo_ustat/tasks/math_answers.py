@@ -9,31 +9,33 @@ the box, `37 + 45 - 12`. Math-verify is therefore used only as the last of these
 2. An answer is right if it equals the gold answer up to spaces, harmless LaTeX (`\left`, `\!`,
    `\text{}`, `\dfrac`) and spelling; see `spelled`. Answers with dots or a modulus can be right
    only in this way.
-3. If the gold answer is a number, the answer is right if it is a single number of the same value.
-   It may follow a name from the question (`x=3`). It may have round brackets, a dollar or degree
-   sign, `{,}` between thousands, or a unit in `\text{}` that occurs in the question, the gold
-   answer or `UNITS`. For a decimal gold answer, scientific notation and a reduced fraction are also
-   right. For a fraction, any fraction or decimal is right. A sum, a product, an equation and
-   several numbers are always wrong. A percent sign is allowed only if the gold answer or the
-   question has one. If the gold answer states its base (`204_5`), the answer needs the same digits,
-   and also the base unless the question names it.
+3. If the gold answer is a number, the answer is right if it is a single number with the same value.
+   The number can follow a name from the question (`x=3`). It can have round brackets, a dollar or
+   degree sign, `{,}` between thousands, or a unit in `\text{}` that occurs in the question, the
+   gold answer or `UNITS`. If the gold answer is a decimal, scientific notation and a reduced
+   fraction are also right. If it is a fraction, any fraction or decimal with the same value is
+   right. Sums, products, other equations and several numbers are always wrong. A percent sign is
+   allowed only if the gold answer or the question has one. If the gold answer states its base
+   (`204_5`), the answer must have the same digits. It must also state the base, unless the question
+   names it.
 4. An answer is wrong if its form cannot equal the form of the gold answer (see `misshapen`), or if
    it is copied from the question.
-5. All other answers are judged by math-verify, with gold answer and answer in `\boxed{}`. Forms
+5. All other answers are judged by math-verify, which receives the gold answer and the answer in
+`\boxed{}`. Forms
    that math-verify misreads are rewritten first. Values joined by words or with two signs (`\pm`)
    become a list or a union of intervals. A unit is removed if it is separate from the expression
-   (the c of `3+2c` is not a unit). The letter i is the imaginary unit if the gold answer is
-   complex. Values that differ by less than 2^-54 are still different.
+   (the c in `3+2c` is not a unit). The letter i is the imaginary unit if the gold answer is
+   complex. Values are different even if they differ by less than 2^-54.
 
-U+2212 and similar signs are always read as a minus. `120,240` may be a list or a number (see
-`readings`); an answer is right if it is right in one of these readings.
+U+2212 and similar signs are always read as a minus. `120,240` can be read as a list or as a number
+(see `readings`). An answer is right if any of its readings is right.
 
 As a consequence, some right answers are rejected: numbers that are not evaluated (`2^3` for 8,
-`6/2` for 3) or rounded (`0.333333` for a third); numbers with a unit outside `\text{}`, an unknown
-unit or a scale (`5\text{ million}`); a tuple without parentheses or a list with parentheses; a time
-or a ratio in another notation; and right forms that occur literally in the question. One leniency
-remains: if the gold answer is not a number, an unevaluated form is right unless it is copied from
-the question.
+`6/2` for 3) or rounded (`0.333333` for a third); numbers with a unit outside `\text{}`, with an
+unknown unit or with a scale (`5\text{ million}`); a tuple without parentheses or a list with
+parentheses; a time or a ratio in another notation; and right forms that occur literally in the
+question. One leniency remains: if the gold answer is not a number, an unevaluated form is right
+unless it is copied from the question.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ _PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)
 _BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")
 _DOTS = re.compile(r",?\\ldots,?")
 _COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# Questions, gold answers, completions and verdicts that test the steps before math-verify.
+# Tests of the steps before math-verify: question, gold answer, completion and correct verdict.
 CANARIES = (
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
@@ -81,12 +83,12 @@ CANARIES = (
 
 
 class MathJudge:
-    """Judge that rewards the right answer in a completion's last box with 1, anything else with 0.
+    """Judge that rewards a right answer in the last box with 1 and anything else with 0.
 
     The class implements `tasks.base.Judge`.
 
     Args:
-        verifier: verifier of the answers that this module does not decide.
+        verifier: verifier for the answers that this module does not decide.
         longest: maximum number of characters in a box; longer answers get reward 0.
     """
 
@@ -117,7 +119,7 @@ class MathJudge:
         """Return the verdict on each (question, gold, completion), in one batch of the verifier.
 
         Raises:
-            JudgeError: math-verify does not start, or a canary is judged wrongly by math-verify or
+            JudgeError: math-verify does not start, or a canary is misjudged by math-verify or by
                 the steps before it.
         """
         for question, gold, text, expected in CANARIES:
@@ -125,15 +127,15 @@ class MathJudge:
             if judged is not expected:
                 result = "undecided" if judged is None else judged.value
                 raise JudgeError(
-                    f"the judge of answers is broken: gold {gold} and answer {text} are "
-                    f"{expected.value}, but were judged {result}: reinstall grpo_ustat"
+                    f"the judge of answers is broken: with gold {gold}, answer {text} is "
+                    f"{expected.value}, but the verdict was {result}: reinstall grpo_ustat"
                 )
         answers = [self.extract(completion) for *_, completion in triples]
         early = [
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
-        # Pairs for the verifier by answer, one for each undecided reading.
+        # Pairs for the verifier by index of the answer, with one pair for each undecided reading.
         late = {
             i: [
                 boxes(*read)
@@ -151,7 +153,7 @@ class MathJudge:
 
 
 def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | None:
-    r"""Return the verdict if steps 1 to 4 give one, else None.
+    r"""Return the verdict of steps 1 to 4, or None if they do not decide.
 
     >>> what = "Compute $37 + 45 - 12$."
     >>> answers = ("70", r"\$70.0", r"70\text{ cm}", r"70^\circ", "37+45-12", "140/2", "x=70")
@@ -197,7 +199,7 @@ def _judged(question: str, gold: str, answer: str) -> Verdict | None:
 
 
 def _mentions(question: str, name: str) -> bool:
-    """Return True if a question contains a name's letter, or if it has no formulas or digits."""
+    """Return True if a question contains the letter of a name, or has no formulas or digits."""
     letters = re.match(r"\\?[a-zA-Z]+", name)
     mentioned = letters and re.search(
         rf"(?<![a-zA-Z\\]){re.escape(letters[0])}(?![a-zA-Z])", question
@@ -206,10 +208,10 @@ def _mentions(question: str, name: str) -> bool:
 
 
 def _meets(gold: Number, answer: Number, named: str) -> bool:
-    """Return True if an answer's number equals the gold's, in an allowed form and unit.
+    """Return True if an answer equals the gold answer and has an allowed form and unit.
 
     Args:
-        named: text of question and gold answer, whose units the answer may use.
+        named: text of the question and the gold answer; the answer can use units that it contains.
     """
     if answer.value != gold.value:
         return False
@@ -225,9 +227,9 @@ def _meets(gold: Number, answer: Number, named: str) -> bool:
 
 
 def _states(answer: str, digits: str, base: int, question: str) -> bool:
-    """Return True if an answer has these digits and this base.
+    """Return True if an answer has the given digits and base.
 
-    The answer may omit the base if the question names it.
+    The answer can omit the base if the question names it.
     """
     if (based := read_based(answer)) is not None:
         return based[1] == base and int(based[0], base) == int(digits, base)
@@ -237,6 +239,6 @@ def _states(answer: str, digits: str, base: int, question: str) -> bool:
 
 
 def _copied(answer: str, question: str) -> bool:
-    """Return True if the question contains the answer outside of longer numbers."""
+    """Return True if the question contains the answer, but not within a longer number."""
     text, copy = (_COMMA.sub("", bare(latex)) for latex in (plain(question), answer))
     return re.search(rf"(?<![\d.]){re.escape(copy)}(?!\d)", text) is not None

@@ -1,4 +1,4 @@
-r"""Parsing of LaTeX answers: text without decoration, and the numbers that answers state."""
+r"""Parsing of LaTeX answers: removal of decoration, and extraction of numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from math import gcd
 from grpo_ustat.tasks.answers import MINUS, UNITS, changes_value, forms, number, words
 from grpo_ustat.tasks.math_sets import both_joined, both_signs, parts, turned
 
-# Names of the bases, starting at 2.
+# Names of number bases, starting with base 2.
 BASES = (
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
 )  # fmt: skip
-# The content may contain braces one level deep.
+# The content can contain braces one level deep.
 _BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _UNICODE = MINUS | str.maketrans({
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≡": r"\equiv ", "∈": r"\in ", "∞": r"\infty ",
@@ -134,7 +134,7 @@ _RELATED = re.compile(r"[<>=]|\\(?:[lg]eq?|[lg]t|neq?|in|equiv)(?![a-zA-Z])")
 
 @dataclass(frozen=True)
 class Number:
-    """Number that an answer states, with its value and its written form."""
+    """Number stated by an answer, with its value and the form in which it is written."""
 
     value: Fraction
     # One of "decimal", "scientific", "mixed", "reduced" and "unreduced".
@@ -169,7 +169,7 @@ def spelled(latex: str) -> str:
 
 
 def plain(latex: str) -> str:
-    """Rewrite LaTeX so that each symbol has only one command; the text may hold several answers."""
+    """Rewrite LaTeX so that each symbol has only one spelling; the text can be a whole question."""
     text = latex.translate(_UNICODE).strip()
     for pattern, by in _SPELLINGS:
         text = pattern.sub(by, text)
@@ -187,7 +187,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _pairs_of_cases(match: re.Match[str]) -> str:
-    """Rewrite each case as a pair of value and condition; values without conditions form a list."""
+    """Rewrite each case as a pair (value, condition), or as its value if it has no condition."""
     rows = [
         [_IF.sub("", cell).strip() for cell in row.split("&")]
         for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1])
@@ -197,10 +197,11 @@ def _pairs_of_cases(match: re.Match[str]) -> str:
 
 
 def unnamed(gold: str, answer: str) -> tuple[str, str]:
-    r"""Return gold and answer without the names of their values.
+    r"""Return gold and answer without the names of their values, such as the x of `x=5`.
 
-    The name is removed if both names are the same or one of the two texts has no name. A gold
-    answer with several names becomes a tuple if the answer has no names, so that the order matters.
+    Names are removed if gold and answer use the same name, or if one of them uses none. A gold
+    answer with several names becomes a tuple if the answer has no names, so that the order of its
+    values matters.
 
     >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
     (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
@@ -216,7 +217,7 @@ def unnamed(gold: str, answer: str) -> tuple[str, str]:
 
 
 def named(latex: str) -> tuple[str, str]:
-    """Return the name in a text and its value; "" and the text if there is not exactly one name."""
+    """Return the name in a text and its value, or "" and the text if there is not just one name."""
     names, values = set(), []
     for part in parts(latex):
         terms = _EQUALS.split(part, maxsplit=1)
@@ -234,7 +235,7 @@ def named(latex: str) -> tuple[str, str]:
 
 
 def read_based(latex: str) -> tuple[str, int] | None:
-    r"""Return the digits and the base of a number that states its base, or None.
+    r"""Return the digits and base of a number with an explicit base; None for any other text.
 
     >>> [read_based(t) for t in ("204_5", r"204_{\text{five}}", "1A_{16}", "204_3", "x_1", "204")]
     [('204', 5), ('204', 5), ('1A', 16), None, None, None]
@@ -261,7 +262,7 @@ def bare(latex: str) -> str:
 
 
 def read_number(latex: str) -> Number | None:
-    r"""Return the number if a LaTeX text consists of a single number, else None.
+    r"""Return the number if a LaTeX text consists of a single number, and None otherwise.
 
     >>> [str(read_number(t).value) for t in (r"-\frac{2}{4}", r"1\tfrac34", r"\$1{,}000.50", "7/2")]
     ['-1/2', '7/4', '2001/2', '7/2']
@@ -309,7 +310,7 @@ def _fraction(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _cleaned(latex: str) -> str:
-    """Normalise spaces, fractions and degrees of LaTeX."""
+    """Normalise spaces, fractions and degrees in LaTeX."""
     latex = " ".join(latex.translate(MINUS).split())
     for pattern, by in _CLEANED:
         latex = pattern.sub(by, latex)
@@ -320,8 +321,9 @@ def boxes(gold: str, answer: str) -> tuple[str, str]:
     r"""Return gold and answer in boxes, in the form that math-verify needs.
 
     Fractions are written with braces, and minus signs as `-`. Values joined by words become a list,
-    and intervals joined by words become a union. A separate unit is removed. A space is inserted
-    after each comma between digits, because this comma separates numbers, not thousands.
+    and intervals joined by words become a union. A unit that is separate from the expression is
+    removed. A space is inserted after each comma between digits, because this comma separates
+    numbers, not thousands.
     """
     gold, answer = without_words(gold, answer)
     for pattern, by in (*_FRACTIONS, _TEXT_LETTER):
@@ -346,9 +348,9 @@ def without_words(gold: str, answer: str) -> tuple[str, str]:
 def without_unit(latex: str) -> str:
     r"""Remove the unit after a LaTeX expression.
 
-    A unit is separate from the expression. It is a text command whose words do not change the
-    value, or several letters that are one of `UNITS`. The last letter of the expression is not a
-    unit.
+    A unit must be separate from the expression. It is either a text command with words that do not
+    change the value, or plain letters that form a unit from `UNITS`. The last letter of an
+    expression such as `3t` is not a unit.
 
     >>> [without_unit(x) for x in (r"2\pi\text{ cm}^2", r"\sqrt{2}\,cm", "3t", r"\pi h")]
     ['2\\pi', '\\sqrt{2}', '3t', '\\pi h']
@@ -366,7 +368,8 @@ def without_unit(latex: str) -> str:
 def _letter(latex: str, unit: list[str]) -> bool:
     r"""Return True if an apparent unit is a mathematical symbol.
 
-    Examples are the e in `2\mathrm{e}` and the t in `3\text{t}`, which directly follows a number.
+    Examples are the e in `2\mathrm{e}`, and the t in `3\text{t}` because it directly follows a
+    number.
     """
     if len(unit) != 1 or len(unit[0]) > 1 or unit[0] in UNITS:
         return False
@@ -375,12 +378,13 @@ def _letter(latex: str, unit: list[str]) -> bool:
 
 
 def misshapen(question: str, gold: str, answer: str) -> bool:
-    r"""Return True if the form of an answer cannot equal the gold answer.
+    r"""Return True if an answer cannot equal the gold answer because of its form.
 
     The answer's text is assumed to differ from the gold answer's text. If the gold answer is a
-    time, a ratio or a subscript of digits, only the same text can equal it. A tuple needs a tuple,
-    and a list needs a list or a set. If the gold answer has no relation, the answer may only relate
-    a name to its value (`x=5`, `0<x<2`), and a range can equal only an interval.
+    time, a ratio or a subscript of digits, only the same text can equal it. The shapes of the two
+    answers must be compatible; see `FITTING`. If the gold answer contains no relation, relations in
+    the answer can only state the value or range of a name (`x=5`, `0<x<2`), and a range can equal
+    only an interval.
 
     >>> pairs = ("6:00", "6"), ("(1,2)", r"\{1,2\}"), (r"\pi", r"\pi=\pi"), ("[0,1)", r"x^2<x")
     >>> [misshapen("", *pair) for pair in pairs], misshapen("", "[0,1)", r"0\le x<1")
@@ -403,7 +407,7 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
 
 
 def _shape(text: str) -> str:
-    """Return the shape, a key of `FITTING`.
+    """Return the shape of an answer, which is a key of `FITTING`.
 
     "named" is a list such as x=1,y=2, and "range" is an inequality.
     """
@@ -420,7 +424,7 @@ def _shape(text: str) -> str:
 
 
 def _says_of_one_name(part: str) -> bool:
-    """Return True if a part has no relation, or relates a name only to terms without the name."""
+    """Return True if a part has no relation, or relates one name to terms without that name."""
     terms = _RELATION.split(part)
     names = [term for term in terms if _NAME.fullmatch(term)]
     if len(terms) == 1:

@@ -1,8 +1,8 @@
 r"""Several values in one LaTeX answer: lists, and ranges or intervals joined by words.
 
-`x=1 \text{ or } x=2` is the list `x=1,x=2`. `x<1 \text{ or } x>2` is a union, and so are
-`(-\infty,1)` and `(2,\infty)` joined by a word. `x>1 \text{ and } x<2` is the range `1<x<2`.
-`1\pm 2` is the list `1+2,1-2`. `100,200` is a list, or a number with a thousands separator.
+`x=1 \text{ or } x=2` is the list `x=1,x=2`. `x<1 \text{ or } x>2` is a union, as is `(-\infty,1)
+\text{ or } (2,\infty)`. `x>1 \text{ and } x<2` is the range `1<x<2`. `1\pm 2` is the list
+`1+2,1-2`. `100,200` is a list or a number with a thousands separator.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _LETTER = re.compile(r"[a-zA-Z]|\\(?:theta|alpha|beta|lambda|mu|phi)")
 _TURNED = {"≥": "≤", ">": "<", "=": "=", "≠": "≠"}
 
 _TWO_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-# Digits that may contain thousands separators.
+# Digits that can contain thousands separators.
 _RUN = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
 
 
 def readings(latex: str) -> list[str]:
-    r"""Return the readings of LaTeX with commas between digits.
+    r"""Return the possible readings of LaTeX that has commas between digits.
 
-    Thousands separators are removed, and a space is inserted after commas of lists. There is one
-    reading if the text decides between the two; otherwise there are two, a list and a number.
+    In numbers, thousands separators are removed. In lists, a space is inserted after each comma. If
+    the text does not show which of the two is meant, the result has two readings, first the list
+    and then the number.
 
     >>> readings("120,240"), readings("0,100"), readings("-100,100"), readings(r"(100,200)")
     (['120, 240', '120240'], ['0, 100'], ['-100, 100'], ['(100, 200)'])
@@ -69,11 +70,13 @@ def readings(latex: str) -> list[str]:
 
 
 def _kind(before: str, run: str, behind: str) -> str:
-    """Classify digits in groups of three as a "list", a "number" or "either".
+    """Classify digits with commas between groups of three as a "list", a "number" or "either".
 
-    A list begins with 0, is inside the brackets of a set, a point or an interval, or consists of
-    opposite numbers or of several multiples of 100. A number has a group that begins with 0, a
-    dollar sign or a decimal point, or is inside braces, as in a fraction.
+    The digits are a list if they begin with 0, if they are inside the brackets of a set, a point or
+    an interval, if they are two opposite numbers, or if at least two groups follow the first group
+    and all of them are multiples of 100. The digits are a number if a group after the first begins
+    with 0, if a dollar sign precedes them, if decimals follow them, or if they are inside braces,
+    as in a fraction.
     """
     first, *groups = run.split(",")
     opened = [""]
@@ -96,9 +99,9 @@ def _kind(before: str, run: str, behind: str) -> str:
 
 
 def both_signs(latex: str) -> str:
-    r"""Replace each part with `\pm` or `\mp` by the list of its values.
+    r"""Expand each part that contains `\pm` or `\mp` into the list of its values.
 
-    A part with one sign or with `\mp` has two values, one for the upper and one for the lower
+    A part with one sign or with `\mp` has two values, one for the upper signs and one for the lower
     signs. Any other part has one value for each combination of signs.
 
     >>> both_signs(r"\frac{1\pm 2}{3},4"), both_signs(r"(1\pm 2,\mp 3)"), both_signs(r"\{\pm 1\}")
@@ -148,7 +151,7 @@ def _signed(part: str) -> list[str]:
 
 
 def parts(text: str) -> list[str]:
-    """Split the text at commas outside brackets, unless the brackets do not match."""
+    """Split the text at commas outside brackets; do not split it if brackets do not match."""
     depth, cuts = 0, [-1]
     for i, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -160,7 +163,7 @@ def parts(text: str) -> list[str]:
 
 
 def both_joined(gold: str, answer: str) -> tuple[str, str]:
-    """Apply `joined` to gold and answer; both become lists if either separates ranges by commas."""
+    """Apply `joined` to both texts; ranges form lists if either text separates them by commas."""
     intervals = any(re.search(r"\\cup(?![a-zA-Z])", latex) for latex in (gold, answer))
     listed = any(
         _JOINT.search(latex) is None and len(parts(latex)) > 1 and _compares(latex)
@@ -177,7 +180,7 @@ def joined(latex: str, intervals: bool = False, unions: bool = True) -> str:
 
     Args:
         intervals: True if a pair in round brackets is certainly an interval, not a point.
-        unions: True if ranges may become a union, False if they become a list.
+        unions: True if ranges can become a union; False if they become a list.
 
     >>> joined(r"x=1 \text{ or } x=2"), joined("1, 2, and 3"), joined(r"\text{Ann and Bo}")
     ('x=1,x=2', '1,2,3', '\\text{Ann and Bo}')
@@ -252,7 +255,8 @@ def _interval(part: str) -> tuple[str, str]:
 def _common(name: str, sets: list[str]) -> str:
     """Intersect ranges of the same letter.
 
-    The result is written as a range if it has a lower and an upper end, else as an intersection.
+    The result is written as a range if it has a lower and an upper end, and as an intersection
+    otherwise.
     """
     low = [interval for interval in sets if interval.endswith(r",\infty)")]
     high = [interval for interval in sets if interval.startswith(r"(-\infty,")]

@@ -1,8 +1,8 @@
-"""One-step arithmetic for base models and small language models, asked after solved examples.
+"""One-step arithmetic questions, shown after solved examples, for base models and small models.
 
-There are only few such questions. The hash of a question's canonical form, which is the same for
-3 * 7 and 7 * 3, assigns the question to train, test, study or the solved examples, so these four
-are disjoint.
+There are few distinct questions of this kind. The hash of a question's canonical form, which is the
+same for 3 * 7 and 7 * 3, assigns the question to one of the splits train, test, study and examples.
+These splits are therefore disjoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Exercise:
-    """Question such as `7 * 8`, and its canonical form, which ignores the order of operands."""
+    """Question such as `7 * 8`, with a canonical form that ignores the order of operands."""
 
     text: str
     answer: int
@@ -36,13 +36,13 @@ class Exercise:
 
     @property
     def split(self) -> str:
-        """Split of the canonical form: 2/6 train, 1/6 test, 2/6 study, 1/6 examples."""
+        """Split determined by the canonical form: 2/6 train, 1/6 test, 2/6 study, 1/6 examples."""
         digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
         return SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
 
 
 def exercises(tables: list[str]) -> list[Exercise]:
-    """Return all questions of these entries of `TABLES`; a question in two tables appears once."""
+    """Return all questions from the named `TABLES`; a question in two tables is returned once."""
     by_text = {}
     for name in tables:
         sign, result, lefts, rights = TABLES[name]
@@ -55,7 +55,7 @@ def exercises(tables: list[str]) -> list[Exercise]:
 
 
 def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
-    """Draw `count` distinct questions of a split; examples also differ in canonical form.
+    """Draw `count` distinct questions from a split; examples also have distinct canonical forms.
 
     With the same seed, a smaller draw is a prefix of a larger one.
     """
@@ -71,7 +71,7 @@ def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]
 
 
 class OneStep:
-    """Questions of each split.
+    """Source of one-step arithmetic questions.
 
     Args:
         tables: names of entries of `TABLES`.
@@ -86,7 +86,7 @@ class OneStep:
         }
 
     def questions(self, split: str) -> list[Question]:
-        """Return the split's questions in the order of their draws."""
+        """Return the split's questions in the order in which they were drawn."""
         return [
             Question(q.text, q.text, str(q.answer), q.table, f"{q.text} = {q.answer}")
             for q in self._exercises[split]

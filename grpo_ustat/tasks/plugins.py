@@ -1,9 +1,9 @@
-"""User-defined tasks and rewards, from entry points of installed packages or from a file.
+"""User-defined tasks and rewards, loaded from entry points of packages or from a file.
 
-The entry point of a task (group `grpo_ustat.tasks`) is called with `dataset.options`. It returns an
+A task's entry point (group `grpo_ustat.tasks`) is called with `dataset.options`. It returns an
 object with the methods `questions(split)`, `reward(prompt, completion)` and optionally
-`extract(completion)`. A reward (group `grpo_ustat.rewards`, or FILE:FUNCTION) is a function of
-prompt and completion that replaces or complements the judge of a data set.
+`extract(completion)`. A reward (group `grpo_ustat.rewards`, or FILE:FUNCTION) is a function of a
+prompt and a completion. It replaces or complements the data set's judge.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import MAX_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE
 
-# Splits that must not share a question with each split.
+# For each split, the other splits that must not contain any of its questions.
 DISJOINT_FROM = {
     "train": ("test", "examples"),
     "test": ("examples",),
@@ -37,23 +37,23 @@ DISJOINT_FROM = {
 
 
 class OwnSource:
-    """Source of the questions of a user's task, up to a given number for each split.
+    """Source that takes a given number of questions for each split from a user's task.
 
     Args:
         name: name of the entry point.
         options: keyword arguments of the entry point.
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None for all.
+        sizes: number of questions in `train`, `test`, `study` and `examples`; None means all.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]):
         self._name, self._sizes = describe(TASKS, name), sizes
         with user_errors(self._name):
-            # Object that the entry point returns.
+            # Object returned by the entry point.
             self.task = entry_point(TASKS, name)(**options)
         check_method(self._name, self.task, "questions", "split")
 
     def questions(self, split: str) -> list[Question]:
-        """Return the first questions of the task's split, up to the size of the split."""
+        """Return the configured number of questions from the beginning of the task's split."""
         questions = self._cut(split)
         others = [
             q for other in DISJOINT_FROM[split] if self._sizes[other] != 0 for q in self._cut(other)
@@ -63,9 +63,9 @@ class OwnSource:
         twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None:
             raise ConfigError(
-                f"{self._name} has two {split} questions of id {twice!r}, or one that is also in "
-                f"{' or '.join(DISJOINT_FROM[split])}: make ids unique, with each question in only "
-                "one split"
+                f"{self._name} has two {split} questions with id {twice!r}, or one that is also in "
+                f"{' or '.join(DISJOINT_FROM[split])}: make ids unique, and put each question "
+                "in only one split"
             )
         return questions
 
@@ -82,7 +82,7 @@ class OwnSource:
                 if SURROGATE.search(text := str(getattr(question, name))):
                     raise ConfigError(
                         f"{self._name}: questions({split!r}) contains {text!r:.60} as {name}, but "
-                        "it must be a text of whole characters"
+                        "it must be text without surrogate characters"
                     )
         count = self._sizes[split]
         if count is not None and count > len(questions):
@@ -95,10 +95,10 @@ class OwnSource:
 
 
 class OwnJudge:
-    """Judge that calls a user's function of prompt and completion for each completion.
+    """Judge that calls a user's reward function for each completion.
 
     Args:
-        reward: function of a `Prompt` and a completion that returns a finite number; it may be an
+        reward: function of a `Prompt` and a completion that returns a finite number; it can be an
             `async def`.
         extract: function that extracts the answer from a completion; if None, the whole completion
             is the answer.
@@ -116,7 +116,7 @@ class OwnJudge:
         # Some functions written in C have no signature.
         with suppress(TypeError):
             check_reward_call(name, signature_of(reward))
-        # Event loop that runs coroutines, and id of the process to which the loop belongs.
+        # Event loop that runs coroutines, and id of the process that created the loop.
         self._loop: Any = None
         self._loop_of = 0
 
@@ -131,7 +131,7 @@ class OwnJudge:
             return self._extract(completion)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return the reward of each completion; coroutines of an `async def` run concurrently."""
+        """Return the reward of each completion; calls of an `async def` run concurrently."""
         names = [f"{self._name}, {prompt.where or f'prompt {prompt.id}'}" for prompt in prompts]
         rewards = []
         for name, prompt, text in zip(names, prompts, completions, strict=True):
@@ -142,7 +142,7 @@ class OwnJudge:
         return [_finite(reward, name) for reward, name in zip(rewards, names, strict=True)]
 
     def _awaited(self, rewards: list[Any], names: list[str]) -> list[Any]:
-        """Await the rewards of coroutines and return all rewards, or raise their first error."""
+        """Await the coroutines in `rewards` and return all rewards, or raise the first error."""
         import asyncio
 
         async def await_reward(reward: Any, name: str) -> Any:
@@ -164,24 +164,24 @@ class OwnJudge:
 
 
 def _finite(reward: Any, name: str) -> float:
-    """Convert a reward, which may be a NumPy scalar or a tensor with one value, to a float."""
+    """Convert a reward, which can be a NumPy scalar or a tensor with one value, to a float."""
     number = reward
     if callable(getattr(reward, "item", None)):
-        # A tensor of several values raises an error.
+        # The call raises an error if a tensor has several values.
         with suppress(Exception):
             number = reward.item()
     if not is_number(number, MAX_REWARD):
         with user_errors(name):
-            shown = "a number of many digits" if isinstance(number, int) else repr(reward)
+            shown = "an integer with many digits" if isinstance(number, int) else repr(reward)
         raise ConfigError(
-            f"{name}: the reward is {shown:.60}, but it must be a finite number of at most "
-            f"{MAX_REWARD:g} for the completion that it is called with"
+            f"{name}: the reward is {shown:.60}, but each call must return one finite number with "
+            f"an absolute value of at most {MAX_REWARD:g}"
         )
     return float(number)
 
 
 def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
-    """Raise an error if the task has no method that can be called with these arguments.
+    """Raise an error if the task has no method that accepts the given arguments.
 
     Args:
         name: name of the task, for the error message.
@@ -197,7 +197,7 @@ def check_method(name: str, task: Any, method: str, *arguments: str) -> None:
             signature.bind(*arguments)
         except TypeError as error:
             raise ConfigError(
-                f"{name}: {method} takes {signature!s:.120}, but it is called as {call}"
+                f"{name}: {method} has the signature {signature!s:.120}, but it is called as {call}"
             ) from error
 
 
@@ -214,20 +214,20 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def describe(group: str, name: str) -> str:
-    """Describe an entry point in error messages by its group and name."""
+    """Format the group and name of an entry point for error messages."""
     return f"{group} entry point {name!r}"
 
 
 def entry_point(group: str, name: str) -> Any:
-    """Load the object that an installed package registers under this name.
+    """Load the object that an installed package registers under a name.
 
-    `data_config` has already checked that it exists.
+    `data_config` has already checked that the name exists.
     """
     return importlib.metadata.entry_points(group=group)[name].load()
 
 
 class _FreshSource(SourceFileLoader):
-    """Loader that ignores bytecode caches, because they are matched only by time and size."""
+    """Loader that ignores bytecode caches, because they are validated only by time and size."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the file's source; see `InspectLoader.get_code`."""
@@ -236,22 +236,22 @@ class _FreshSource(SourceFileLoader):
 
 @cache
 def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float]:
-    """Load the function of FILE:FUNCTION from that file only.
+    """Load the function that FILE:FUNCTION names.
 
-    Modules that the file imports must be installed.
+    Only this file is loaded. Modules that it imports must be installed.
 
     Args:
         reward: FILE:FUNCTION.
         field_name: configuration field with this value, for error messages.
     """
     location = reward_file(reward)
-    assert location is not None, "the name of an entry point"
+    assert location is not None, "an entry point instead of FILE:FUNCTION"
     file, name = location
     loader = _FreshSource(f"grpo_ustat_reward_{file.stem}", str(file))
     spec = spec_from_loader(loader.name, loader)
     # `spec_from_loader` always returns a spec for a loader.
     assert spec is not None
-    # Dataclasses defined in the module look it up in `sys.modules`.
+    # Dataclasses defined in the module look up the module in `sys.modules`.
     module = sys.modules[loader.name] = module_from_spec(spec)
     with user_errors(f"{field_name}={reward}"):
         loader.exec_module(module)
@@ -263,18 +263,18 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
 
 @contextmanager
 def user_errors(source: str) -> Iterator[None]:
-    """Convert an exception of the user's code into a one-line ConfigError with file and line."""
+    """Convert an exception in user code into a one-line ConfigError with its file and line."""
     try:
         yield
     except BaseException as error:
-        # SystemExit is converted too, because it would end a run as if the run were finished.
+        # SystemExit is converted too, because otherwise the run would end as if it had finished.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         try:
             text = str(error)
         except Exception:
-            text = "its text cannot be read"
+            text = "its message cannot be read"
         raise ConfigError(
             f"{source}: {type(error).__name__}: {text} ({last.filename}, line {last.lineno})"
         ) from error

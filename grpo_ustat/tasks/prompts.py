@@ -1,4 +1,4 @@
-"""Prompts made from questions by a template, solved examples and the model's chat format."""
+"""Construction of prompts from a template, solved examples, a question and the chat format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import cast
 from grpo_ustat.records import Prompt, Question
 
 FIELDS = ("question", "answer", "solution")
-# Role and content, in the form that chat templates expect.
+# Message with the keys role and content, as chat templates expect it.
 Turn = dict[str, str]
 
 
 def render(template: str, question: Question) -> str:
-    """Fill a template with a question's fields; other braces are kept.
+    """Insert a question's fields into a template; all other text in braces is kept.
 
     >>> render("Q: {question} {x}", Question("", "2^{answer}", "4", "", ""))
     'Q: 2^{answer} {x}'
@@ -30,17 +30,17 @@ class Prompting:
     """Format of prompts."""
 
     template: str
-    # Template of the text after the question of a solved example; None without examples.
+    # Template of the text that follows the question in a solved example; None without examples.
     reply: str | None = None
-    # Solved examples, which are the same before every question.
+    # Solved examples; every prompt contains the same ones.
     examples: tuple[Question, ...] = ()
-    # System turn of a chat; None for the default of the chat template, if it has one.
+    # System message of a chat; None for the default of the chat template, if it has one.
     system: str | None = None
-    # Function that writes turns in the model's chat format; None for plain text.
+    # Function that formats turns for a chat model; None for plain text.
     chat: Callable[[list[Turn]], str] | None = None
 
     def prompt(self, question: Question) -> Prompt:
-        """Return the prompt of a question, in the form that the policy reads."""
+        """Return the prompt for a question, with the text that the policy receives."""
         if self.chat:
             turns = [] if self.system is None else [{"role": "system", "content": self.system}]
             for example in self.examples:

@@ -36,8 +36,8 @@ def make_task(
     """Create the configured task.
 
     Args:
-        chat: function that writes turns in the model's chat format, see `policy.chat.chat_format`;
-            None for plain text.
+        chat: function that formats turns for a chat model, see `policy.chat.chat_format`; None for
+            plain text.
         lengths: function that returns the number of tokens of each text; required if
             `prompt.max_length` is set.
     """

@@ -1,4 +1,4 @@
-"""Additional reward functions: functions for any data set, and user-defined functions."""
+"""Additional reward functions: built-in functions for any data set, and users' functions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from grpo_ustat.records import Array, Rollouts
 from grpo_ustat.tasks.base import Judge, answered
 from grpo_ustat.tasks.plugins import OwnJudge, describe, entry_point, file_function, user_errors
 
-# Function that returns the rewards of completions, [P, G].
+# Function that returns the reward of each completion, [P, G].
 RewardFunction = Callable[[Rollouts], Array]
 
 
 def make_reward_funcs(
     reward_funcs: list[str], max_completion_length: int, judge: Judge
 ) -> dict[str, RewardFunction]:
-    """Return the configured functions other than the judge, by their names in metrics.
+    """Return the configured reward functions except the judge, with their metric names as keys.
 
     Args:
-        reward_funcs: configured names, of which the first is the data set's judge.
-        max_completion_length: maximum length of a completion in tokens, the scale of `brevity`.
-        judge: judge of the data set, which extracts answers.
+        reward_funcs: configured names; the first is that of the data set's judge.
+        max_completion_length: maximum length of a completion in tokens, used to scale `brevity`.
+        judge: the data set's judge, which extracts answers.
     """
     of_any_dataset: dict[str, RewardFunction] = {
         "format": lambda rollouts: answer_format(rollouts, judge),
@@ -39,12 +39,12 @@ def make_reward_funcs(
 
 
 def answer_format(rollouts: Rollouts, judge: Judge) -> Array:
-    """Return 1 for each completion that states an answer, right or wrong, else 0, [P, G]."""
+    """Return 1 for completions that state an answer, right or wrong, and 0 for others, [P, G]."""
     return answered(judge, rollouts).astype(np.float64)
 
 
 def termination(rollouts: Rollouts) -> Array:
-    """Return 1 for each completion that the policy ended, 0 for truncated ones, [P, G]."""
+    """Return 1 for completions that the policy ended and 0 for truncated completions, [P, G]."""
     return rollouts.ended_PG.astype(np.float64)
 
 
@@ -57,7 +57,7 @@ def brevity(rollouts: Rollouts, max_completion_length: int) -> Array:
 
 
 def own_reward(name: str) -> RewardFunction:
-    """Load a user's function of prompt and completion; see `OwnJudge`.
+    """Load a user's reward function of a prompt and a completion; see `OwnJudge`.
 
     Args:
         name: FILE.py:FUNCTION, or the name of an entry point.

@@ -1,4 +1,4 @@
-"""Rows of a data set, read from a file, from a folder, or from the hub by `datasets`."""
+"""Rows of a data set, read from a file, from a folder, or with `datasets` from the hub."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Origin:
     key: str
     # File, folder or hub id.
     path: str
-    # Name of a subset in the card of the data set, if the data set has several subsets.
+    # Name of a subset, as in the data set's card, if there are several subsets.
     subset: str | None = None
     # Branch, tag or commit on the hub.
     revision: str | None = None
 
     def rows(self, split: str) -> list[Row]:
-        """Read all rows of a split; a single file is read completely for any split."""
+        """Read all rows of a split; if the path is a file, read all its rows for any split."""
         place = Path(self.path).expanduser()
         if place.is_file():
             return rows_of_file(place)
@@ -49,7 +49,7 @@ class Origin:
         return [Row(fields, f"{self.path} split {split} row {n}") for n, fields in rows]
 
     def _files(self, split: str) -> list[Path]:
-        """Return the files of a split, identified by their names or by the folder's card."""
+        """Return the files of a split, selected by file name or by the folder's data set card."""
         files = split_files(self.key, self.path, self.subset)
         return list(self._chosen(split, files))
 
@@ -71,7 +71,7 @@ def train_and_test(dataset: Gsm8kConfig) -> tuple[list[Row], list[Row]]:
     elif Path(dataset.path).expanduser().is_file():
         raise ConfigError(
             f"dataset.path={dataset.path} is one file, which cannot contain two splits: add "
-            "dataset.test_path=FILE, or use a folder with both"
+            "dataset.test_path=FILE, or use a folder with both splits"
         )
     return train.rows(dataset.train_split), test.rows(dataset.test_split)
 

@@ -1,4 +1,4 @@
-"""Splits train, test, study and examples of a data set that has training rows and test rows."""
+"""Splits train, test, study and examples, made from the training and test rows of a data set."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from grpo_ustat.records import Question
 
 
 def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
-    """Return a stable id of a question.
+    """Return a stable id for a question.
 
-    Questions have the same id if they differ only in white space or, outside formulas, in case. If
-    `verbatim` is true, questions that differ in white space have different ids of the same family.
+    By default, questions that differ only in white space, or in letter case outside formulas, have
+    the same id. If `verbatim` is true, questions that differ in white space have different ids with
+    the same prefix; see `family`.
 
     >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
     True
@@ -32,25 +33,25 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
 
 
 def family(name: str) -> str:
-    """Return the part of an id that is shared by questions that differ only in white space."""
+    """Return an id's prefix, which is the same for questions that differ only in white space."""
     return "-".join(name.split("-")[:2])
 
 
 class Splits:
-    """Questions of each split; the splits are disjoint even if white space is ignored.
+    """Source with disjoint splits; questions that differ only in white space count as the same.
 
-    Test questions come from the test rows. The training rows are shuffled by seed, and the first
-    ones are used for studies. Examples are drawn from the other rows by `examples_seed`. The rest
-    is used for training. A question's position in a shuffle depends only on the question and the
-    seed.
+    Test questions come from the test rows. The training rows are shuffled with `seed`, and the
+    first of them form the study split. Examples are drawn with `examples_seed` from the remaining
+    training rows, and all others are used for training. A question's sort key in a shuffle depends
+    only on the question and the seed.
 
     Args:
-        train, test: questions of the training rows and of the test rows.
-        sizes: number of questions of `train`, `test`, `study` and `examples`; None for all
+        train, test: questions from the training rows and from the test rows.
+        sizes: number of questions in `train`, `test`, `study` and `examples`; None means all
             remaining questions.
         seed: seed of the questions; it is not the seed of the run.
         barred: ids that are excluded from training, in addition to the test questions.
-        counts: number of rows that were dropped before, by reason.
+        counts: number of rows that the caller has already dropped, by reason.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Splits:
         barred: Iterable[str] = (),
         counts: Mapping[str, int] = {},
     ):
-        # Number of all dropped rows, by reason.
+        # Number of dropped rows by reason, including rows that the caller dropped.
         self.counts = Counter(counts)
         clean = self._without(train, [*barred, *(q.id for q in test)], "test questions")
         tests = _shuffled(self._once(test, "test"), f"test/{seed}")
@@ -89,14 +90,14 @@ class Splits:
     def _without(
         self, questions: list[Question], others: Iterable[str], reason: str
     ) -> list[Question]:
-        """Return the questions whose families differ from those of the ids in `others`."""
+        """Return the questions that share no id prefix (`family`) with the ids in `others`."""
         barred = set(map(family, others))
         left = [question for question in questions if family(question.id) not in barred]
         self.counts[f"train questions that are also {reason}"] += len(questions) - len(left)
         return left
 
     def _once(self, questions: list[Question], rows: str) -> list[Question]:
-        """Return the first question with each id."""
+        """Return the first question with each id, and count the repetitions."""
         first_by_id: dict[str, Question] = {}
         for question in questions:
             first_by_id.setdefault(question.id, question)
@@ -107,14 +108,14 @@ class Splits:
 def hold_out(
     questions: list[Question], count: int, seed: int
 ) -> tuple[list[Question], list[Question]]:
-    """Draw `count` different questions by seed; return the remaining and the drawn questions."""
+    """Draw `count` distinct questions by seed; return the remaining and the drawn questions."""
     shuffled = _shuffled(list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}")
     held = {question.id for question in shuffled[:count]}
     return [q for q in questions if q.id not in held], shuffled[:count]
 
 
 def _shuffled(questions: list[Question], seed: str) -> list[Question]:
-    """Order questions by a hash of their families, so that a family is rarely divided."""
+    """Sort questions by a hash of their families, which makes a family's questions adjacent."""
     return sorted(questions, key=lambda q: (_digest(f"{seed}/{family(q.id)}", 8), q.id))
 
 
@@ -122,7 +123,7 @@ def _first(questions: list[Question], count: int | None, key: str) -> list[Quest
     if count is not None and count > len(questions):
         raise ConfigError(
             f"{key}={count}, but only {len(questions)} different questions are left: "
-            + ("use fewer" if questions else "give more questions, or a smaller test_size")
+            + ("use fewer" if questions else "add questions, or lower test_size")
         )
     return questions[:count]
 

@@ -1,14 +1,14 @@
 r"""math-verify (Hugging Face) in worker processes that can be killed.
 
-A policy generates the answers, so judging an answer such as `\boxed{9^{9^{9^9}}}` may hang or
-exhaust the memory. The time limits of math-verify itself are alarms in the main thread, and they do
-not report that a limit was reached. Here every answer has a hard deadline and a memory limit, and
-an answer that reaches a limit is distinguished from a wrong answer.
+A policy generates the answers, so judging an answer such as `\boxed{9^{9^{9^9}}}` can hang or
+exhaust memory. The time limits in math-verify are alarms in the main thread, and the caller cannot
+see that a limit was reached. Here, every answer has a hard deadline and a memory limit, and an
+answer that reaches a limit is distinguished from a wrong answer.
 
-The processes are started by `subprocess` and receive JSON. A pool of `multiprocessing` (pebble
-5.2.3 was tried) is not used for three reasons: the daemonic workers of a study must be able to
-start the processes, the processes must not import the parent's main module, and they must end if
-the parent is killed.
+The processes are started by `subprocess` and communicate in JSON. Process pools from
+`multiprocessing` or pebble (5.2.3 was tried) are not used for three reasons. A study's daemonic
+workers must be able to start judging processes. Judging processes must not import the parent's main
+module. They must also end if the parent is killed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from grpo_ustat.distributed.processes import kill_group
 from grpo_ustat.terminal.progress import Progress
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
-# Time limit in seconds for a worker's imports on a busy machine.
+# Time limit in seconds for a worker to start; its imports are slow on a busy machine.
 START_SECONDS = 120.0
-# Seconds between two checks whether a starting worker is still needed.
+# Interval in seconds between checks of whether a starting worker is still needed.
 LOOK_SECONDS = 0.02
-# Seconds after the deadline in which a worker can still end by itself.
+# Seconds after the deadline in which the worker can still report a timeout itself.
 GRACE_SECONDS = 1.0
 # Number of pairs after which a worker is replaced, because the libraries cache what they parse.
 MAX_PAIRS_OF_A_WORKER = 1000
@@ -49,7 +49,7 @@ JUDGE_VARIABLES = re.compile(
 # Maximum number of pairs whose verdicts are cached.
 MAX_REMEMBERED_PAIRS = 20_000
 
-# Texts of gold and answer in the form that math-verify reads, \boxed{...}.
+# Gold answer and model answer, each in the form that math-verify reads, \boxed{...}.
 Pair = tuple[str, str]
 
 
@@ -74,23 +74,25 @@ CANARIES: Mapping[Pair, Verdict] = {
 
 
 class JudgeError(ConfigError):
-    """Fault of the judge itself, which would make all rewards wrong.
+    """Failure of the judge itself, which would make all rewards wrong.
 
     The error is shown in one line, like a configuration error.
     """
 
 
 class Verifier:
-    """Judge that compares pairs of texts by math-verify; any thread or process may call it.
+    """Judge that compares pairs of texts with math-verify; it can be used by threads and forks.
 
-    Workers start at the first call. In every batch with a new pair, each worker judges the canaries
-    before its first pair, so cached verdicts always come from a tested worker. Workers end when
-    this object is deleted or its process ends for any reason.
+    Workers start at the first call. The canaries are pairs whose correct verdicts are known. In
+    every batch with a new pair, each worker judges the canaries before any other pair, so cached
+    verdicts always come from a tested worker. Workers end when this object is deleted, or when its
+    process ends for any reason.
 
     Args:
         workers: number of processes.
-        deadline: time limit in seconds for one answer, after which its process is killed.
-        memory_gb: limit of the address space of one process, in GiB.
+        deadline: time limit in seconds for judging one answer, after which the judging process is
+            killed.
+        memory_gb: limit on the address space of each process, in GiB.
         canaries: pairs and their correct verdicts.
         max_tasks: number of pairs after which a worker is restarted.
     """
@@ -114,13 +116,13 @@ class Verifier:
         weakref.finalize(self, _end, self._workers, self._process)
 
     def judge(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """Return the verdict on each pair of gold and answer; equal pairs are judged once.
+        """Return the verdict on each pair of a gold answer and an answer; judge equal pairs once.
 
         Raises:
-            JudgeError: a worker and its replacement both fail to start or judge a canary wrongly.
+            JudgeError: a worker fails to start or misjudges a canary, and so does its replacement.
         """
         if self._process != os.getpid():
-            # This process is a fork, whose workers and lock belong to its parent.
+            # This process is a fork; the workers and the lock belong to its parent.
             self._begin()
         with self._lock:
             verdicts = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
@@ -128,7 +130,8 @@ class Verifier:
             verdicts |= self._judged(new) if new else {}
             for pair, verdict in verdicts.items():
                 if verdict in JUDGED_VERDICTS:
-                    # Pairs that were not judged may be judged by a later call.
+                    # Pairs that were not judged are not cached, so that a later call can judge
+                    # them.
                     self._cache[pair] = verdict
                     self._cache.move_to_end(pair)
             while len(self._cache) > MAX_REMEMBERED_PAIRS:
@@ -151,8 +154,8 @@ class Verifier:
                 for served in as_completed(places):
                     served.result()
             except BaseException:
-                # Kill the workers, so that the other threads stop waiting immediately, also after
-                # Ctrl-C.
+                # Kill the workers so that the other threads stop waiting immediately, including
+                # after Ctrl-C.
                 waiting.clear()
                 for worker in list(self._workers.values()):
                     worker.kill()
@@ -162,7 +165,7 @@ class Verifier:
     def _serve(
         self, place: int, waiting: deque[Pair], verdicts: dict[Pair, Verdict], progress: Progress
     ) -> None:
-        """Fill `verdicts`: let worker number `place` judge waiting pairs until none is left."""
+        """Let worker number `place` judge pairs until none is waiting, and fill in `verdicts`."""
         worker = None
         while waiting and (worker := worker or self._proved(place, waiting)):
             try:
@@ -191,7 +194,7 @@ class Verifier:
         return None
 
     def _replaced(self, place: int) -> _Worker:
-        """Replace worker number `place` by a new worker, and return it."""
+        """Replace worker number `place` with a new worker, and return the new worker."""
         if place in self._workers:
             self._workers[place].end()
         self._workers[place] = _Worker(*self._limits)
@@ -199,7 +202,7 @@ class Verifier:
 
 
 class _Worker:
-    """Process of `verify_worker.py`, in a separate session so that Ctrl-C does not reach it."""
+    """Process that runs `verify_worker.py`, in a session that Ctrl-C does not reach."""
 
     def __init__(self, deadline: float, memory_bytes: int, max_tasks: int) -> None:
         self.pipe, worker_end = Pipe()
@@ -218,7 +221,7 @@ class _Worker:
         worker_end.close()
 
     def ready(self, waiting: Sequence[Pair]) -> bool:
-        """Wait until the worker has started; return False if no pair is left to judge before that.
+        """Wait until the worker has started; return False if no pairs are left before it starts.
 
         Raises:
             JudgeError: the worker does not start.
@@ -250,19 +253,19 @@ class _Worker:
             if judged is Verdict.TIMEOUT:
                 raise JudgeError(
                     f"the judge of answers is too slow: gold {gold} and answer {answer}, which "
-                    "take milliseconds, were not judged within the deadline of "
-                    f"{self.deadline:g} s: raise dataset.judge_seconds or free the processors of "
+                    "usually take milliseconds, were not judged within the deadline of "
+                    f"{self.deadline:g} s: raise dataset.judge_seconds, or reduce the load on "
                     "this machine"
                 )
             raise JudgeError(
-                f"the judge of answers is broken: gold {gold} and answer {answer} are "
-                f"{expected.value}, but were judged {judged.value}: install math-verify, sympy and "
-                "latex2sympy2_extended in the versions of constraints.txt"
+                f"the judge of answers is broken: with gold {gold}, answer {answer} is "
+                f"{expected.value}, but the verdict was {judged.value}: install math-verify, sympy "
+                "and latex2sympy2_extended in the versions of constraints.txt"
             )
         return True
 
     def ask(self, pair: Pair) -> Verdict:
-        """Return the verdict on one pair; mark the worker as `lost` if it gives none."""
+        """Return the verdict on one pair; mark the worker as `lost` if it returns no verdict."""
         try:
             self.pipe.send_bytes(json.dumps(pair).encode())
             if self.pipe.poll(self.deadline + GRACE_SECONDS):
@@ -274,7 +277,7 @@ class _Worker:
         return Verdict.TIMEOUT
 
     def kill(self) -> None:
-        """Kill the worker's processes, which closes the pipe for a thread that waits on it."""
+        """Kill the worker's processes, which closes the pipe for any thread waiting on it."""
         self.lost = True
         kill_group(self.process.pid)
 
@@ -286,13 +289,13 @@ class _Worker:
 
 
 def _end(workers: dict[int, _Worker], process: int) -> None:
-    """End all workers if this process started them; a fork does nothing."""
+    """End all workers if this process started them; do nothing in a fork."""
     while workers and process == os.getpid():
         workers.popitem()[1].end()
 
 
 def judge_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a judging process, with paths of Python and packages but no keys.
+    """Return the environment of a judging process: search paths and locale, but no credentials.
 
     >>> judge_environment({"PATH": "/bin", "HF_TOKEN": "x", "PYTHONPATH": "y"})
     {'PATH': '/bin', 'PYTHONPATH': 'y', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}

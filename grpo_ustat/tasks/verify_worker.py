@@ -1,11 +1,11 @@
 r"""Worker process of `grpo_ustat.tasks.verifier`, which judges LaTeX texts with math-verify.
 
-The process is started by the path of this file, so that it imports neither grpo_ustat nor torch nor
-the main module of a run. A fork of the process does the judging. If a pair kills the fork, or the
-fork has judged its maximum number of pairs, the next fork takes over within milliseconds. The
-deadline is a system alarm, which ends a fork whatever it computes, even if the run has ended. A
-judging fork opens no socket, starts no process, and opens no file except modules that the libraries
-import late.
+The process is started with the path of this file, so that it does not import grpo_ustat, torch or
+the run's main module. A fork of the process does the judging. If a pair kills the fork, or the fork
+has judged its maximum number of pairs, the next fork takes over within milliseconds. The deadline
+is a system alarm that interrupts any computation of a fork, even if the run has ended. A judging
+fork opens no socket, starts no process, and writes no file. It reads only Python modules (which the
+libraries import late), other files in Python's installation, and its own memory status.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")
 # Audit events that are needed to check that the run is alive and to import modules.
 PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")
-# Seconds between two checks that the run is still alive.
+# Interval in seconds between checks that the run is still alive.
 LOOK_SECONDS = 2.0
-# Share of the memory limit above which a verdict of "wrong" is not trusted.
+# Fraction of the memory limit; a verdict of "wrong" is not trusted if memory use exceeded it.
 TRUSTED_MEMORY_SHARE = 0.9
 # Number of digits to which a difference is computed before it is treated as 0.
 DIFFERENCE_DIGITS = 1000
-# Bound below which math-verify may treat a difference as 0.
+# Upper bound on the differences that math-verify can mistake for 0.
 NEAR_DIFFERENCE = 1e-9
-# The same bound for differences between decimals.
+# Upper bound on the differences between decimals that math-verify can mistake for 0.
 NEAR_DECIMAL_DIFFERENCE = 1e-5
-# Relative difference that is attributed to the rounding of a decimal.
+# Largest relative difference that is attributed to the rounding of a decimal.
 ROUNDING_TOLERANCE = 1e-3
 # Exit codes of a fork. After HANDED_OVER, the next fork takes over.
 DONE, CRASHED, HANDED_OVER = 0, 1, 3
@@ -56,7 +56,7 @@ Judge = Callable[[str, str], bool]
 
 def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
     """Judge the pairs that arrive on the pipe until the run closes the pipe or ends."""
-    # Ignore requests to stop, because only the run answers them.
+    # Ignore signals that request a stop, because only the run responds to them.
     for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     # With the default handler, the alarm ends the process.
@@ -65,7 +65,7 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
     pipe = Connection(handle)
     try:
         judge = _judge()
-        # Build the tables of the parser before forking, so that all forks share them.
+        # Build the parser's tables before forking, so that all forks share them.
         for gold, answer in WARM_UP_PAIRS:
             judge(rf"\boxed{{{gold}}}", rf"\boxed{{{answer}}}")
     except Exception as error:
@@ -86,7 +86,7 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
 def _limited(what: int, most: int) -> int:
     """Set this process's limit on a resource to `most`, or to the hard limit if that is lower.
 
-    The limit is returned. On systems that do not support it, nothing is set.
+    Return the limit. If the system does not support such a limit, none is set.
     """
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -100,7 +100,10 @@ def _say(pipe: Connection, word: str) -> None:
 
 
 def _forked(work: Callable[[], int]) -> int:
-    """Do the work in a fork; return its exit code, or minus the signal that ended it."""
+    """Do the work in a fork; return its exit code, or minus the number of the signal that ended it.
+
+    The result is that of `os.waitstatus_to_exitcode`.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -144,16 +147,16 @@ def _serve(
 def _guard() -> None:
     """Restrict this process to reading Python modules and packages.
 
-    The process can then not write files, use the network or start processes. The restriction is an
-    audit hook, which cannot be removed. The hook sees only the actions of Python code, not the
-    actions of machine code.
+    Afterwards, the process cannot write files, use the network or start processes. The restriction
+    is an audit hook, which cannot be removed. The hook sees only actions of Python code, not
+    actions of compiled code.
     """
     sys.dont_write_bytecode = True
     packages = tuple(os.path.join(os.path.realpath(x), "") for x in (sys.prefix, sys.base_prefix))
     modules = tuple(all_suffixes())
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        """Raise an error for a refused event, except for reading Python modules or packages."""
+        """Raise an error unless the event is permitted, such as reading a module or package."""
         if event == "open":
             path, _, flags = arguments
             if isinstance(path, int) or path == STATUS_FILE:
@@ -165,7 +168,7 @@ def _guard() -> None:
                 return
         elif event in PERMITTED_EVENTS or not event.startswith(REFUSED_EVENTS):
             return
-        raise PermissionError(f"{event}: a judge of answers opens no files and no network")
+        raise PermissionError(f"{event}: a judge of answers must not open files or use the network")
 
     sys.addaudithook(watch)
 
@@ -176,7 +179,7 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
     except Exception:
         return "failure"
     if not right and _peak_bytes() > TRUSTED_MEMORY_SHARE * memory_bytes:
-        # The libraries suppress a MemoryError in some places.
+        # The verdict can result from a MemoryError, which the libraries suppress in some places.
         return "failure"
     return "right" if right else "wrong"
 
@@ -184,7 +187,7 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
 def _peak_bytes() -> int:
     """Return the peak address space of this process in bytes.
 
-    If the system does not report it, the peak resident memory is returned instead.
+    If the system does not report the peak address space, return the peak resident memory.
     """
     if not os.path.exists(STATUS_FILE):
         # Unit of `ru_maxrss`, in bytes.
@@ -197,7 +200,7 @@ def _peak_bytes() -> int:
 def _judge() -> Judge:
     """Return the function `judge(gold, answer)`, which uses math-verify without its time limits.
 
-    Only LaTeX is parsed, because plain expressions would be evaluated by sympy's `parse_expr`.
+    Only LaTeX is parsed, because sympy's `parse_expr` would evaluate plain expressions as code.
     Units are not removed, because math-verify would treat the last letter of `3t` as a unit.
     """
     logging.disable(logging.CRITICAL)
@@ -215,7 +218,7 @@ def _judge() -> Judge:
         return parse(text, config, "no_fallback", **options)
 
     def judge(gold: str, answer: str) -> bool:
-        """Return True if any reading of the answer equals any reading of the gold answer."""
+        """Return True if any parse of the answer equals any parse of the gold answer."""
         failure = None
         for pair in product(read(gold), read(answer)):
             try:
@@ -232,10 +235,10 @@ def _judge() -> Judge:
 
 
 def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Return gold and answer with a single symbol for each letter.
+    """Return the gold answer and the answer, with a single symbol for each letter.
 
-    Math-verify may represent the same letter by a real symbol and by a general symbol. The letter i
-    is replaced by the imaginary unit if this makes the gold answer complex.
+    Math-verify can represent the same letter by both a real symbol and a general symbol. The letter
+    i is replaced with the imaginary unit if this makes the gold answer complex.
     """
     import sympy
 
@@ -249,10 +252,10 @@ def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
-    """Return True if replacing a letter by the imaginary unit makes a value or an entry complex.
+    """Return True if a value or one of its entries is complex once i is the imaginary unit.
 
-    The result is False if the value contains a power of the letter, a sum or a product, because
-    there the letter is a variable or an index.
+    The result is False if the value contains a power of i, a sum or a product, because i is then a
+    variable or an index.
     """
     import sympy
 
@@ -267,9 +270,9 @@ def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
 
 
 def _differ(gold: Any, answer: Any) -> bool:
-    """Return True if values that math-verify considers equal certainly differ.
+    """Return True if two values that math-verify considers equal are certainly different.
 
-    Math-verify ignores differences below 2^-54, and rounds a decimal to six digits after the point.
+    Math-verify ignores differences below 2^-54, and it rounds a decimal to six decimal places.
     """
     import sympy
 
@@ -296,9 +299,9 @@ def _differ(gold: Any, answer: Any) -> bool:
 
 
 def _distance(gold: Any, answer: Any) -> Any:
-    """Return the distance of two values after their letters are replaced by numbers.
+    """Return the absolute difference of two values, with numbers substituted for letters.
 
-    The result is 0 if no difference is detected, and None if the values have no distance.
+    The result is 0 if no difference is detected, and None if the difference is not a finite number.
     """
     import sympy
 
@@ -315,13 +318,14 @@ def _distance(gold: Any, answer: Any) -> Any:
 def _at_a_point(*values: Any) -> list[Any]:
     """Return the values with numbers substituted for their letters.
 
-    A relation becomes its larger side minus its smaller side. An equation that defines a letter
-    becomes the value of the letter.
+    An inequality becomes its larger side minus its smaller side. An equation with a single letter
+    on one side becomes its other side. Any other equation becomes its left side minus its right
+    side.
     """
     import sympy
 
     def value(x: Any) -> Any:
-        """Convert an equation or a relation to an expression; return other values unchanged."""
+        """Convert an equation or inequality to an expression; return other values unchanged."""
         if isinstance(x, sympy.Eq | sympy.Ne):
             left, right = cast(Any, x.lhs), cast(Any, x.rhs)
             if left.is_Symbol or right.is_Symbol:

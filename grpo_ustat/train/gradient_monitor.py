@@ -129,9 +129,9 @@ def _reason(name: str, intervals: dict[str, Interval]) -> str:
     if name in ("noise_scale", "noise_scale_tokens", "noise_share") or (
         name == "noise_scale_best" and math.isfinite(intervals["gstar"].estimate)
     ):
-        return "the interval of ||grad J||^2 reaches 0: use more prompts a step, or average steps"
+        return "the interval of ||grad J||^2 reaches 0: use more prompts per step, or average steps"
     unsure = [constant for constant in ("c1", "c3") if not intervals[constant].low > 0]
     return (
-        f"the interval of {' and '.join(unsure)} reaches 0: use more prompts a step, or average "
+        f"the interval of {' and '.join(unsure)} reaches 0: use more prompts per step, or average "
         "steps"
     )

@@ -182,8 +182,8 @@ def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]
     """Write the main settings, the resources used, and the full configuration."""
     config = run.config
     facts = {
-        "completions a step": f"n = {config.budget.rollouts} = {config.prompts_per_step} prompts x "
-        f"group size {config.group_size}",
+        "completions per step": f"n = {config.budget.rollouts} = {config.prompts_per_step} "
+        f"prompts x group size {config.group_size}",
         "steps": progress.step,
         "learning rate": f"{config.learning_rate:g}, {config.schedule.lr_scheduler_type}",
         "optimizer": config.optimizer.name,

@@ -118,7 +118,7 @@ def batch_in_words(config: TrainConfig) -> str:
     longest = math.ceil(size / ranks) * config.max_completion_length
     passes = max(1, math.ceil(longest / config.micro_batch_tokens))
     return (
-        f"Batch: n = {rollouts} completions a step = {prompts} prompts x G = "
+        f"Batch: n = {rollouts} completions per step = {prompts} prompts x G = "
         f"{config.group_size}; {share if ranks > 1 else ''}{updates} "
         f"update{'s' * (updates > 1)} a step, each of {size} completions in at most about "
         f"{passes} backward pass{'es' * (passes > 1)} of {config.micro_batch_tokens} padded "

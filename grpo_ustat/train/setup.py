@@ -120,7 +120,7 @@ def join_ranks(config: TrainConfig) -> Accelerator:
     world = accelerator.num_processes
     if config.prompts_per_step < world:
         raise RefusedByRank(
-            f"{config.prompts_per_step} prompts a step for {world} processes: "
+            f"{config.prompts_per_step} prompts per step for {world} processes: "
             "raise budget.rollouts or lower group_size"
         )
     if accelerator.gradient_accumulation_steps != 1:
@@ -140,7 +140,7 @@ def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
     """Refuse a data set with too few questions for a step or for an evaluation on all ranks."""
     if train < config.prompts_per_step:
         raise RefusedByRank(
-            f"{config.prompts_per_step} prompts a step (budget.rollouts / group_size), but "
+            f"{config.prompts_per_step} prompts per step (budget.rollouts / group_size), but "
             f"{config.dataset.name} has {train} train questions: raise group_size"
         )
     if test < max(world, 2):

@@ -49,7 +49,9 @@ def folder(path, verb, result=None, metrics=(), *overrides):
 def test_a_study_says_keep_raise_or_lower(tmp_path):
     run_folder = folder(tmp_path / "run", "mse", RESULT)
     advice = advice_of(Request(run_folder, num_generations=16))
-    assert advice.verdict == "lower" and advice.details[0].startswith("Best G is about 4.0 [3.5")
+    assert advice.verdict == "lower" and advice.details[0].startswith(
+        "The best G is about 4.0 [3.5"
+    )
     assert "for new questions like these 100" in advice.details[-1]
     assert advice.next.endswith("budget.rollouts=256 group_size=4")
     assert advice_of(Request(run_folder / "result.json")).verdict == "choose"
@@ -59,11 +61,13 @@ def test_a_study_says_keep_raise_or_lower(tmp_path):
 def test_a_study_is_judged_at_the_rollouts_that_it_was_asked_about(tmp_path):
     """Where the size does not divide them, at a number near; a prime number has but itself."""
     run_folder = folder(tmp_path / "run", "mse", RESULT, (), "study.rollouts=100")
-    assert " at n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
-    assert " at n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
-    assert "n = 100 rollouts a step has 25 prompts" in advice_of(Request(run_folder)).sentence
+    assert "with n = 100 rollouts" in advice_of(Request(run_folder, num_generations=25)).sentence
+    assert "with n = 128 rollouts" in advice_of(Request(run_folder, num_generations=32)).sentence
+    assert "n = 100 rollouts then has 25 prompts" in advice_of(Request(run_folder)).sentence
     odd = advice_of(Request(run_folder, rollouts=97))
-    assert odd.sentence == "Use num_generations = 4: with n = 104 rollouts a step has 26 prompts."
+    assert (
+        odd.sentence == "Use num_generations = 4: a step of n = 104 rollouts then has 26 prompts."
+    )
     assert "Only num_generations = 97 divides n = 97." in odd.details
 
 
@@ -218,7 +222,7 @@ def test_the_step_of_a_log_is_that_of_those_who_wrote_it(tmp_path, size, model_s
     path = log(tmp_path / "completions_00003.parquet")
     advice = advice_of(Request(path, size, model_size, model="checkpoint-2"))
     assert advice.numbers["rollouts"] == n
-    told = f"n = {n} is the training step size of the run that wrote {path}." in advice.details
+    told = f"n = {n} is the step size of the training run that wrote {path}." in advice.details
     assert told == (model_size is None)
 
 
@@ -284,7 +288,7 @@ def test_of_a_part_of_a_run_the_run_is_named(tmp_path, monkeypatch):
         with pytest.raises(ConfigError) as refused:
             advice_of(Request(Path(place)))
         run_of_it = place.partition("/")[0]
-        assert str(refused.value) == f"{place} is a part of a run: name the run folder, {run_of_it}"
+        assert str(refused.value) == f"{place} is part of a run: name the run folder, {run_of_it}"
 
 
 VERL = {"input": "q", "output": "a", "score": 1.0, "step": 3}
@@ -354,7 +358,7 @@ def test_logs_of_several_runs_of_trl_are_for_convert(tmp_path):
         (["a", "num_generation=8"], "unknown num_generation=8: did you mean num_generations?"),
         (
             ["a", "study.cut_at=96"],
-            "study.cut_at=96 only applies to scoring a log: add model=CHECKPOINT",
+            "study.cut_at=96 applies only to scoring a log: add model=CHECKPOINT",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_more_steps_continue_every_point(typed, tmp_path):
     assert typed("seed=0,1")[0] == 0
     code, out, _ = typed("seed=0,1", "max_steps=6")
     assert code == 0 and "done already" not in out and starts(tmp_path) == {0: 2, 1: 2}
-    assert out.count("6 steps are asked now") == 2
+    assert out.count("max_steps is now 6") == 2
     results = [json.loads((run_of(tmp_path, seed) / "result.json").read_text()) for seed in (0, 1)]
     assert [result["steps"] for result in results] == [6, 6]
     assert typed("seed=0,1", "max_steps=6")[0] == 0 and starts(tmp_path) == {0: 2, 1: 2}

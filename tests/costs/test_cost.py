@@ -22,7 +22,7 @@ TOKEN = 2 * 28 * (16 * 3584 + 4 * 18_944)  # bytes of the whole graph in bfloat1
 
 @pytest.fixture(scope="module")
 def study():
-    """32 completions of 96 tokens a question; a model of Qwen2.5-7B's shape on a GPU."""
+    """32 completions of 96 tokens per question; a model of Qwen2.5-7B's shape on a GPU."""
     config = compose("mse", "budget.pool_completions=32", "launch.workers=8")
     model = replace(config.model, model_name_or_path="org/name", size=SIZE, dtype="bfloat16")
     launch = replace(config.launch, device="cuda")

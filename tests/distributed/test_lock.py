@@ -149,7 +149,7 @@ def test_a_killed_owner_is_followed_at_once(tmp_path, capsys):
         mine.take()
         assert time.monotonic() - start < lock.DEAD_AFTER_SECONDS / 2
     said = capsys.readouterr().err
-    assert f"process {child.pid} on" in said and "is gone" in said and said.count("\n") == 1
+    assert f"process {child.pid} on" in said and "has ended" in said and said.count("\n") == 1
     mine.check()
     mine.release()
 
@@ -213,7 +213,7 @@ def test_another_machines_owner_is_known_by_its_signs_of_life(
     mine.take()  # it died
     assert time.monotonic() - start > lock.DEAD_AFTER_SECONDS
     watched, taken = capsys.readouterr().err.splitlines()
-    assert "checking for 1 s whether it is alive" in watched and "is gone" in taken
+    assert "checking for 1 s whether it is alive" in watched and "has ended" in taken
     mine.check()
     mine.release()
 

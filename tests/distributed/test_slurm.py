@@ -161,7 +161,7 @@ def test_a_batch_script_asks_again_exactly_when_it_should(scontrol, capsys, job,
         ("sleep 60", "no answer in 0.2 s"),
         ("exit 3", "code 3"),
         ("echo slurm_load_jobs error: Unable to contact >&2; exit 1", "slurm_load_jobs error"),
-        (None, "no scontrol here"),
+        (None, "scontrol is not installed"),
     ],
 )
 def test_where_slurm_does_not_tell_a_job_ends_for_good(scontrol, monkeypatch, capsys, script, why):

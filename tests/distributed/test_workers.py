@@ -284,7 +284,9 @@ def test_a_rank_that_loses_another_ends_without_a_launcher(tmp_path, monkeypatch
         ranks.append(start("die", tmp_path / number))
     (first, *_), (second, _, err) = map(finish, ranks)
     assert (first, second) == (-signal.SIGKILL, 1)
-    assert "error: rank 1 of 2 lost another rank" in err and "Traceback" not in err
+    assert (
+        "error: rank 1 of 2 lost the connection to another rank" in err and "Traceback" not in err
+    )
 
 
 def test_cuda_is_the_ranks_own(monkeypatch):

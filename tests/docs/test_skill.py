@@ -44,7 +44,7 @@ def test_its_five_commands_answer(tmp_path):
     advice, converted, answer, efficiency, _ = [said for _, said in ran]
     assert "do not show which num_generations" in advice and "Zero-variance groups" in advice
     assert "1600 of 1600 rows" in converted
-    assert re.search(r"Best G is about \d+\.\d \[\d+\.\d, \d+\.\d\]: .* use G = 8, within", answer)
+    assert re.search(r"G is about \d+\.\d \[\d+\.\d, \d+\.\d\]. .* use G = 8: its", answer)
     assert re.search(r"is \d+ % noise .*\(half at n = \d+\)", answer)
     assert "it is not decided what a rollout of trl_dapo" in efficiency  # 100 prompts are too few
     assert all("next: " in said for _, said in ran[:4])

@@ -106,7 +106,7 @@ def test_equal_rewards_add_nothing_whatever_the_scores(rng, size):
 
 
 def test_steps_of_few_groups_are_the_units(rng):
-    """Two groups a step: no interval from three steps, the steps' own from four."""
+    """Two groups per step: no interval from three steps, the steps' own from four."""
     steps = [group_terms(*groups(rng, 2, 4)) for _ in range(4)]
     assert np.isnan(noise_estimate(steps[:3], 4).intervals["c2"].low)
     assert np.isnan(noise_estimate(steps[:3], 4).law.covariance_33).all()

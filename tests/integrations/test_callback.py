@@ -186,7 +186,7 @@ def test_what_policies_far_apart_do_not_tell_is_withheld(moved, said, monkeypatc
     assert read and all(prompt == read[0] for prompt in read)
     callback.on_train_end(trainer.args, trainer.state, None)
     text = capsys.readouterr().out
-    words = "Some numbers are not given: the policy moved 2 nats a completion within a window"
+    words = "Some numbers are not given: the policy moved 2 nats per completion within a window"
     assert (words in text) != said
     assert np.isfinite(callback.estimate().intervals["c2"].estimate)
     assert np.isfinite(callback.estimate().intervals["c1"].estimate) == said
@@ -235,7 +235,9 @@ def test_a_trainer_that_is_refused_trains_on(capsys):
     trainer = GRPOTrainer(SIZE, mask_truncated_completions=True, tools=[print])
     callback = GradientNoiseCallback(trainer)
     line = capsys.readouterr().out
-    assert line.startswith("grpo_ustat: this run is not measured: mask_truncated_completions=True")
+    assert line.startswith(
+        "grpo_ustat: this run is not measured: with mask_truncated_completions=True"
+    )
     assert line.count("\n") == 1
     generate(trainer, 0, 0)
     callback.on_train_end(trainer.args, trainer.state, None)
@@ -401,7 +403,7 @@ def test_the_end_says_what_to_do(capsys):
     assert "num_generations" in lines[0] and lines[0].startswith("grpo_ustat: ")
     assert "from 24 groups of steps 8 to 14" in lines[1] and "measuring took" in lines[1]
     assert lines[0].startswith(
-        "grpo_ustat: Your loss (dapo, std of the group): the relative efficiency is not decided"
+        "grpo_ustat: Your loss (dapo, std of the group): 24 groups do not determine"
     )
 
 

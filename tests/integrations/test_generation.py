@@ -108,7 +108,7 @@ def test_a_group_with_an_unknown_reward_is_left_out():
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([Completion([1], [2])] * 5, "5 completions are no multiple of num_generations=2"),
+        ([Completion([1], [2])] * 5, "5 completions are not a multiple of num_generations=2"),
         ([Completion([1], [2]), Completion([3], [2])], "one group but have several prompts"),
         ([Completion([1], [2]), Completion([1], [])], "has no token"),
     ],

@@ -76,7 +76,7 @@ class OwnLossTrainer(GRPOTrainer):
 
 
 UNMEASURED = {
-    "top_entropy_quantile=0.2 leaves out tokens": {"top_entropy_quantile": 0.2},
+    "top_entropy_quantile=0.2 excludes tokens": {"top_entropy_quantile": 0.2},
     "entropy bonus": {"entropy_coef": 0.01},
     "adaptive": {"use_adaptive_entropy": True},
     "delta=0.9 clips every ratio": {"delta": 0.9},
@@ -159,16 +159,18 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
 def test_what_is_not_decided_is_said():
     few = own_loss(a_pool(40), DAPO, 128, "dapo, std of the group")
     assert few.line() == (
-        "Your loss (dapo, std of the group): not decided yet; 48 groups are needed, 40 were "
-        "measured."
+        "Your loss (dapo, std of the group): not decided yet; 48 groups are needed, but only "
+        "40 were measured."
     )
     assert (few.numbers(), few.smaller_sizes(), few.decided) == ({}, "", False)
-    assert "4 groups are needed, 3 were measured" in own_loss(a_pool(3), GRPO, 64, "").line()
+    assert (
+        "4 groups are needed, but only 3 were measured" in own_loss(a_pool(3), GRPO, 64, "").line()
+    )
     assert own_loss(a_pool(8), GRPO, 4, "").reason == (
         "an update of 4 rollouts is not a multiple of num_generations=8"
     )
     weak = own_loss(a_pool(30, signal=0.0), GRPO, 64, "grpo")
-    assert "relative efficiency is not decided from 30 groups" in weak.line()
+    assert "30 groups do not determine the relative efficiency" in weak.line()
     assert "loss/relative_efficiency" not in weak.numbers() and math.isnan(weak.cosine.estimate)
 
 
@@ -189,13 +191,13 @@ def test_the_lines_in_words():
     assert (known().line(), known().smaller_sizes()) == (line, "")
     assert known(g2=(0.6, 0.5, 0.7), g4=(0.97, 0.9, 1.05)).smaller_sizes() == (
         "Relative efficiency of smaller groups with your loss, against groups of 8: 0.60 "
-        "[0.50, 0.70] in groups of 2, 0.97 [0.90, 1.05] in groups of 4; none is significantly "
-        "better for it."
+        "[0.50, 0.70] in groups of 2, 0.97 [0.90, 1.05] in groups of 4; no smaller size is "
+        "significantly better."
     )
     lower = known(g2=(1.1, 1.01, 1.2), g4=(1.3, 1.1, 1.5)).smaller_sizes()
-    assert lower.endswith("groups of 4; groups of 4 are better for it.")
+    assert lower.endswith("groups of 4; groups of 4 are significantly better.")
     unsure = known(g4=(1.3, 0.8, 1.9)).smaller_sizes()
-    assert unsure.endswith("the data do not say which size is best for it.")
+    assert unsure.endswith("the data do not show which size is best.")
     assert known(g4=(math.nan, 0.0, math.inf)).smaller_sizes() == ""
 
 

@@ -24,14 +24,14 @@ def drops(rate):
 
 
 NAMED = {
-    "top_p=0.9 leaves tokens out": changed(top_p=0.9),
-    "top_k=50 leaves tokens out": changed(top_k=50),
-    "min_p=0.1 leaves tokens out": changed(min_p=0.1),
-    "Use repetition_penalty=1, or leave it out.": changed(
+    "top_p=0.9 excludes tokens": changed(top_p=0.9),
+    "top_k=50 excludes tokens": changed(top_k=50),
+    "min_p=0.1 excludes tokens": changed(min_p=0.1),
+    "Use repetition_penalty=1, or remove the argument.": changed(
         args_generation_kwargs={"repetition_penalty": 1.1}
     ),
-    "presence_penalty=0.5 moves": changed(args_generation_kwargs={"presence_penalty": 0.5}),
-    "temperature=0.5 moves": changed(args_generation_kwargs={"temperature": 0.5}),
+    "presence_penalty=0.5 changes": changed(args_generation_kwargs={"presence_penalty": 0.5}),
+    "temperature=0.5 changes": changed(args_generation_kwargs={"temperature": 0.5}),
     "1.attention_dropout is 0.1. TRL computes its loss with dropout": changed(model=drops(0.1)),
     "TRL samples with other masks": changed(model=torch.nn.Sequential(torch.nn.Dropout(0.5))),
     "TRL samples without dropout": changed(model=drops(0.1), use_vllm=True),
@@ -113,7 +113,7 @@ def test_top_k_of_a_flat_policy_is_seen():
     assert estimates.mean() == pytest.approx(truth, rel=0.02)
     assert np.mean([share.low > 0 for share in shares]) == 1
     assert np.mean([share.low <= truth <= share.high for share in shares]) > 0.9
-    assert "another policy wrote" in mean_score_warning(shares[0])[0]
+    assert "Another policy therefore wrote" in mean_score_warning(shares[0])[0]
 
 
 def test_top_k_of_a_peaked_policy_is_not_seen():

@@ -117,7 +117,7 @@ def test_parameters_are_sharded(run):
             continue
         in_step = "layer" in name or name == "small batches"
         by_layer = in_step and not (way == "zero2" and name == "by layer")  # which holds them all
-        whole = "on whole weights" if way != "zero2" else ""
+        whole = "with full weights" if way != "zero2" else ""
         assert made["way"] == ("layer by layer" if by_layer else whole)
         assert made["at_once"] == (4 if name == "layers run out" else 8)
     under = {"zero3": " under ZeRO-3", "fsdp1": " under FSDP1", "fsdp2": " under FSDP2"}
@@ -151,7 +151,7 @@ def test_training_ends_in_the_same_weights(run, case):
     fault = {
         "fails": "RuntimeError: no rule for this layer",
         "fails by layer": "RuntimeError: no rule for this layer",
-        "no memory": f"{NO_MEMORY}, and of one layer at a time: {INSTEAD}",
+        "no memory": f"{NO_MEMORY}, even layer by layer: {INSTEAD}",
     }.get(case)
     lines = [line for line in said[case].splitlines() if line.startswith("grpo_ustat")]
     if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all

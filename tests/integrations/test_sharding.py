@@ -47,7 +47,7 @@ from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores.backward import completion_scores
 from grpo_ustat.policy.scores.check import check_scores
 
-NO_MEMORY = f"{sharding.NO_MEMORY}, and of one layer at a time: {sharding.INSTEAD}"
+NO_MEMORY = f"{sharding.NO_MEMORY}, even layer by layer: {sharding.INSTEAD}"
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 9, 8, 7, 3]])
 ROWS = IDS, torch.ones_like(IDS), torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

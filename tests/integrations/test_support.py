@@ -29,7 +29,7 @@ def fsdp(cpu_offload=False):
 REFUSED = {
     "offload_param.device=cpu": zero(3, {"offload_param": {"device": "cpu"}}),
     "fsdp_offload_params=True": fsdp(cpu_offload=True),
-    "hides which tokens": changed(mask_truncated_completions=True, tools=[print]),
+    "cannot be identified": changed(mask_truncated_completions=True, tools=[print]),
     "not SimpleNamespace": SimpleNamespace(),
 }
 

@@ -215,8 +215,9 @@ def test_tokens_of_generation_batches_are_told_from_those_of_the_update():
     trainer.update(micro_batches, gradient)
     assert not audit.results[0].agrees and audit.results[0].cosine > 0.9
     assert audit.results[0].sentence.endswith(
-        "it is the gradient of a loss that divides by the tokens of each generation batch, here of "
-        "1 micro-batches (steps_per_generation), and not by the tokens of the update's 2"
+        "it is the gradient of a loss that divides by the tokens of each generation batch (1 "
+        "micro-batches, as set by steps_per_generation), not by the tokens of the update (2 "
+        "micro-batches)"
     )
 
 
@@ -228,7 +229,7 @@ def test_tokens_of_generation_batches_are_told_from_those_of_the_update():
         ("grpo", 0.5, {"use_liger_kernel": True},
          "Liger's loss is divided once more by gradient_accumulation_steps = 2"),
         ("grpo", 0.4, {"gradient_accumulation_steps": 5},
-         "the window of 2 micro-batches is divided by 5, like a full window"),
+         "a window of 2 micro-batches is divided by 5, as if it were full"),
         ("grpo", -1.0, {}, "the sign is reversed"),
     ],
 )  # fmt: skip
@@ -253,7 +254,7 @@ def test_noise_of_dropout_is_a_hint():
     noise = RNG.normal(size=320) * np.linalg.norm(gradient) / 60
     trainer.update([batch.inputs(range(12))], gradient + noise)
     assert audit.results[0].sentence.endswith(
-        "likely dropout, drop of 0.05, which the scores do not have"
+        "likely dropout, drop of 0.05, which the scores do not include"
     )
 
 

@@ -97,12 +97,12 @@ def refused(number, *file):
     "error, line",
     slow_after(2, [
         (refused(errno.EMFILE),
-         "run could not be written (Too many open files): raise the limit of open files (ulimit"
-         " -n), then the same command goes on from what is there"),
-        (refused(errno.EDQUOT, "x"), "make room in your share of the disk (quota)"),
+         "run could not be written (Too many open files): raise the limit on open files (ulimit"
+         " -n), then run the same command again"),
+        (refused(errno.EDQUOT, "x"), "free space in your disk quota"),
         (refused(errno.EROFS, "x"), "x): make the file system writable"),
-        (refused(errno.EACCES, "x"), "x): make it yours to read and write"),
-        (refused(errno.EIO, "x"), "run could not be written (Input/output error: x): mend that"),
+        (refused(errno.EACCES, "x"), "x): give yourself permission to read and write it"),
+        (refused(errno.EIO, "x"), "run could not be written (Input/output error: x): repair that"),
         (RuntimeError("worker 0 failed:\n[Errno 13] Permission denied: '/there/x'"),
          "(Permission denied: /there/x)"),
     ]),

@@ -302,7 +302,7 @@ def test_a_signal_saves_ends_all_and_the_same_command_goes_on(tmp_path, through,
         assert code == 75, said
         assert len(family) == 3 and not any(map(alive, family))
     assert f"stopped by SIG{number} after step " in said and "Traceback" not in said
-    assert said.count("the same command goes on from there") == 1
+    assert said.count("the same command continues from there") == 1
     last = history.launches(tmp_path / "run")[-1]
     assert last["outcome"] == "stopped"
     said = ends_as_undisturbed(tmp_path, through)
@@ -399,10 +399,10 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace(tmp_path, through):
 
 @pytest.mark.slow
 def test_a_refusal_in_the_ranks_is_one_line(tmp_path, one):
-    """Four prompts a step; then one that only the second rank knows."""
+    """Four prompts per step; then one that only the second rank knows."""
     code, said = finished("train", *TWO, "launch.num_processes=5", cwd=tmp_path)
     assert (code, len(said.splitlines())) == (2, 1), said
-    assert said.startswith("error: 4 prompts a step ") and "5 processes" in said
+    assert said.startswith("error: 4 prompts per step ") and "5 processes" in said
 
     def before():
         start = trainer.set_up

@@ -58,8 +58,9 @@ def test_a_decided_study_names_the_best_size_and_what_its_neighbours_cost():
     from 0: 1.4340 and 1.4552.
     """
     assert decision_sentence(unsaved_study(RESULT), 256) == (
-        "Best G is about 4.0 [3.5, 4.6]: at 256 rollouts a step use G = 4, within 5 % of the "
-        "least error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %])."
+        "The best G is about 4.0 [3.5, 4.6]. At 256 rollouts per step, use G = 4: its error is "
+        "within 5 % of the minimum. The error is 44 % [26 %, 54 %] larger at G = 2 and 25 % "
+        "[18 %, 40 %] larger at G = 8."
     )
 
 
@@ -87,40 +88,42 @@ def test_one_rollout_has_no_group():
 @pytest.mark.parametrize(
     "rollouts, answer",
     [
-        (64, "at 64 rollouts a step use G = 4, within 5 % of the least error (G = 2: +44 % [+26 %, "
-         "+54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out gradient of 64 rollouts is 92 % "
-         "noise [89 %, 94 %] (half at n = 770). Doubling the rollouts gives up to 1.9 times the "
+        (64,
+         "At 64 rollouts per step, use G = 4: its error is within 5 % of the minimum. The "
+         "error is 44 % [26 %, 54 %] larger at G = 2 and 25 % [18 %, 40 %] larger at G = 8. "
+         "The leave-one-out gradient of 64 rollouts is 92 % noise [89 %, 94 %] (half at n = "
+         "770). Doubling the rollouts gives up to 1.9 times the progress per step."),
+        (10,
+         "At 10 rollouts per step, use G = 5: its error is within 5 % of the minimum. The "
+         "error is 41 % [18 %, 54 %] larger at G = 2 and 41 % [33 %, 54 %] larger at G = 10. "
+         "The leave-one-out gradient of 10 rollouts is 99 % noise [98 %, 99 %] (half at n = "
+         "770). Doubling the rollouts gives up to 2.0 times the progress per step."),
+        (97,
+         "Only G = 97 divides 97. At 104 rollouts per step, use G = 4: its error is within 5 "
+         "% of the minimum. The error is 44 % [26 %, 54 %] larger at G = 2 and 25 % [18 %, "
+         "40 %] larger at G = 8. The leave-one-out gradient of 97 rollouts is 89 % noise [84 "
+         "%, 91 %] (half at n = 770). Doubling the rollouts gives up to 1.8 times the "
          "progress per step."),
-        (10, "at 10 rollouts a step use G = 5, within 5 % of the least error (G = 2: +41 % [+18 %, "
-         "+54 %]; G = 10: +41 % [+33 %, +54 %]). The leave-one-out gradient of 10 rollouts is 99 % "
-         "noise [98 %, 99 %] (half at n = 770). Doubling the rollouts gives up to 2.0 times the "
-         "progress per step."),
-        (97, "only G = 97 divides 97; at 104 rollouts a step use G = 4, within 5 % of the least "
-         "error (G = 2: +44 % [+26 %, +54 %]; G = 8: +25 % [+18 %, +40 %]). The leave-one-out "
-         "gradient of 97 rollouts is 89 % noise [84 %, 91 %] (half at n = 770). Doubling the "
-         "rollouts gives up to 1.8 times the progress per step."),
     ],
 )  # fmt: skip
 def test_the_answer_is_at_the_rollouts_that_the_study_is_asked_about(rollouts, answer):
     """The size divides them; of a prime number the next multiple of 8 has one."""
     result = RESULT | {"noise": NOISE}
-    assert (
-        study_answer(unsaved_study(result), rollouts) == f"Best G is about 4.0 [3.5, 4.6]: {answer}"
-    )
+    text = study_answer(unsaved_study(result), rollouts)
+    assert text == f"The best G is about 4.0 [3.5, 4.6]. {answer}"
     step = next_step(unsaved_study(result, asdict(compose("mse", f"study.rollouts={rollouts}"))))
     n, size = (int(word.rpartition("=")[2]) for word in step.split()[-2:])
-    assert f"at {n} rollouts a step use G = {size}, " in answer
+    assert f"At {n} rollouts per step, use G = {size}:" in answer
 
 
 def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     wide = changed(c1=0.5, covariance=np.diag([1e-4, 0.01, 0.01]).tolist())
-    assert "use G = 4, within 5 % of the least error (G = 2: +71 %" in decision_sentence(
-        unsaved_study(wide), 256
-    )
-    assert decision_sentence(unsaved_study(wide), 256).endswith("G = 8 may be as good).")
+    sentence = decision_sentence(unsaved_study(wide), 256)
+    assert "use G = 4: its error is within 5 % of the minimum. The error is 71 %" in sentence
+    assert sentence.endswith("G = 8 may be as good.")
     unknown = changed(covariance=np.diag([0.5, 0.01, 0.01]).tolist())
     assert decision_sentence(unsaved_study(unknown), 256).endswith(
-        "at 256 rollouts a step no G is known to be within 10 % of the least error."
+        "At 256 rollouts per step, no G is known to have an error within 10 % of the minimum."
     )
 
 
@@ -128,7 +131,7 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     "scaling, sentence",
     [
         ({"gstar_high": None, "covariance": np.diag([0.25, 1.0, 0.81]).tolist()},
-         "Best G is at least 3.5; half of such studies find it with 450 questions (now 100)."),
+         "The best G is at least 3.5; half of such studies find it with 450 questions (now 100)."),
         ({"gstar_high": None, "gstar_low": 1.0, "covariance": None},
          "Not enough data for a best G: the number of questions needed is not known yet "
          "(now 100)."),
@@ -295,13 +298,13 @@ def test_rollouts_of_another_framework_are_not_trained_on_here():
     _, verb, *words = shlex.split(step, comments=True)
     assert compose(verb, *words).study.questions == 20
     assert next_step(unsaved_study(RESULT, config)) == (
-        "train with num_generations=4 where these rollouts were logged"
+        "train with num_generations=4 in the framework that logged these rollouts"
     )
     assert next_step(unsaved_study(UNDECIDED, config)) == (
         "grpo-ustat mse model=tiny_base dataset=jsonl dataset.path=DATA.jsonl "
         "dataset.reward=REWARD.py:FUNCTION prompt=as_is max_completion_length=LENGTH "
         "dataset.study_size=450 study.questions=450  # draws new rollouts; DATA.jsonl: the run's "
-        "rows of question and answer; REWARD.py: the run's FUNCTION(prompt, completion); see "
+        "questions and answers; REWARD.py: the run's FUNCTION(prompt, completion); see "
         "docs/models-and-data.md"
     )
 

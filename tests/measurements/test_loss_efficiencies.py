@@ -33,12 +33,12 @@ ANSWERS = {
     ),
     "no upper end": (
         [loss_row("open", 8, (0.9, 0.8, None)), loss_row("open", 16)],
-        ["0.90 [0.80, no upper end]", "its best G of those measured is 8"],
+        ["0.90 [0.80, no upper end]", "its best measured G is 8"],
     ),
     "the largest measured, of a pool of 32, where 64 is the best": (
         [loss_row("long", 8, best=False, may_be_best=False), loss_row("long", 32, best=True),
          refused_loss("long", 64, "the pool has 32")],
-        ["G = 8", "its best G of those measured is 32"],
+        ["G = 8", "its best measured G is 32"],
     ),
     "undecided": (
         [loss_row("undecided", 8, **NOT_DECIDED)], ["not decided", "80 % noise [70 %, 90 %]"],
@@ -48,7 +48,7 @@ ANSWERS = {
     ),
     "the smallest is missing": (
         [refused_loss("some", 4, "few"), loss_row("some", 8), loss_row("some", 16)],
-        ["its best G of those measured is 8"],
+        ["its best measured G is 8"],
     ),
     "unbiased": (
         [loss_row("sum", 4, unbiased_direction=True, best=True, loss_type="sum",
@@ -66,7 +66,7 @@ ANSWERS = {
     ),
     "the nearest size": (
         [loss_row("far", 16, best=True, baseline="own_baseline"), loss_row("far", 64)],
-        ["G = 16", "own_baseline", "its best G of those measured is 16"],
+        ["G = 16", "own_baseline", "its best measured G is 16"],
     ),
 }  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
     ]
     reason = "because these questions do not determine the direction."
     assert table.notes[1:] == [
-        "*: significantly worse than the best G of the same loss.",
+        "*: significantly lower than at the best G of the same loss.",
         f"Not decided at any G: undecided, {reason}",
         f"Not decided at G = 4: partly, {reason}",
         "Not measured at G = 16: too few.",

@@ -28,8 +28,9 @@ DRAWS, SEED, ROLLOUTS = 20, 3, 32
 BOTH = "study.corrections=[token_truncate,sequence_truncate]"
 SHARES_D = np.array([0.9, 0.89, 0.9, 0.91])
 GAP_CLAIMS = (
-    "a sampler's gap has to be corrected", "ratios of the sequence (truncated) beat those of tokens"
-)  # fmt: skip
+    "a mismatch between sampler and model must be corrected",
+    "ratios of the sequence (truncated) beat ratios of tokens",
+)
 
 
 def a_pool(questions, completions, shared=1.5):
@@ -113,7 +114,7 @@ def test_every_verdict_is_that_of_its_interval_and_of_its_corrected_p_value():
         else:
             assert high <= row.least or low >= row.most
     by_claim = {row.claim: row for row in rows}
-    hard = by_claim["in mixed groups hard prompts get too low advantages"]
+    hard = by_claim["in mixed groups, the advantages of hard prompts are too low"]
     assert hard.verdict == "holds" and "an update gives each prompt the same weight" in hard.beside
 
 

@@ -19,9 +19,7 @@ def costs(break_even, group_size=8):
     )
 
 
-@pytest.mark.parametrize(
-    "high, said", [(0.02, ["saves less than 2 %"]), (0.06, []), (math.nan, [])]
-)
+@pytest.mark.parametrize("high, said", [(0.02, ["less than 2 %"]), (0.06, []), (math.nan, [])])
 def test_dynamic_sampling_does_not_pay_where_it_saves_next_to_nothing(high, said):
     other = costs(Interval(0.2, 0.1, 0.3), group_size=2)
     lines = dynamic_sampling.sentences([other, costs(Interval(0.01, 0.005, high))], None)
@@ -31,7 +29,7 @@ def test_dynamic_sampling_does_not_pay_where_it_saves_next_to_nothing(high, said
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ((-0.1, -0.2, -0.05), "help, by p(1-p) (-10 % error [-20 %, -5 %])."),
+        ((-0.1, -0.2, -0.05), "help (plan: p(1-p), -10 % error [-20 %, -5 %])."),
         ((0.02, -0.01, 0.05), "do not help (+2 % error [-1 %, +5 %])."),
         ((0.02, -0.2, 0.3), "are not shown to help (+2 % error [-20 %, +30 %])."),
     ],

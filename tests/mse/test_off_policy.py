@@ -79,9 +79,9 @@ def test_a_study_of_an_earlier_policys_rollouts(tmp_path, capsys):
     )
     view = Study(RunRecord(tmp_path / "run"))
     first, *rest = sentences(view, [OFF_POLICY])
-    assert first.startswith("tiny is ") and "nats per token from tiny_base" in first
+    assert "between tiny_base and tiny is" in first and "nats per token" in first
     assert all("that tiny_base wrote" in sentence for sentence in rest)
-    assert "nats per token" in printed and " ".join(first.split()[:4]) in " ".join(printed.split())
+    assert " ".join(first.split()) in " ".join(printed.split())
     assert len(tables(view, [OFF_POLICY])) == 2
     page = (tmp_path / "run/report.html").read_text()
     assert "rollouts that tiny_base wrote" in page and "nats per token" in page

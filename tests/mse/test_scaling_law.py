@@ -86,7 +86,7 @@ def test_minibatches_of_tiny_follow_the_prediction(tmp_path):
 
 
 def minibatch_mse(pool, block, size, count, rng, replicates=400):
-    """E||T - grad J||^2 from 16 completions a question: minibatches, unbiased in the sketch."""
+    """E||T - grad J||^2 from 16 completions per question: minibatches, unbiased in the sketch."""
     inside = slice(16 * block, 16 * block + 16)
     z, features = pool.rewards_PN[:, inside], pool.features_PNR[:, inside].astype(float)
     ghat = leave_one_out(z, features)

@@ -36,10 +36,18 @@ def advised(scaling, size, rollouts):
 @pytest.mark.parametrize(
     "size, verdict, start",
     [
-        (4, KEEP, "Keep num_generations = 4: its error is within 5 % of the least error"),
-        (2, RAISE, "Raise num_generations from 2 to 4: at n = 256 rollouts a step 2 costs +44 %"),
-        (16, LOWER, "Lower num_generations from 16 to 4: at n = 256 rollouts a step 16 costs +107"),
-        (None, CHOOSE, "Use num_generations = 4: with n = 256 rollouts a step has 64 prompts."),
+        (4, KEEP, "Keep num_generations = 4: its error is within 5 % of the minimum"),
+        (
+            2,
+            RAISE,
+            "Raise num_generations from 2 to 4: with n = 256 rollouts per step, the error is 44 %",
+        ),
+        (
+            16,
+            LOWER,
+            "Lower num_generations from 16 to 4: with n = 256 rollouts per step, the error is 107",
+        ),
+        (None, CHOOSE, "Use num_generations = 4: a step of n = 256 rollouts then has 64 prompts."),
     ],
 )
 def test_the_verdict_follows_the_extra_error(size, verdict, start):
@@ -80,7 +88,7 @@ def test_a_size_that_is_not_significantly_different_is_kept():
     assert "4 (+3 % [" in sentence
     wider = SCALING | {"covariance": np.diag([0.02, 0.01, 0.01]).tolist()}
     verdict, sentence, _ = advised(wider, 8, 256)
-    assert verdict == LOWER and "+25 %" in sentence
+    assert verdict == LOWER and "25 %" in sentence
 
 
 def test_without_an_upper_end_only_a_clear_difference_is_a_verdict():

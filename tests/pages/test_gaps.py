@@ -147,7 +147,7 @@ def test_intervals_of_a_few_questions_are_said_to_be_of_these(tmp_path, question
     if questions < 4:
         both = "for new questions or for these questions (fewer than 4)"
         assert (
-            f"95 % intervals {both}, from one seed."
+            f"95 % intervals {both}, from one seed per study."
             in group_size.joint_table([one, other], ()).notes
         )
         assert "these questions" in group_size.interval_note(one)
@@ -159,9 +159,9 @@ def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
     one = Study(RunRecord(folder))
     error_figures.draw(folder, one)
     assert any([math.isnan(x) for x in line] == [False, True, False] for line in lines)
-    assert "vanilla (no baseline) at G = 4: result.json" in " ".join(words[0].split())
+    assert "no error of vanilla (no baseline) at G = 4" in " ".join(words[0].split())
     table, _ = errors.curve_tables({one: one.need(errors.CURVES)})
-    assert any("at G = 4: result.json" in note for note in table.notes)
+    assert any("at G = 4." in note for note in table.notes)
     assert table.rows[1][1] == "-"
 
 

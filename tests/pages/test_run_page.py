@@ -301,7 +301,7 @@ def test_a_long_run_has_a_page_of_some_thousand_completions(tmp_path):
         b - a for a, b in zip(dict.fromkeys(shown), list(dict.fromkeys(shown))[1:], strict=False)
     }
     assert gaps <= {2, 3}
-    assert "8000 completions" in text and f"here are {len(shown)}" in text
+    assert "8000 completions" in text and f"{len(shown)} are shown here" in text
     steps = next(table for table in page.tables if table.title == "Steps")
     assert len(steps.rows) == 200 and steps.notes[0].startswith("200 of 1000 steps")
 

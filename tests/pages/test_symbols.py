@@ -57,7 +57,7 @@ def page():
     return Text(
         render(
             Page(
-                "MSE study", "Best G is about 4.1 for any number of rollouts. At n = 256: G = 4.",
+                "MSE study", "The best G is about 4.1 for any n. At n = 256: G = 4.",
                 notes=["MSE = C1/B, J* - J at B prompts"], tables=[law],
                 figures=[Figure("error", SVG)],
             )

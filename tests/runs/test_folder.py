@@ -196,7 +196,7 @@ def test_moved_or_removed_folder_ends_its_run(tmp_path, act):
     "name, content, wrong",
     [
         ("result.json", '{"cost": {"tokens": "x"}}', "cost.tokens is 'x', not a whole number"),
-        ("result.json", '{"curves": [{"mse": NaN}]}', "it holds NaN, which no run writes"),
+        ("result.json", '{"curves": [{"mse": NaN}]}', "it contains NaN, which no run writes"),
         ("result.json", "[" * 100_000, "it is nested more than 40 deep"),
         ("code.json", '{"versions": 3}', "versions is 3, not a mapping"),
     ],

@@ -82,7 +82,7 @@ CASES = {  # name, detail, starts, step
         ("stopped", "killed", 2, 3),
     ),
     "more steps asked": (
-        [START, END], RESULT | {"steps": 2}, 2, ("stopped", "4 steps are asked now", 1, 2)
+        [START, END], RESULT | {"steps": 2}, 2, ("stopped", "max_steps is now 4", 1, 2)
     ),
     "failed to overwrite": ([START, END, FAILED], RESULT, 4, ("failed", FAILED["error"], 1, 4)),
     "failed to overwrite, then shown": ([START, END, FAILED, END], RESULT, 4, ("done", "", 1, 4)),
@@ -333,7 +333,7 @@ def test_runs_that_no_sweep_names_have_a_table_of_their_own_after_the_sweeps(
     code, out, err = shown(capsys, monkeypatch, tmp_path)
     text = " ".join(" ".join(out).split())
     assert code == 0 and not err and text.index("6 runs: ") < text.index("by_hand/seed-7 failed")
-    assert "(namedbynosweep)" in text.replace(" ", "") and "1 run: 1 failed" in text
+    assert "(notpartofanysweep)" in text.replace(" ", "") and "1 run: 1 failed" in text
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"entry": "train", "runs": [3]}',

@@ -221,7 +221,7 @@ def test_a_tracker_that_hangs_at_its_end_is_left_when_its_time_is_over(
     assert said.count("\n") == 1 and said.startswith("warning: logger=tensorboard")
 
 
-@pytest.mark.parametrize("place, doing", [("open", "open"), ("send", "take a row")])
+@pytest.mark.parametrize("place, doing", [("open", "open"), ("send", "accept a row")])
 def test_a_tracker_that_hangs_is_left_when_its_time_is_over(
     tmp_path, opened, monkeypatch, capsys, place, doing
 ):

@@ -241,18 +241,18 @@ async def score(prompt, text):
 
 @pytest.mark.parametrize("source, message", [
     ("def score(p, t):\n return 1 / 0", r"ZeroDivisionError: division by zero \(.*my.py, line 2\)"),
-    ("def score(p, t):\n return float('nan')", "the reward is nan, but it must be a finite num"),
-    ("def score(p, t):\n return 'good'", "the reward is 'good', but it must be a finite number"),
-    ("def score(p, t):\n return -float('inf')", "the reward is -inf, but it must be a finite"),
-    ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50 for the comp"),
-    ("def score(p, t):\n return 10**5000", "the reward is a number of many digits, but it must be"),
+    ("def score(p, t):\n return float('nan')", "the reward is nan, but each call must"),
+    ("def score(p, t):\n return 'good'", "the reward is 'good', but each call must"),
+    ("def score(p, t):\n return -float('inf')", "the reward is -inf, but each call must"),
+    ("def score(p, t):\n return -1e300", "the reward is -1e.300, .* of at most 1e.50"),
+    ("def score(p, t):\n return 10**5000", "the reward is an integer with many digits, but each"),
     ("import numpy\ndef score(p, t):\n return numpy.ones(2)", r"the reward is array\(\[1., 1.\]\)"),
-    ("def score(p, t):\n return None", "the reward is None, but it must be a finite number"),
+    ("def score(p, t):\n return None", "the reward is None, but each call must"),
     ("import sys\ndef score(p, t):\n sys.exit(0)", r"SystemExit: 0 \(.*my.py, line 3\)"),
     ("def score(p, t):\n raise SystemExit('enough')", r"SystemExit: enough \(.*my.py, line 2\)"),
     ("async def score(p, t):\n return 1 / 0", r"ZeroDivisionError: .* \(.*my.py, line 2\)"),
     ("async def score(p, t):\n exit()", r"SystemExit: None \(.*, line \d+\)"),
-    ("async def score(p, t):\n return 'x'", "the reward is 'x', but it must be a finite number"),
+    ("async def score(p, t):\n return 'x'", "the reward is 'x', but each call must"),
 ])  # fmt: skip
 def test_a_reward_that_fails_names_the_row(source, message, tmp_path):
     made = task(*reward_in(tmp_path, source))

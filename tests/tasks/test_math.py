@@ -114,7 +114,7 @@ def test_a_given_answer_goes_before_the_box_and_an_empty_one_does_not():
         ({"subjects": []}, "dataset.subjects=.. keeps no row"),
         (
             {"subjects": ["algebra"]},
-            "names 'algebra', which no train row has: there are Algebra, Geo",
+            "names 'algebra', which no train row has: use one of Algebra, Geo",
         ),
         ({"subjects": ["Prealgebra"], "filter_test": True}, "'Prealgebra', which no test row has"),
         ({"test_ids": "nowhere.txt"}, "dataset.test_ids=nowhere.txt: no such file"),

@@ -136,7 +136,7 @@ def test_canaries_go_through_the_own_steps_in_every_batch(monkeypatch):
     judge = MathJudge(Asked())
     assert judge.verdicts([("", "70", r"\boxed{70}")]) == [RIGHT]
     monkeypatch.setattr(math_answers, "read_based", lambda latex: None)
-    with pytest.raises(JudgeError, match=r"gold 1101_2 and answer .* are right, but were judged"):
+    with pytest.raises(JudgeError, match=r"gold 1101_2, answer .* is right, but the verdict was"):
         judge.verdicts([("", "70", r"\boxed{70}")])
     for opinion in (RIGHT, WRONG):
         monkeypatch.setattr(math_answers, "without_sympy", lambda *asked, said=opinion: said)

@@ -62,7 +62,7 @@ def test_only_what_is_asked_for_must_be_there(monkeypatch):
 @pytest.mark.parametrize(
     "options, split, match",
     [
-        ({"train": [question("a"), question("a")]}, "train", "two train questions of id 'a'"),
+        ({"train": [question("a"), question("a")]}, "train", "two train questions with id 'a'"),
         ({"train": [question("test1")]}, "train", "id 'test1', or one that is also in test or exa"),
         (
             {"examples": [question("study1")]},
@@ -132,11 +132,11 @@ def test_functions_of_another_call_are_refused_when_they_are_loaded(monkeypatch)
         ({}, r"which has no method reward\(prompt, completion\): add it"),
         (
             {"reward": lambda self, text: 1},
-            r"reward takes \(text\), but it is called as reward\(prompt",
+            r"reward has the signature \(text\), but it is called as reward\(prompt",
         ),
         (
             {"reward": lambda self, p, t: 1, "extract": lambda self: ""},
-            r"extract takes \(\), but it is called as extract\(completion\)",
+            r"extract has the signature \(\), but it is called as extract\(completion\)",
         ),
     ],
 )

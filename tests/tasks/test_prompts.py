@@ -55,7 +55,7 @@ def test_an_equals_sign_behind_words_is_warned_of(texts, template, warned, capsy
     dataset = SimpleNamespace(kind="gsm8k", name="gsm8k")
     warn_of_prompt(replace(compose("mse").task_options, dataset=dataset), prompts)
     line = (
-        "warning: prompt=bare ends questions with '=', which is for arithmetic: for gsm8k write "
+        "warning: prompt=bare ends questions with '=', which suits only arithmetic; for gsm8k use "
         "prompt=gsm8k, or prompt=gsm8k_chat for a chat model\n"
     )
     assert capsys.readouterr().err == (line if warned else "")

@@ -149,8 +149,8 @@ BAD_LINES = {
     '{"question": " ", "answer": "#### 4"}': "row 8: field question is ' ', it must be non-empty",
     '{"question": ["x"], "answer": "#### 4"}': r"row 8: field question is \['x'\], it must be",
     '{"question": "x", "answer": "four"}': "row 8: field answer is 'four', it must be a solution",
-    '{"question": "x", "answer": "#### four"}': "row 8: .* ends in #### and a number",
-    '{"question": "x", "answer": "3 #### "}': "row 8: .* ends in #### and a number",
+    '{"question": "x", "answer": "#### four"}': "row 8: .* ends with #### and a number",
+    '{"question": "x", "answer": "3 #### "}': "row 8: .* ends with #### and a number",
 }
 
 

@@ -35,7 +35,7 @@ pytestmark = [
         torch.cuda.is_available(), reason="processes that have seen a GPU cannot be forked"
     ),
 ]
-SMALL = (  # 9 prompts a step: 5 and 4; 7 test questions: 4 and 3
+SMALL = (  # 9 prompts per step: 5 and 4; 7 test questions: 4 and 3
     "model=tiny_direct", "model.dtype=float64", "budget.rollouts=36", "group_size=4",
     "dataset.test_size=7", "max_completion_length=8", "max_steps=3", "eval_steps=3",
     "save_steps=3", "learning_rate=1e-4", "temperature=2",
@@ -418,7 +418,7 @@ def test_ranks_that_start_from_different_weights_are_refused(tmp_path):
         (FSDP2 | {"FSDP_VERSION": "1"}, (), "fsdp_version=1 is not supported: use 2"),
         (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, (), "fsdp_offload_params=True is not supported"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), "use mixed_precision=no there and bf16=true"),
-        ({}, ("budget.rollouts=4",), "1 prompts a step for 2 processes"),
+        ({}, ("budget.rollouts=4",), "1 prompts per step for 2 processes"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused(tmp_path, environment, overrides, match):
@@ -459,4 +459,4 @@ def test_the_shipped_configurations_launch(tmp_path, alone, name):
 def test_a_launched_refusal_is_one_line(tmp_path):
     done = launched("ddp", tmp_path, "budget.rollouts=4")
     assert done.returncode != 0
-    assert done.stderr.count("error: 1 prompts a step ") == 1
+    assert done.stderr.count("error: 1 prompts per step ") == 1

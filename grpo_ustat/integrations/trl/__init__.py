@@ -5,8 +5,9 @@
     trainer = GRPOTrainer(..., reward_funcs=[reward, record])
     trainer.add_callback(GradientNoiseCallback(trainer, every=10))
 
-No module in this package imports TRL: all calls go through the trainer that the user passes. TRL's
-version is checked at import, because the attributes in use exist from version 1.16.
+No module in this package imports TRL. All calls go through the trainer that the user passes. TRL's
+version is checked at import, because some attributes that the package uses are missing before
+version 1.16.
 """
 
 from importlib import metadata
@@ -24,7 +25,7 @@ except metadata.PackageNotFoundError:
     ) from None
 if Version(_installed).release < Version(MIN_TRL).release:
     raise ImportError(
-        f"grpo_ustat.integrations.trl needs TRL {MIN_TRL} or newer, {_installed} is installed: "
+        f"grpo_ustat.integrations.trl needs TRL {MIN_TRL} or newer, but {_installed} is installed: "
         f"{INSTALL}"
     )
 

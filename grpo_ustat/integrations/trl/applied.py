@@ -16,7 +16,7 @@ from grpo_ustat.policy.scores.sketch import Sketch
 
 # Number of gradient entries that are sketched at once, in float64.
 ENTRIES_AT_ONCE = 2**24
-# Component in the parameter names of a compiled model.
+# Component that `torch.compile` adds to parameter names.
 COMPILED = "_orig_mod"
 
 Shard = tuple[str, int, torch.Tensor]
@@ -24,14 +24,15 @@ Shard = tuple[str, int, torch.Tensor]
 
 
 def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
-    """Add the sketch of this rank's share of minus the gradient, the direction of ascent.
+    """Add the sketch of this rank's share of the negative gradient, the direction of ascent.
 
     All ranks must call this function.
 
     Args:
         out_1R: sum of sketches; updated in place.
         trainer: trainer between the last backward pass of an update and clipping.
-        sketch: sketch for parameters by name, without wrappers; other parameters are left out.
+        sketch: sketch whose parameter names do not contain the names of wrappers. Parameters
+            that the sketch does not contain are left out.
 
     Raises:
         LookupError: a parameter of the sketch is not trained, or its gradient is not accessible.
@@ -61,7 +62,7 @@ def shards(trainer: Any) -> Iterator[Shard]:
 
 
 def _model(trainer: Any) -> torch.nn.Module:
-    """Return the module that holds the parameters; with FSDP1 it is the wrapped model."""
+    """Return the module that contains the parameters; with FSDP1, this is the wrapped model."""
     model, fsdp1 = trainer.model, sharding_of(trainer) == "FSDP1"
     return model if fsdp1 else trainer.accelerator.unwrap_model(model)
 
@@ -97,7 +98,7 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
     """Yield this rank's shares with FSDP2, DDP or a single process.
 
-    With DDP all ranks hold the same gradients, so each parameter is added by one rank.
+    With DDP, all ranks have the same gradients, so only one rank yields each parameter.
     """
     from torch.distributed.tensor import DTensor
 
@@ -110,7 +111,7 @@ def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[
 
 
 def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
-    """Yield this rank's part along the first axis, from only one of the replicas.
+    """Yield this rank's part along the first axis; only one of several replicas yields the part.
 
     A tensor that is sharded along another axis is gathered, and yielded only if `gathers` is True.
     """
@@ -137,7 +138,7 @@ def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
 def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
     """Yield this rank's part of each parameter with ZeRO-3.
 
-    With other stages the gradients are gathered one at a time, and one rank yields each of them.
+    With other stages, the gradients are gathered one at a time, and one rank yields each gradient.
     """
     from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
         safe_get_full_grad,
@@ -169,7 +170,7 @@ def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     if not all(m._use_orig_params for m in FSDP.fsdp_modules(model)):
-        raise LookupError("FSDP1 keeps gradients by parameter only with use_orig_params=True")
+        raise LookupError("FSDP1 keeps a gradient per parameter only with use_orig_params=True")
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         for place, (name, parameter) in enumerate(_trained(model)):
             if parameter.grad is not None and place % world == rank:

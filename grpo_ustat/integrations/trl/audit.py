@@ -40,8 +40,8 @@ UpdateScores = Callable[[Sequence[tuple[MicroBatch, Array]]], Mapping[str, Array
 """Function that returns sketches of the scores of an update's rows on this rank, [B, R].
 
 The argument is a list of micro-batches, each with the signs of the declared weights of its rows.
-Key "" of the result has the scores of the declared model. Each other key describes another model
-and has the scores of that model. All ranks must call the function together."""
+The result maps "" to the scores of the declared model. Every other key describes another model and
+maps to the scores of that model. All ranks must call the function together."""
 OWN_NORMALISER = "a loss that divides by the tokens of each generation batch"
 
 
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
     # Digest of the row's tokens.
     key: bytes
-    # Number of tokens that count in the loss; 0 for a row that is completely masked.
+    # Number of tokens that contribute to the loss; 0 for a row that is completely masked.
     tokens: int
     # Number of tokens in the row's generation batch, as TRL counts them.
     batch_tokens: float
@@ -73,9 +73,9 @@ class Row(NamedTuple):
 class Consumed(NamedTuple):
     """Rows that an update consumed on one rank."""
 
-    # Rows by micro-batch.
+    # Rows of each micro-batch.
     rows: list[list[Row]]
-    # Digests of the completions whose scores this rank has.
+    # Digests of the completions for which this rank has scores.
     scored: set[bytes]
 
 
@@ -84,22 +84,22 @@ class NotComparedError(Exception):
 
 
 class UpdateAudit:
-    """Comparison of the gradient of an update with `sum_r W_r s_r`, from sketches of both.
+    """Comparison of an update's gradient with `sum_r W_r s_r`, based on sketches of both vectors.
 
     W_r are the weights of the declared loss, computed from rewards and not from TRL's advantages.
     s_r are the scores that `expect` receives. The rows of an update are read from the micro-batches
     that reach `compute_loss`, so the comparison includes the effects of shuffling,
     `steps_per_generation` and a short last window of micro-batches. The gradient is read when it is
-    complete but not yet clipped: before the accelerator clips it, or before the step of a DeepSpeed
-    engine, in which the engine clips it.
+    complete but not yet clipped, which is immediately before the accelerator clips it. A DeepSpeed
+    engine clips the gradient in its step; the gradient is then read before this step.
 
     Training does not change. Ranks communicate only at updates that follow a call of `expect`, so
-    either all ranks or no ranks must call it.
+    `expect` must be called on all ranks or on no rank.
 
     Args:
         trainer: `trl.GRPOTrainer` before `train()`; its `compute_loss`, the `clip_grad_norm_` of
             its accelerator and the `step` of a DeepSpeed engine are wrapped.
-        sketch: sketch of the scores, for the model's parameters by name, without wrappers.
+        sketch: sketch of the scores; its parameter names do not contain the names of wrappers.
         loss: declared loss.
         rescored: function that scores rows with the inputs of the update; its scores replace the
             scores that `expect` receives. None to use the scores from `expect`.
@@ -110,7 +110,7 @@ class UpdateAudit:
     ):
         self.trainer, self.sketch, self.loss = trainer, sketch, loss
         self.rescored = rescored
-        # Results for all expected updates in order, the same on all ranks.
+        # Results for all expected updates in order, equal on all ranks.
         self.results: list[UpdateResult] = []
         self._step = -1
         self._inputs: list[MicroBatch] = []
@@ -128,9 +128,9 @@ class UpdateAudit:
         """Announce a measured generation batch, so that the next update is compared.
 
         Args:
-            scores: sketches of the scores that this rank has, by completion. Groups with equal
-                rewards need no scores, and no scores are needed with `rescored`.
-            groups: all groups of the generation batch, the same on every rank.
+            scores: sketches of the scores that this rank has, keyed by completion. Scores are not
+                needed for groups with equal rewards, or if `rescored` was given.
+            groups: all groups of the generation batch, equal on all ranks.
         """
         if self._expected_at != self.trainer.state.global_step:
             self._forget()
@@ -186,7 +186,7 @@ class UpdateAudit:
             try:
                 audit = self._compare()
                 finding = (audit.ratio, audit.cosine, audit.agrees, audit.sentence())
-            # Any error is the same on all ranks, and training continues.
+            # All ranks raise the same error, and training continues.
             except Exception as error:
                 is_expected = isinstance(error, NotComparedError)
                 text = single_line(error if is_expected else f"{type(error).__name__}: {error}")
@@ -279,7 +279,7 @@ class UpdateAudit:
     def _own_scores(
         self, row_N: Sequence[Row], is_here_N: Mask, declared_N: Array
     ) -> Mapping[str, Array]:
-        """Return the scores of this rank's rows, [O, R], by model; see `UpdateScores`.
+        """Return the scores of this rank's rows, [O, R], for each model; see `UpdateScores`.
 
         Args:
             row_N: rows of all ranks.
@@ -360,15 +360,15 @@ class UpdateAudit:
             share = len(rows) / self.trainer.accelerator.num_processes / args.steps_per_generation
             factor_N = np.array([1 / max(row.batch_tokens, 1) / share for row in row_N])
             description = (
-                f"{OWN_NORMALISER}, here of {args.steps_per_generation} micro-batches "
-                "(steps_per_generation), and not by the tokens of the update's "
-                f"{len(rows) // self.trainer.accelerator.num_processes}"
+                f"{OWN_NORMALISER} ({args.steps_per_generation} micro-batches, as set by "
+                "steps_per_generation), not by the tokens of the update "
+                f"({len(rows) // self.trainer.accelerator.num_processes} micro-batches)"
             )
             weights[description] = advantage_N[loss.baseline] * factor_N * (length_N > 0)
         return weights | other_losses(loss, advantage_N, weight_N, length_N)
 
     def _faults(self) -> list[Fault]:
-        """List known faults of trainers that multiply the gradient by a constant."""
+        """List known trainer faults; each fault multiplies the gradient by a constant."""
         trainer, faults = self.trainer, []
         args, window = trainer.args, len(self._inputs)
         high = getattr(trainer, "epsilon_high", math.inf)
@@ -384,18 +384,20 @@ class UpdateAudit:
         ]
         if window != steps:
             sentence = (
-                f"the window of {window} micro-batches is divided by {steps}, like a full window"
+                f"a window of {window} micro-batches is divided by {steps}, as if it were full"
             )
             faults.append(Fault(window / steps, sentence))
         return faults + divided(trainer.accelerator.num_processes, "processes")
 
     def _hints(self) -> list[str]:
-        """List settings of this run that change the gradient in other ways than by row weights."""
+        """List settings of this run that change the gradient, but not through row weights."""
         trainer, hints = self.trainer, []
         args = trainer.args
         dropout = active_dropout(trainer.model) if self.rescored is None else None
         if dropout:
-            hints.append(f"dropout, {dropout[0]} of {dropout[1]:g}, which the scores do not have")
+            hints.append(
+                f"dropout, {dropout[0]} of {dropout[1]:g}, which the scores do not include"
+            )
         if getattr(trainer, "beta", 0) and self._step:
             hints.append(
                 f"the penalty, beta={trainer.beta:g}, which is not in the declared gradient"
@@ -423,8 +425,7 @@ def _of_all_ranks(item: Any) -> list[Any]:
     """Gather one item from each rank, in rank order.
 
     Raises:
-        NotComparedError: the item of a rank is a text, which describes an error; raised on all
-            ranks.
+        NotComparedError: some rank's item is a text, which describes an error; raised on all ranks.
     """
     items = gather_object([item])
     if faults := [text for text in items if isinstance(text, str)]:

@@ -85,7 +85,7 @@ TRL_POSITIONS = (
     "model, so absolute positions are shifted, unlike during sampling. Use "
     "per_device_train_batch_size=1 and prompts of equal length, or a model with rotary positions"
 )
-# Estimates with intervals that may have no upper end.
+# Estimates whose intervals can lack an upper end.
 RATIOS = ("gstar", "noise_scale", "noise_scale_best")
 
 
@@ -106,7 +106,7 @@ class Options:
         if self.audit_every is not None and self.audit_every < 1:
             raise ConfigError(
                 f"audit_every={self.audit_every} is below 1: use 1 to compare every measured "
-                "update, or None for the first only"
+                "update, or None to compare only the first"
             )
 
 
@@ -114,8 +114,9 @@ class Options:
 class AuditProgress:
     """Progress of the comparison of applied and declared gradients."""
 
-    # First update at which the next comparison is due, and the update that was announced last.
+    # Earliest update for the next comparison.
     due: float = 0
+    # Update that was announced last.
     step: int = -1
     # Number of comparisons that were logged.
     logged: int = 0
@@ -126,27 +127,28 @@ class AuditProgress:
 
 
 class GradientNoiseCallback(TrainerCallback):
-    """Measurement of the gradient noise of a `GRPOTrainer` during training.
+    """Callback that measures the gradient noise of a `GRPOTrainer` during training.
 
-    The callback reports how noisy the gradient is, the relative efficiency of the run's loss, any
-    difference between the applied and the declared gradient, and the best group size.
+    The callback reports the noise of the gradient, the relative efficiency of the run's loss and
+    the best group size. It also reports any difference between the applied gradient and the
+    declared gradient, which the trainer's arguments define.
 
     One in `every` generation batches is scored. Scoring takes one additional forward and backward
     pass over the completions of groups whose rewards differ, and no additional sampling. Batches of
     fewer than four groups are pooled with later batches into windows of 16 groups; see `windows`.
     C1, C2, C3 and the noise scale describe the leave-one-out gradient of the summed reward, in the
-    precision of the weights, with the model's dropout on as in the loss. Training does not change:
+    precision of the weights and with the same dropout as in the loss. Training does not change:
     random states, gradients, modes and parameters are preserved. An error ends only the measurement
     and is reported in a line.
 
     The callback adds metrics to TRL's metrics. `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`,
     `noise_scale` (in rollouts, at the run's group size), `noise_scale_best` (at G*) and
-    `zero_variance` are running means over the windows in the second half of training so far, at
-    least four of them. `seconds` is the time spent on measuring. `grpo_ustat/step/...` are the
+    `zero_variance` are averages over the windows in the second half of the steps so far, and over
+    at least four windows. `seconds` is the time spent on measuring. `grpo_ustat/step/...` are the
     constants of a single window, and `loss/...` give the relative efficiency of the run's loss.
     `audit/ratio` and `audit/cosine` compare the applied and the declared gradient. `sampler_gap` is
-    the mean absolute difference between vLLM's and the model's log-probabilities of a token in the
-    batch, in nats.
+    the absolute difference between vLLM's and the model's log-probabilities of a token in nats,
+    averaged over the batch.
 
     Args:
         trainer: `trl.GRPOTrainer` before `train()`; its method `_generate_and_score_completions` is
@@ -154,11 +156,11 @@ class GradientNoiseCallback(TrainerCallback):
         every: interval between measured generation batches, at least 1; 1 measures every batch.
         audit_every: number of updates between comparisons of the applied and the declared gradient;
             None to compare only the first measured update.
-        completions_at_once: number of completions per pass of the model, halved if memory runs out;
-            None for a whole group.
+        completions_at_once: number of completions per pass through the model, halved if memory runs
+            out; None for a whole group.
         sketch: dimension of the sketch of a completion's score, used for products between prompts.
-        parameters: regular expression, such as "norm". Only parameters whose names contain a match
-            are measured, which takes less time. None for all parameters.
+        parameters: regular expression, for example "norm", or None for all parameters. Only
+            parameters whose names contain a match are measured, which takes less time.
         by_layer: True to gather weights and build graphs layer by layer. If False, this is done
             only for a sharded model whose full weights do not fit in a rank's memory.
         strict: True to raise an error for a trainer that cannot be measured. If False, a line gives
@@ -186,7 +188,7 @@ class GradientNoiseCallback(TrainerCallback):
         # Warnings about sampling, and the reason why the measurement ended.
         self.warnings: list[str] = []
         self.fault = ""
-        # Precision of the weights in the last measurement, and the way in which they were gathered.
+        # Precision of the weights in the last measurement, and the way of gathering the weights.
         self.precision = self.way = ""
         self.seconds = 0.0
         self._begin = time.perf_counter()
@@ -220,7 +222,7 @@ class GradientNoiseCallback(TrainerCallback):
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Report the first finding of the audit, and each update in which the gradients differ."""
+        """Report the audit's first finding, and every update in which the two gradients differ."""
         results = self.audit.results[self._audit.logged :] if self.audit is not None else []
         for result in results:
             self._audit.logged += 1
@@ -263,7 +265,7 @@ class GradientNoiseCallback(TrainerCallback):
                 only_these(model, self.options.parameters),
             ):
                 self.precision = precision_of(model)
-                gathering = "on whole weights" if sharding_of(self.trainer) else ""
+                gathering = "with full weights" if sharding_of(self.trainer) else ""
                 self.way = gathering if layers is None else "layer by layer"
                 self._measure(model, layers, output, step)
             self._open.batches += 1
@@ -282,7 +284,7 @@ class GradientNoiseCallback(TrainerCallback):
     ) -> None:
         """Add the groups of a generation batch to the window, and announce them to the audit.
 
-        Each rank receives all completions, so that the groups it scores are complete.
+        Each rank receives all completions, so that every group that it scores is complete.
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         rows = from_all_ranks(lambda: self._own_rows(output))
@@ -344,7 +346,7 @@ class GradientNoiseCallback(TrainerCallback):
         Args:
             model, layers: scored model; see `scored_weights`.
             groups: all groups of the generation batch.
-            scored: scores by index of the group, the same on all ranks.
+            scored: scores, keyed by group index; they are equal on all ranks.
         """
         trainer = self.trainer
         chosen = self.options.parameters is not None
@@ -422,7 +424,7 @@ class GradientNoiseCallback(TrainerCallback):
         )
 
     def _own_rows(self, output: Mapping[str, Any]) -> list[Completion]:
-        """Return the rows of this rank; the first row of a group has the images of the prompt."""
+        """Return this rank's rows; only the first row of a group includes the prompt's images."""
         trainer = self.trainer
         rows = completions_of(output, tokenizer_of(trainer).pad_token_id)
         before = trainer.accelerator.process_index * len(rows)
@@ -436,9 +438,9 @@ class GradientNoiseCallback(TrainerCallback):
     def _is_scored(self, group: Group) -> bool:
         """Return True if the scores of a group are needed.
 
-        They are needed if the summed rewards differ, or if the loss normalises each reward and the
-        rewards of some function differ. After a warning about sampling, the scores of all groups
-        are needed for the mean score of the first window.
+        Scores are needed if the summed rewards differ. If the loss normalises each function's
+        rewards separately, scores are also needed if the rewards of some function differ. After a
+        warning about sampling, the mean score of the first window needs the scores of all groups.
         """
         if self.warnings and not self.windows:
             return True
@@ -446,7 +448,7 @@ class GradientNoiseCallback(TrainerCallback):
         return group.varies or (each and group.varies_by_function)
 
     def _close(self) -> None:
-        """Close the open window and log the estimates; discard a window without two groups."""
+        """Close the open window and log the estimates; discard a window of fewer than 2 groups."""
         ended, self._open = self._open, OpenWindow()
         groups = ended.groups
         if len(groups) < 2:
@@ -471,7 +473,7 @@ class GradientNoiseCallback(TrainerCallback):
         self._log(self.windows[-1])
 
     def judge_own_loss(self, draws: int = 100) -> None:
-        """Estimate the relative efficiency of the run's loss from the groups that are kept.
+        """Estimate the relative efficiency of the run's loss from the groups of recent windows.
 
         Only the main process calls this method. An error becomes the reason why the efficiency is
         unknown and is not raised, because the other ranks continue training.
@@ -510,7 +512,7 @@ class GradientNoiseCallback(TrainerCallback):
     def estimate(self) -> NoiseEstimate | None:
         """Return averages over `recent()` with intervals; None if nothing was measured.
 
-        Intervals that `withheld` names are undetermined.
+        The intervals listed by `withheld` are undetermined.
         """
         size, steps = self.trainer.num_generations, [window.terms for window in self.recent()]
         if not steps:
@@ -547,24 +549,24 @@ class GradientNoiseCallback(TrainerCallback):
         metrics = self.trainer._metrics["train"]
         for name, value in values.items():
             if np.isfinite(value):
-                # TRL averages lists, but a mean of ratios is not a ratio of means, so the list has
-                # a single item.
+                # TRL averages each list. A mean of ratios is not a ratio of means, so each list
+                # has a single item.
                 metrics[f"{PREFIX}/{name}"] = [float(value)]
         line = step_line(estimate.intervals, self.own_loss)
         way = f"scored {self.way}; " if self.way else ""
         self._print(f"{PREFIX} step {window.last}: {line}; {way}{self._cost()} so far")
 
     def _cost(self) -> str:
-        """Return the time spent on measuring, also as a share of the time since training began."""
+        """Return the time spent on measuring, and its share of the time since training began."""
         share = 100 * self.seconds / (time.perf_counter() - self._begin)
         return f"{self.seconds:.1f} s, {share:.0f} % of the time"
 
     def summary(self) -> list[str]:
         """Return lines that summarise the current estimates.
 
-        They contain the relative efficiency of the run's loss (estimated only on the main process),
-        advice to keep, raise or lower the group size, the estimates behind the advice, and the cost
-        of measuring.
+        The lines contain the relative efficiency of the run's loss (estimated only on the main
+        process), advice to keep, raise or lower the group size, the estimates behind the advice,
+        and the cost of measuring.
         """
         estimate = self.estimate()
         if estimate is None:
@@ -595,11 +597,12 @@ class GradientNoiseCallback(TrainerCallback):
             return (
                 f"{without} of {rows} completions had no finite reward ({functions} gave None, NaN "
                 f"or infinity), but a group needs finite rewards for all {size} completions: let a "
-                "reward function return a number for every completion, 0 if it cannot judge"
+                "reward function return a number for every completion (for example 0 if it cannot "
+                "judge a completion)"
             )
         return (
-            f"training ended after {rows // size} group of {size} completions, but two groups are "
-            "needed: use more steps, or more prompts per step"
+            f"training ended after {rows // size} of the 2 groups (of {size} completions) that a "
+            "measurement needs: use more steps, or more prompts per step"
         )
 
     def _print(self, *lines: str) -> None:

@@ -1,7 +1,8 @@
-"""Complete groups of the completions in a TRL generation batch, with their rewards.
+"""Complete groups of completions from a TRL generation batch, with rewards.
 
 TRL returns the rows of a generation batch in rank order, with the G completions of a prompt in
-consecutive rows. A group may begin on one rank and end on the next rank. TRL gathers the rewards.
+consecutive rows. A group can begin on one rank and end on the next rank. TRL gathers the rewards
+from all ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Completion:
     # Token ids including the end-of-sequence token.
     prompt_ids: list[int]
     completion_ids: list[int]
-    # True for each completion token that the policy wrote; None: the policy wrote all tokens.
+    # True for each completion token that the policy wrote; None if the policy wrote all tokens.
     written: list[bool] | None = None
-    # True if the row counts in TRL's loss; False if `mask_truncated_completions` masked it.
+    # True if the row contributes to TRL's loss; False if `mask_truncated_completions` masked it.
     counted: bool = True
     # Images of the prompt, see `images.row_images`; present only in the first row of a group.
     images: dict[str, torch.Tensor] | None = None
@@ -50,7 +51,7 @@ class Group:
     completions: list[Completion]
     # Weighted sum of the rewards of each completion.
     rewards_G: Array
-    # Rewards by reward function; NaN if the function returned None.
+    # Rewards from each reward function; NaN if the function returned None.
     rewards_GF: Array
 
     @property
@@ -89,9 +90,9 @@ def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion
     """Parse the rows that `_generate_and_score_completions` returned.
 
     Completions that `mask_truncated_completions` masked are recovered. A truncated completion has
-    no end-of-sequence token, so it ends at its last token that is not padding. Its score is needed:
-    all formulas here assume scores with expectation 0 over the completions of a prompt, and this
-    would not hold if scores were set to 0 depending on length.
+    no end-of-sequence token, so it ends at its last token that is not padding. Truncated
+    completions need scores, because all formulas here assume that the expected score over the
+    completions of a prompt is 0. This assumption fails if scores are set to 0 depending on length.
 
     Args:
         output: dictionary with `prompt_ids` and `prompt_mask` (padded on the left),
@@ -118,13 +119,13 @@ def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion
 def logged_rewards(
     logged: Mapping[str, Sequence[float]], weights: torch.Tensor, rows: int
 ) -> tuple[Array, Array]:
-    """Return the weighted sum of each row's rewards, as in TRL, and the rewards by function.
+    """Return the weighted sum of each row's rewards, as in TRL, and each function's rewards.
 
     The sum is NaN if a row has no reward. The rewards have the shape [rows, functions].
 
     Args:
-        logged: rewards of the last rows on all ranks, by reward function, in row order. A value is
-            None or NaN if the function returned None.
+        logged: rewards of the most recent rows on all ranks, keyed by reward function, in row
+            order. A value is None or NaN if the function returned None.
         weights: weights of the reward functions.
         rows: number of rows of this generation batch on all ranks.
     """
@@ -149,10 +150,10 @@ def tokenizer_of(trainer: Any) -> Any:
 
 
 def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the sum of |log-probability by the sampler - by the model|, and the token count.
+    """Return the sum of |log p_sampler - log p_model| over tokens, and the number of tokens.
 
-    The sum is over tokens that the policy wrote. TRL logs the sampler's log-probabilities only with
-    vLLM; otherwise the count is 0.
+    Only tokens that the policy wrote are included. TRL logs the sampler's log-probabilities only
+    with vLLM; without vLLM the number of tokens is 0.
 
     Args:
         output: result of `_generate_and_score_completions`. Tokens that vLLM could not score have
@@ -173,7 +174,7 @@ def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
 def whole_groups(
     completions: Sequence[Completion], rewards_R: Array, rewards_RF: Array, group_size: int
 ) -> tuple[list[Group], int]:
-    """Return the groups of a generation batch with finite rewards, and the number of other groups.
+    """Return the groups whose rewards are all finite, and the number of other groups.
 
     Args:
         completions: rows of all ranks, in rank order.
@@ -182,7 +183,7 @@ def whole_groups(
     """
     if len(completions) % group_size:
         raise ConfigError(
-            f"{len(completions)} completions are no multiple of num_generations={group_size}"
+            f"{len(completions)} completions are not a multiple of num_generations={group_size}"
         )
     groups, unknown = [], 0
     for start in range(0, len(completions), group_size):

@@ -16,11 +16,11 @@ BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 
 
 def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
-    """Return the image inputs of the model for a row, on the CPU, for `completion_scores`.
+    """Return the model's image inputs for a row, on the CPU, for `completion_scores`.
 
-    The result is empty if the row has no images. All rows of a group have the same images. The
-    images of a batch are concatenated in row order, and `num_images[i]` of them belong to row i, as
-    in TRL's `_get_per_token_logps_and_entropies`.
+    The result is empty if the row has no images. All rows of a group have the same images. As in
+    TRL's `_get_per_token_logps_and_entropies`, the images of a batch are concatenated in row order,
+    and row i has `num_images[i]` images.
 
     Args:
         output: result of `_generate_and_score_completions`.
@@ -39,8 +39,8 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
             types_T = output[name][row]
             if types_T[width:].any():
                 raise ConfigError(
-                    "a tool put images into a completion, so the images within its group differ. "
-                    "This cannot be measured: let tools return text"
+                    "a tool put images into a completion, so the images within the completion's "
+                    "group differ. Such a group cannot be measured: let tools return text"
                 )
             images[name] = types_T[:width][real]
     for name in BY_IMAGE:
@@ -57,7 +57,7 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
         start = sum(output["num_tiles"][:row])
         place = slice(start, start + output["num_tiles"][row])
     elif pixels.dim() == 5 or len(pixels) != sum(counts):
-        # The first axis is the row, with padded images.
+        # The first axis has one entry per row, with padded images.
         place = by_row
     else:
         place = slice(first, last)

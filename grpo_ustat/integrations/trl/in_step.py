@@ -1,9 +1,9 @@
-"""Layer-by-layer gathering of the weights of a sharded model, with all ranks in step.
+"""Layer-by-layer gathering of a sharded model's weights, with all ranks in step.
 
-All ranks must take part in each gathering, but each rank scores its own groups, and a rank may have
-shorter groups, no group, or a group that fails. So a round has a fixed sequence of gatherings, from
-the first layer to the last and back. A rank that does not need a gathering, or never reaches it,
-gathers the weights and releases them.
+All ranks must take part in each gathering, but each rank scores different groups. A rank can have
+shorter groups than other ranks, no group, or a group that cannot be scored. A round is therefore a
+fixed sequence of gatherings, from the first layer to the last and back. If a rank does not need a
+gathering, or does not reach it, the rank gathers the weights and releases them immediately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Gather = Callable[[nn.Module, Sequence[nn.Module]], Gathered]
 
 
 class LayersInStep:
-    """Layers of a model that have their weights only within a block of `weights`.
+    """Layers of a model whose full weights are available only within a `weights` block.
 
     Args:
         layers: layers in the order in which the model calls them.
@@ -46,7 +46,7 @@ class LayersInStep:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Take the weights out of all layers within the block; all ranks must enter together."""
+        """Remove the weights from all layers within the block; all ranks must enter together."""
         try:
             for layer in self.layers:
                 sizes, gathered = self._gather(layer, ())
@@ -83,7 +83,7 @@ class LayersInStep:
 
     @contextmanager
     def weights(self, layer: nn.Module) -> Iterator[None]:
-        """Give a layer its weights within the block."""
+        """Make a layer's full weights available within the block."""
         while self._ahead and self._ahead[0] is not layer:
             self._skip()
         if not self._ahead:
@@ -93,7 +93,7 @@ class LayersInStep:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Give each layer its weights while the layer is called, within the block."""
+        """Gather each layer's weights whenever the layer is called within the block."""
 
         def compute(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             """Return a forward function that gathers the layer's weights first."""
@@ -116,7 +116,7 @@ class LayersInStep:
 
     @contextmanager
     def _gathered(self, layer: nn.Module) -> Iterator[None]:
-        """Give a layer its full weights within the block."""
+        """Gather a layer's full weights for the block."""
         places, self._reserve = self._places[layer], []
         # FSDP1 would mistake a stand-in for a changed weight.
         for place in places:
@@ -151,8 +151,8 @@ class LayersInStep:
 class _Place:
     """Place of a trainable parameter in a layer.
 
-    A stand-in parameter always has the shape of the original. Its values are NaN while the layer
-    has no weights, so that any computation with them would be noticed.
+    A stand-in parameter has the shape of the original parameter. Its values are NaN while the layer
+    has no weights, so any computation with missing weights gives NaN.
     """
 
     def __init__(self, module: nn.Module, name: str, stand_in: nn.Parameter):
@@ -164,7 +164,7 @@ class _Place:
         self.module._parameters[self.name] = parameter
 
     def fill(self) -> nn.Parameter:
-        """Replace the current parameter by the stand-in with its weights; return the parameter."""
+        """Install the stand-in with the current parameter's weights; return that parameter."""
         parameter = self.module._parameters[self.name]
         assert parameter is not None
         self.stand_in.data = parameter.data
@@ -172,7 +172,7 @@ class _Place:
         return parameter
 
     def leave(self) -> None:
-        """Replace the sharded parameter, which is kept, by the stand-in without weights."""
+        """Install the stand-in without weights; keep the sharded parameter in `sharded`."""
         self.sharded = self.module._parameters[self.name]
         self.stand_in.data = _nothing(self.stand_in)
         self.put(self.stand_in)
@@ -195,10 +195,10 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def separate_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model whose weights can be gathered layer by layer.
+    """Return a model's layers if the model's weights can be gathered layer by layer.
 
-    The list is empty if the model does not consist of such layers, or if a layer shares a weight
-    with a module outside the layer.
+    The list is empty if the model does not consist of supported layers, or if a layer shares a
+    weight with a module outside the layer.
     """
     by_layer = LayerByLayer(causal(model))
     layer_of = {module: layer for layer in by_layer.layers for module in layer.modules()}

@@ -31,7 +31,7 @@ def end_lines(
     scores: str,
     cost: str,
 ) -> list[str]:
-    """Return the summary: advice in the first line, the data behind it in the second, and remarks.
+    """Return the summary: a line of advice, a line with the estimates behind it, and remarks.
 
     Args:
         estimate: estimate from the recent windows.
@@ -60,7 +60,8 @@ def end_lines(
         lines.append(sizes)
     if estimate.heavy:
         lines.append(
-            "A few groups dominate the estimates, so 95 % intervals may cover less than 90 %."
+            "A few groups dominate the estimates, so the coverage of the 95 % intervals may be "
+            "below 90 %."
         )
     if unknown := sum(window.unknown for window in windows):
         lines.append(f"Groups left out because a completion has no reward: {unknown}.")
@@ -71,7 +72,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
     """Describe G*, the noise scale and the share of groups with equal rewards."""
     share = intervals["zero_variance"]
     if share.estimate == 1:
-        return "all groups have equal rewards, so there is no gradient to measure"
+        return "the rewards are equal within every group, so there is no gradient to measure"
     best = in_words(intervals["gstar"], MIN_GSTAR, digits=1)
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
         # Groups of 2 give only bounds of G*.

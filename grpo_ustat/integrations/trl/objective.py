@@ -1,4 +1,4 @@
-"""Relative efficiency of the loss that the arguments of a TRL run define, with the result in words.
+"""Relative efficiency of the loss that a TRL run's arguments define, and sentences about it.
 
 At the first update of a batch, TRL 1.16 applies the row weights of `estimators.row_weights`. Other
 effects of the arguments on the gradient are reported by `unmeasured` or `described`.
@@ -21,12 +21,12 @@ from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
-# Number that TRL adds to a standard deviation.
+# Constant that TRL adds to standard deviations.
 EPSILON = 1e-4
 EACH_REWARD = "normalize_then_sum"
 # Number of pairs of batches for losses whose weights depend on all rows of a batch.
 DRAWS = 100
-# Names of baselines by `scale_rewards`.
+# Name of the baseline for each value of `scale_rewards`.
 BASELINE_NAMES = {"none": "group_mean", "group": "group_std", "batch": "batch_std"}
 WORDS = {
     "group_mean": "no std", "group_std": "std of the group", "batch_std": "std of the batch",
@@ -59,7 +59,7 @@ def loss_of(trainer: Any) -> Loss:
 
 
 def unmeasured(trainer: Any) -> str | None:
-    """Return the reason why a trainer's loss cannot be measured, or None if it can be."""
+    """Return the reason why a trainer's loss cannot be measured, or None if it can be measured."""
     args = trainer.args
     for method in ("_compute_loss", "_generate_and_score_completions"):
         owners = [kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind)]
@@ -70,11 +70,9 @@ def unmeasured(trainer: Any) -> str | None:
     if args.scale_rewards not in BASELINE_NAMES:
         return f"scale_rewards={args.scale_rewards} is not one of {', '.join(BASELINE_NAMES)}"
     if args.top_entropy_quantile < 1:
-        return (
-            f"top_entropy_quantile={args.top_entropy_quantile} leaves out tokens by their entropy"
-        )
+        return f"top_entropy_quantile={args.top_entropy_quantile} excludes tokens by their entropy"
     if args.entropy_coef or args.use_adaptive_entropy:
-        return "its entropy bonus is not part of the scores"
+        return "the entropy bonus is not part of the scores"
     if args.delta is not None and args.delta < 1:
         return f"delta={args.delta} clips every ratio of a positive advantage"
     return None
@@ -103,7 +101,7 @@ def without_batches(trainer: Any) -> str:
 
 
 def described(trainer: Any) -> str:
-    """Describe the loss in a few words, and name its terms that are not measured.
+    """Describe the loss in a few words, including terms that are not measured.
 
     >>> from types import SimpleNamespace as Some
     >>> args = Some(loss_type="dapo", scale_rewards="group", mask_truncated_completions=True,
@@ -135,19 +133,20 @@ class OwnLoss:
     groups: int
     # Reason why the efficiency is unknown, in words.
     reason: str | None = None
-    # True if, by theory, the expected update has the direction of the gradient.
+    # True if theory implies that the expected update has the direction of the gradient.
     unbiased: bool = False
-    # Objective of the unbiased gradient, in words; empty unless rewards are normalised separately.
+    # Objective of the unbiased gradient, in words; empty unless the loss normalises the rewards of
+    # each function separately.
     compared: str = ""
     # Relative efficiency at G; None if it is unknown for the given `reason`.
     efficiency: RelativeEfficiency | None = None
-    # Efficiency of groups of g relative to groups of G, by g < G, with simultaneous 95 % intervals
-    # (Bonferroni).
+    # Efficiency of groups of size g relative to groups of size G, keyed by g < G, with simultaneous
+    # 95 % intervals (Bonferroni).
     against: dict[int, Interval] = field(default_factory=dict[int, Interval])
 
     @property
     def decided(self) -> bool:
-        """True if the efficiency has an interval with two ends."""
+        """True if the relative efficiency has a finite estimate."""
         return self.efficiency is not None and math.isfinite(
             self.efficiency.efficiency_same_g.estimate
         )
@@ -161,7 +160,7 @@ class OwnLoss:
 
     @property
     def better(self) -> int | None:
-        """Best of the smaller group sizes that are significantly better; None if there is none."""
+        """Best smaller group size, or None if no smaller size is significantly better."""
         better = {g: x.estimate for g, x in self._finite_sizes.items() if x.low > 1}
         return max(better, key=lambda g: better[g], default=None)
 
@@ -176,13 +175,13 @@ class OwnLoss:
         return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._finite_sizes.values())
 
     def line(self) -> str:
-        """Return a sentence with the efficiency and the direction, or why they are unknown."""
+        """Return a sentence with the efficiency and the direction, or why they are not known."""
         loss = f"Your loss ({self.words})"
         if self.efficiency is None:
             return f"{loss}: {self.reason}."
         if not self.decided:
             return (
-                f"{loss}: the relative efficiency is not decided from {self.groups} groups"
+                f"{loss}: {self.groups} groups do not determine the relative efficiency"
                 f"{self._noise()}."
             )
         direction = "unbiased" if self.unbiased else f"cos {_two_digits(self.cosine)}"
@@ -199,11 +198,11 @@ class OwnLoss:
         """
         if not self.decided or self.unbiased or not self._finite_sizes:
             return ""
-        verdict = "the data do not say which size is best for it"
+        verdict = "the data do not show which size is best"
         if self.better is not None:
-            verdict = f"groups of {self.better} are better for it"
+            verdict = f"groups of {self.better} are significantly better"
         elif self.none_better:
-            verdict = "none is significantly better for it"
+            verdict = "no smaller size is significantly better"
         each = ", ".join(
             f"{_two_digits(x)} in groups of {g}" for g, x in self._finite_sizes.items()
         )
@@ -235,7 +234,7 @@ class OwnLoss:
         if not math.isfinite(share):
             return ""
         ends = f"[{low:.0f}, {high:.0f}]"
-        return f", an update of {self.rollouts} rollouts is {share:.0f} {ends} % noise"
+        return f"; an update of {self.rollouts} rollouts is {share:.0f} {ends} % noise"
 
 
 def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int = DRAWS) -> OwnLoss:
@@ -271,15 +270,15 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
 
 
 def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
-    """Return a pool with rewards by function, treated as TRL treats them with `EACH_REWARD`.
+    """Return a pool in which None rewards are treated as TRL treats them with `EACH_REWARD`.
 
     If a function returned None for all completions of a group, it has no effect on the group, as if
     its rewards were equal. If a function returned None for only some completions of a group, TRL
-    normalises its remaining rewards among themselves. This is not a baseline of complete groups, so
-    the group is left out.
+    normalises the function's remaining rewards among themselves. No baseline here does this, so the
+    group is left out.
 
     Args:
-        pool: pool with rewards by function, NaN if a function returned None.
+        pool: pool with the rewards of each function; NaN if a function returned None.
         weights_F: weights of the reward functions.
     """
     assert pool.rewards_PNF is not None
@@ -305,7 +304,7 @@ def ratio_factors(
     Args:
         trainer: `trl.GRPOTrainer` with the arguments of the loss.
         log_ratio_BT: log pi - log pi_old of each token.
-        mask_BT: 1 on tokens that count.
+        mask_BT: 1 for tokens that contribute to the loss.
         sign_B: sign of each row's advantage, -1 or 1, which determines the clipping of ratios.
 
     Returns:
@@ -335,7 +334,7 @@ def ratio_factors(
 
 
 def _smaller(size: int) -> list[int]:
-    """Return the sizes from repeated halving of a group size, as long as they are integers >= 2.
+    """Return the integers >= 2 that repeated halving of a group size gives.
 
     >>> _smaller(16), _smaller(12), _smaller(5)
     ([2, 4, 8], [3, 6], [])
@@ -350,7 +349,10 @@ def _smaller(size: int) -> list[int]:
 def _reason(fault: Refusal, size: int, rollouts: int) -> str:
     """Return the reason for a refusal in terms of a training run."""
     if fault.kind in ("questions", "coupled questions"):
-        return f"not decided yet; {fault.needed} groups are needed, {fault.available} were measured"
+        return (
+            f"not decided yet; {fault.needed} groups are needed, but only {fault.available} were "
+            "measured"
+        )
     if fault.kind == "no multiple":
         return f"an update of {rollouts} rollouts is not a multiple of num_generations={size}"
     return f"it cannot be measured here ({fault.kind})"

@@ -1,8 +1,8 @@
-"""Tests of whether the scored policy is the sampling policy, by trainer arguments and mean score.
+"""Tests of whether the scored policy wrote the completions, from arguments and the mean score.
 
-Under the policy that wrote the completions, the mean score is 0. TRL's loss and the scores use the
-softmax of all logits at `temperature`. If other arguments change the sampling, or if dropout is on,
-the policy in the loss and in the scores is not the policy that wrote the completions. The measured
+The expected score is 0 under the policy that wrote the completions. TRL's loss and the scores use
+the softmax of all logits at `temperature`. If other arguments change the sampling, or if dropout is
+active, the policy in the loss and in the scores did not write the completions. The measured
 noise is then still the noise of the gradient that TRL applies, but this gradient is not the
 gradient of the expected reward of sampled completions.
 """
@@ -18,11 +18,11 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.policy.dropout import active_dropout
 from grpo_ustat.records import Array
 
-# Minimum number of groups for an interval. With fewer groups, intervals were above 0 too often even
-# if the scored policy wrote the completions.
+# Minimum number of groups for an interval. With fewer groups, too many intervals were above 0 when
+# the scored policy had written the completions.
 MIN_GROUPS = 8
-CUT = "leaves tokens out when TRL samples"
-MOVED = "moves probabilities when TRL samples"
+CUT = "excludes tokens when TRL samples"
+MOVED = "changes probabilities when TRL samples"
 # Effect of each argument, and the values that have no effect.
 NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
     "top_k": (CUT, (None, -1, 0)),
@@ -70,14 +70,14 @@ def sampling_warnings(trainer: Any) -> list[str]:
             sentences.append(
                 f"{name}={kwargs[name]} {effect}, but not in its loss. C1, C2 and C3 describe the "
                 "gradient that TRL applies, which is not the gradient of the sampled reward. Use "
-                f"{name}={values[-1]}, or leave it out."
+                f"{name}={values[-1]}, or remove the argument."
             )
     if dropout := active_dropout(trainer.model):
         name, rate = dropout
         masks = "without dropout" if getattr(trainer, "use_vllm", False) else "with other masks"
         sentences.append(
-            f"{name} is {rate}. TRL computes its loss with dropout, so scores are also computed "
-            "with dropout, with separate masks for each completion, and C1, C2 and C3 include the "
+            f"{name} is {rate}. TRL computes its loss with dropout. The scores therefore use "
+            "dropout too, with separate masks for each completion, and C1, C2 and C3 include the "
             f"noise of the masks. TRL samples {masks}, so the applied gradient is not exactly the "
             "gradient of the sampled reward."
         )
@@ -90,18 +90,18 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
         T / q,   T = mean over groups of sum_{i != j} <s_i, s_j> / (G (G-1)),   q = mean ||s_i||^2
 
     T is an unbiased estimate of E||E[s | x]||^2, which is 0 if the scored policy wrote the
-    completions. So an interval above 0 shows that another policy wrote them. An interval that
-    covers 0 proves nothing: if the policy is peaked, a change in the probabilities of the remaining
-    tokens hardly changes the mean score.
+    completions. An interval above 0 therefore shows that another policy wrote them. An interval
+    that covers 0 proves nothing. If the policy is peaked, a change in the probabilities of the
+    unlikely tokens hardly changes the mean score.
 
     In simulations in which the scored policy wrote the completions, at most 1.5 % of the intervals
-    were above 0, except for 8 groups of 2 (4.3 %). They covered softmax policies over 12 tokens
-    from flat to peaked and 8 to 64 groups of 2 to 16, with 4000 batches per case. With 4 groups up
-    to 31 % were above 0.
+    were above 0, except for 8 groups of 2 completions (4.3 %). The simulations covered softmax
+    policies over 12 tokens, from flat to peaked, and 8 to 64 groups of 2 to 16 completions, with
+    4000 batches per case. With 4 groups, up to 31 % of the intervals were above 0.
 
     Args:
         grams_PGG: <s_i, s_j> of all groups of one or more batches. Groups with equal rewards must
-            be included, because the completions are otherwise not a sample of the policy.
+            be included, because without them the completions are not a random sample of the policy.
 
     Returns:
         The share with a jackknife interval over groups. The upper end is at least 0, because the
@@ -130,7 +130,8 @@ def mean_score_warning(share: Interval) -> list[str]:
     value, low, high = (100 * x for x in share)
     return [
         f"The mean score is not 0: its square is {value:.1f} % [{low:.1f}, {high:.1f}] of "
-        "E||s||^2. So another policy wrote these completions, and the applied gradient is not the "
-        "gradient of the sampled reward. Check dropout, the sampling arguments, and the weights in "
-        "the sampler. In groups of 2 or 3, the relative error of C2 and C3 is about this share."
+        "E||s||^2. Another policy therefore wrote these completions, and the applied gradient is "
+        "not the gradient of the sampled reward. Check dropout, the sampling arguments, and the "
+        "weights in the sampler. In groups of 2 or 3, the relative error of C2 and C3 is about "
+        "this share."
     ]

@@ -1,4 +1,4 @@
-"""Scoring of a run's groups without changes to its model, and communication between ranks."""
+"""Scoring of a run's groups without changing the model, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ class GroupScorer:
     """Scorer for the groups of a `GRPOTrainer`.
 
     The scores of two completions are checked against plain differentiation. If the model has
-    dropout, scores are computed with dropout on and with separate masks for each completion, as in
-    TRL's loss. The masks of different groups are independent on any rank. They have the same
-    distribution as the masks of the update, which are drawn later; `update_scores` repeats the
-    draws of the update.
+    dropout, scores are computed with active dropout and with separate masks for each completion, as
+    in TRL's loss. The masks of different groups are independent, whichever ranks score the groups.
+    They have the same distribution as the masks of the update, which are drawn later.
+    `update_scores` repeats the draws of the update.
 
     Args:
         trainer: trainer whose groups are scored.
-        completions_at_once: number of completions per pass of the model; halved if memory runs out.
+        completions_at_once: number of completions per pass through the model; halved if memory
+            runs out.
         sketch_size: dimension of the sketch of a completion's score.
     """
 
@@ -68,7 +69,7 @@ class GroupScorer:
         # of |log pi/pi_old| over tokens, the number of clipped tokens, and the number of tokens.
         self.ratio_gaps = np.zeros(3)
         self._checked = False
-        # Number of batches that were scored, the same on all ranks.
+        # Number of scored batches, equal on all ranks.
         self._batches = 0
 
     def sketch_of(self, model: Any) -> Sketch:
@@ -84,12 +85,12 @@ class GroupScorer:
 
         Args:
             model: model with full weights, or with layers whose weights are gathered in step.
-            groups: groups by index in the batch, the same on all ranks.
-            layers: layers in step, with which each rank scores one group per round; None with full
-                weights.
+            groups: groups, keyed by index in the batch; equal on all ranks.
+            layers: layers whose weights are gathered in step, so that each rank scores one group
+                per round; None with full weights.
 
         Returns:
-            Scores by index of the group.
+            Scores, keyed by index of the group.
         """
         accelerator, places = self.trainer.accelerator, list(groups)
         self._batches += 1
@@ -99,7 +100,7 @@ class GroupScorer:
             return dict(
                 from_all_ranks(lambda: [(p, self.scores(model, groups[p], p)) for p in rank_places])
             )
-        # Scoring with full weights may have halved the number on some of the ranks.
+        # Earlier scoring with full weights can have halved `at_once` on some of the ranks.
         self.at_once = min(from_all_ranks(lambda: [self.at_once]))
         scores: dict[int, GroupScores] = {}
         while len(scores) < len(places):
@@ -108,7 +109,7 @@ class GroupScorer:
             def attempt(
                 group_places: Sequence[int] = rank_places,
             ) -> list[tuple[int, GroupScores] | None]:
-                """Score this rank's group of the round; return [None] if its memory ran out."""
+                """Score this rank's group of the round; return [None] if memory ran out."""
                 with layers.round(self._passes()):
                     try:
                         return [
@@ -134,13 +135,13 @@ class GroupScorer:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            # Within the handler, the error would still hold the allocated memory.
+            # Inside the handler, the error would still keep memory allocated.
             self._halve()
 
     def _scores(
         self, model: Any, group: Group, place: int, layers: LayersInStep | None
     ) -> GroupScores:
-        """Score a group with the dropout masks for its index; the first call checks the scores."""
+        """Score a group with the dropout masks of its index; the first call checks the scores."""
         trainer = self.trainer
         tokenizer = tokenizer_of(trainer)
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
@@ -159,7 +160,7 @@ class GroupScorer:
             )  # fmt: skip
 
     def _states(self, model: Any, place: int) -> RandomStates:
-        """Return generator states for the dropout masks of a group, by its index in this batch."""
+        """Return generator states for the dropout masks of the group at an index of this batch."""
         seeds = [self.trainer.args.seed, self._batches, place]
         (seed,) = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
         return seeded_states(model.device, int(seed))
@@ -172,7 +173,7 @@ class GroupScorer:
         sign_B: Array,
         trl_positions: bool,
     ) -> Array:
-        """Sketch the scores of a micro-batch's rows with the masks of TRL's loss, [B, R].
+        """Sketch the scores of a micro-batch's rows with the dropout masks of TRL's loss, [B, R].
 
         The gradient of each token is multiplied by a factor that depends on its ratio pi/pi_old.
 
@@ -181,7 +182,8 @@ class GroupScorer:
             inputs: inputs of the loss.
             states: states of the random generators before the loss.
             sign_B: sign of each row's advantage, -1 or 1.
-            trl_positions: True for the positions in TRL's loss, which passes none to the model.
+            trl_positions: True to use the positions of TRL's loss, which passes no positions to
+                the model.
         """
         if inputs.get("pixel_values") is not None:
             raise ConfigError("the rows of a micro-batch have images of several prompts")
@@ -210,7 +212,7 @@ class GroupScorer:
                 sign = torch.from_numpy(sign_B).to(log_ratio_BT)
                 factors_BT = ratio_factors(self.trainer, log_ratio_BT, counts_BT, sign)
                 if factors_BT is None:
-                    raise ConfigError("pi and pi_old of its loss have different dropout masks")
+                    raise ConfigError("pi and pi_old of the loss have different dropout masks")
                 weights_BT = counts_BT * factors_BT
                 gap_BT, cut_BT = log_ratio_BT.abs(), (weights_BT == 0) * counts_BT
                 sums = (gap_BT * counts_BT).sum(), cut_BT.sum(), counts_BT.sum()
@@ -247,7 +249,7 @@ class GroupScorer:
         return bool(share > (1e-3 if model.dtype.itemsize >= 4 else 0.1))
 
     def _passes(self) -> int:
-        """Return the number of passes of the model for a group."""
+        """Return the number of passes through the model for a group."""
         return math.ceil(self.trainer.num_generations / self.at_once)
 
     def _halve(self) -> None:
@@ -260,7 +262,7 @@ class GroupScorer:
 
     @contextmanager
     def reads_group(self, layers: LayersInStep | None) -> Iterator[None]:
-        """Allow a call of `logprobs` within the block; with layers in step all ranks enter it."""
+        """Allow a call of `logprobs` within the block; with `layers`, all ranks must enter it."""
         if layers is None:
             yield
             return

@@ -1,10 +1,11 @@
 """Gathering of the full weights of a sharded model: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
 
 Scores need full parameters with their original shapes and names. All parameters are gathered before
-scoring and released afterwards. During scoring the frameworks' hooks are off, because they gather
-and release one layer at a time, so all ranks would have to score in step. Without hooks no rank
-waits for another rank until the end, and a rank that fails does not delay the others. If the full
-weights do not fit in the memory of some rank, they are gathered layer by layer; see `in_step`.
+scoring and released afterwards. The frameworks' hooks gather and release one layer at a time, which
+would force all ranks to score in step. The hooks are therefore removed during scoring. Without
+hooks no rank waits for another rank until the end, and a rank that fails does not delay the other
+ranks. If the full weights do not fit in the memory of some rank, they are gathered layer by layer;
+see `in_step`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from grpo_ustat.policy.memory import out_of_memory
 
 INSTEAD = "measure checkpoints with grpo-ustat mse model=CHECKPOINT"
 NO_MEMORY = "out of memory for the full weights of the model"
-# Attributes in which the wrappers of FSDP1 and torch's activation checkpointing hold the module.
+# Names under which the wrappers of FSDP1 and torch's activation checkpointing store a module.
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def sharding_of(trainer: Any) -> str:
-    """Return the sharding of a trainer's parameters: "ZeRO-3", "FSDP1", "FSDP2", or "" if none."""
+    """Return the kind of parameter sharding: "ZeRO-3", "FSDP1", "FSDP2", or "" without sharding."""
     state = trainer.accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -66,7 +67,7 @@ def check_sharding(trainer: Any) -> None:
 def _offloads(policy: Any) -> bool:
     """Return True if accelerate's `cpu_offload` setting offloads parameters.
 
-    The setting is a bool, FSDP1's `CPUOffload` or a policy of FSDP2.
+    The setting is a bool, FSDP1's `CPUOffload` or an FSDP2 policy.
     """
     if isinstance(policy, bool):
         return policy
@@ -77,12 +78,12 @@ def _offloads(policy: Any) -> bool:
 def scored_weights(
     trainer: Any, by_layer: bool = False
 ) -> Iterator[tuple[Any, LayersInStep | None]]:
-    """Gather the weights of the model on this rank, with the names and shapes of a single process.
+    """Gather the model's weights on this rank, with the names and shapes of an unsharded model.
 
     Yields the model with full weights, and None. If the full weights do not fit in the memory of
     some rank, yields the model and the layers whose weights are gathered in step. All ranks must
-    enter and leave the block together. Within the block, ranks work independently with full
-    weights, and in rounds with layers in step. Weights must not be changed.
+    enter and leave the block together. With full weights, the ranks work independently within the
+    block. With layer-by-layer gathering, they work in rounds. Weights must not be changed.
 
     Args:
         trainer: trainer with the model, which may be unsharded.
@@ -93,14 +94,14 @@ def scored_weights(
         model, gather = SHARDED[sharding](trainer)
         sizes, gathered = gather(model, ())
         layers = None
-        # Checked first, because the other ranks would wait forever for a rank that ran out of
-        # memory later.
+        # Memory is checked first, because the other ranks would wait forever for a rank that ran
+        # out of memory later.
         if by_layer or (sharding and not _fit_on_all_ranks(sizes, model.device)):
             layers = LayersInStep(_layers(model, by_layer), gather)
             sizes, gathered = gather(model, layers.layers)
             largest = max((gather(layer, ())[0] for layer in layers.layers), key=sum)
             if not _fit_on_all_ranks([*sizes, *largest], model.device):
-                raise ConfigError(f"{NO_MEMORY}, and of one layer at a time: {INSTEAD}")
+                raise ConfigError(f"{NO_MEMORY}, even layer by layer: {INSTEAD}")
 
         def enter() -> list[None]:
             """Gather the weights; other ranks need no result."""
@@ -133,7 +134,7 @@ def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
 
 
 def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
-    """Return the layers of a model, with or without FSDP1's wrappers."""
+    """Return the layers of a model that may have FSDP1's wrappers."""
     with _unwrapped(model) as inner:
         layers = separate_layers(inner)
     if layers:
@@ -149,7 +150,7 @@ def _unsharded(trainer: Any) -> tuple[Any, Gather]:
 
 
 def _zero3(trainer: Any) -> tuple[Any, Gather]:
-    """Return the module under ZeRO-3, and a function that gathers full weights."""
+    """Return the model under ZeRO-3, and a function that gathers full weights."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
@@ -291,7 +292,7 @@ def _inner(module: Any) -> nn.Module:
 
 
 def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
-    """Return the precision of a trainer's loss, or None if no trainable weight has a wider one."""
+    """Return the precision of a trainer's loss, or None if no trainable weight is more precise."""
     accelerator = trainer.accelerator
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     # A DeepSpeed engine keeps weights in the precision of the loss.
@@ -307,8 +308,8 @@ def in_precision_of_loss(
 ) -> Iterator[None]:
     """Make a model compute in the precision of a trainer's loss within the block, with autocast.
 
-    FSDP1 reads weights in the precision of the loss. So with FSDP1 the weights and buffers are also
-    converted, and restored after the block.
+    FSDP1 converts the weights for the loss to the precision of the loss. With FSDP1, the weights
+    and buffers are therefore also converted here, and restored after the block.
 
     Args:
         trainer: trainer of the model.
@@ -329,7 +330,7 @@ def in_precision_of_loss(
 
 
 def precision_of(model: nn.Module) -> str:
-    """Return the name of the precision of a model's weights, and of its buffers if narrower."""
+    """Describe the precision of a model's weights, and of its buffers if they are less precise."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
     least = min((dtype.itemsize for dtype in weights), default=0)
     buffers = {b.dtype for b in model.buffers() if b.is_floating_point()}

@@ -1,4 +1,4 @@
-"""Checks before training that refuse trainers that cannot be measured."""
+"""Checks that refuse a trainer whose gradient cannot be measured, before training starts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_trainer(trainer: Any) -> None:
     )
     if getattr(trainer, "mask_truncated_completions", False) and has_tools:
         raise ConfigError(
-            "mask_truncated_completions=True hides which tokens of a truncated completion tools "
-            "wrote: use mask_truncated_completions=False"
+            "with mask_truncated_completions=True, the tokens that tools wrote in a truncated "
+            "completion cannot be identified: use mask_truncated_completions=False"
         )
 
 
@@ -46,7 +46,8 @@ def check_parameters(model: nn.Module, pattern: str | None) -> None:
         fits = any(re.search(pattern, name) for name in names)
     except re.error as error:
         raise ConfigError(
-            f"parameters={pattern!r} is no regular expression ({error}): try 'norm' or 'attn'"
+            f"parameters={pattern!r} is not a valid regular expression ({error}): try 'norm' or "
+            "'attn'"
         ) from None
     if not fits:
         raise ConfigError(

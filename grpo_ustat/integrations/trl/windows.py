@@ -1,10 +1,11 @@
-"""Windows of scored groups, pooled over consecutive generation batches until there are enough.
+"""Windows of scored groups, pooled over generation batches until there are enough groups.
 
 With TRL's defaults a generation batch has a single prompt, so prompts cannot be compared within a
-batch. C2 and C3 are means over groups, and each group contributes the value for the policy that
-wrote it, so pooling does not affect these constants. C1 and ||grad J||^2 need products between
-groups. If a window pools batches of several policies, they are based on means of
-<grad J_s, grad J_t> over pairs of steps s and t, which are close to each other within a window.
+batch. C2 and C3 are means over groups. Each group contributes the value for the policy that wrote
+it, so pooling does not affect C2 and C3. C1 and ||grad J||^2 need products between groups. If a
+window pools batches of several policies, C1 and ||grad J||^2 are based on means of
+<grad J_s, grad J_t> over pairs of steps s and t. These steps are close to each other, because they
+belong to the same window.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from grpo_ustat.integrations.trl.generation import Group
 from grpo_ustat.policy.scores.groups import GroupScores, gradient_gram
 from grpo_ustat.records import Array, Integers, Mask, ScorePool
 
-# Number of groups in a window if a generation batch has fewer than MIN_UNITS groups.
+# Minimum number of groups in a window if a generation batch has fewer than MIN_UNITS groups.
 WINDOW_GROUPS = 16
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """Group of a generation batch with scores, without tokens."""
+    """Group of a generation batch, with its scores but without its tokens."""
 
-    # Number of updates of the policy that wrote the group.
+    # Number of updates before the group was generated.
     step: int
     # See `generation.Group`.
     rewards_G: Array
     rewards_GF: Array
     # Number of tokens that the policy wrote in each completion.
     lengths_G: Integers
-    # True for each completion that counts in TRL's loss.
+    # True for each completion that contributes to TRL's loss.
     counted_G: Mask
     # None if the group was not scored, because its gradient is 0 whatever the scores are.
     scores: GroupScores | None
@@ -51,9 +52,9 @@ class OpenWindow:
     batches: int = 0
     # Number of groups left out because a completion has no reward from any function.
     unknown: int = 0
-    # First group whose rewards differ, with the log-probabilities of the policy that wrote it.
+    # First group with unequal rewards, and its log-probabilities under the policy that wrote it.
     first: tuple[Group, Array] | None = None
-    # Change from that policy to the last policy, in nats per completion.
+    # Change from the policy that wrote `first` to the last policy, in nats per completion.
     drift: float = 0.0
 
     @property
@@ -66,7 +67,7 @@ class OpenWindow:
 class Window:
     """Pooled groups of consecutive generation batches."""
 
-    # Numbers of updates of the policies that wrote the first and the last batch.
+    # Numbers of updates before the first and before the last batch.
     first: int
     last: int
     terms: GroupTerms
@@ -105,7 +106,7 @@ def window_of(
     Args:
         groups: at least two scored groups.
         unknown, drift: see `Window`.
-        same_policy: True if the scored policy wrote the completions, so that the mean score is 0.
+        same_policy: True if the scored policy wrote the completions; the expected score is then 0.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
@@ -125,7 +126,7 @@ def window_of(
 
 
 def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
-    """Return the groups as a pool of N = G completions per prompt, with rewards by function.
+    """Return the groups as a pool of N = G completions per prompt, with each function's rewards.
 
     Groups that were not scored get scores of 0, because every loss gives them weight 0.
     """
