@@ -183,7 +183,8 @@ class Meter:
         self._in_backward()
         # Reentrant checkpointing may add the gradients of a tied weight one by one.
         self._norms.split |= place in self._parts
-        self._parts[place] = torch.linalg.vector_norm(_values(gradient), dtype=torch.float32)
+        values = _values(gradient)
+        self._parts[place] = torch.linalg.vector_norm(values, dtype=_norm_dtype([values]))
 
     def _before_call(self, *_: Any) -> None:
         """Forget the micro-batches of a step that was skipped, after which gradients are None."""
@@ -273,8 +274,9 @@ class Meter:
         if not gradients:
             return torch.zeros(())
         # clip_grad_norm_ uses the same function; it reads all tensors in one kernel.
+        values = [*gradients.values()]
         norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
-            [*gradients.values()], 2, dtype=torch.float32
+            values, 2, dtype=_norm_dtype(values)
         )
         squares = _stacked(norms, norms[0].device).square()
         weights = [self._weights[place] for place in gradients]
@@ -492,6 +494,11 @@ def _values(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         return gradient.coalesce().values()
     return gradient
+
+
+def _norm_dtype(values: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of norms: at least float32, because bfloat16 has three digits."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in values) else torch.float32
 
 
 def _stacked(numbers: Sequence[Tensor], device: torch.device) -> Tensor:

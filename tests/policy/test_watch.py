@@ -90,12 +90,12 @@ def assert_law(meter, law, rel=1e-5):
     np.testing.assert_allclose(found.intervals["noise_scale"], law.noise_scale(2), rtol=10 * rel)
 
 
-def run(model, meter_options=(), count=4, optimizer=None, part=None, steps=STEPS):
+def run(model, options=(), count=4, optimizer=None, part=None, steps=STEPS, law_of=None):
     """A loop; returns the meter and the law that it should find."""
     inputs = batches(count, steps)
     optimizer = optimizer or optimizer_of(model)
-    law = expected(model, inputs, count * ROWS)
-    meter = gu.watch(model, optimizer, rollouts=count * ROWS, **dict(meter_options))
+    law = expected(law_of or model, inputs, count * ROWS)
+    meter = gu.watch(model, optimizer, rollouts=count * ROWS, **dict(options))
     for micro_batches in inputs:
         for rows in micro_batches:
             (part or (lambda rows: loss_of(model, rows, count).backward()))(rows)
@@ -126,7 +126,13 @@ def test_frozen_and_half_precision_parameters():
     model = Net()
     model.first.weight.requires_grad_(False)
     assert_law(*run(model))
-    assert_law(*run(Net().bfloat16().float()))
+    narrow = Net().bfloat16()
+    meter, law = run(
+        narrow, part=lambda rows: (narrow(rows.bfloat16()).mean() / 4).backward(), law_of=Net()
+    )
+    np.testing.assert_allclose(
+        meter.estimate().intervals["noise_scale"].estimate, law.noise_scale(2).estimate, rtol=0.1
+    )
 
 
 def test_gradients_that_stay_zeros():
@@ -386,28 +392,30 @@ def measure_table(policy, rows, size, n, together, steps, seed, random_order=Fal
     return meter
 
 
-@pytest.mark.slow(minutes=0.5)
-@pytest.mark.parametrize("split", ["whole groups", "half groups", "random rows"])
-def test_the_exact_noise_scale_is_in_the_interval(split):
-    policy, size, n = known_policy(), 8, 128
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize(
+    ("split", "rows", "steps"),
+    [("whole groups", 16, 400), ("random rows", 16, 120), ("half groups", 4, 120)],
+)
+def test_the_exact_noise_scale_is_in_the_interval(split, rows, steps):
+    """12 runs, of which a 95 % interval misses the truth twice or more in 12 %."""
+    policy, size, n = known_policy(), 8, 64
     grad_sq = float(np.square(policy.gradient_PD.mean(axis=0)).sum())
     law = ScalingLaw.of_moments(policy.moments(), grad_sq)
     truth = law.n_mse(size) / grad_sq
-    rows = {"whole groups": 32, "half groups": 4, "random rows": 32}[split]
-    inside, gstar_inside = 0, 0
-    for seed in range(20):
-        meter = measure_table(
-            policy, rows, size, n, split != "random rows", 120, seed, split == "random rows"
-        )
-        found = meter.estimate()
+    together, inside, gstar_inside = split != "random rows", 0, 0
+    for seed in range(12):
+        found = measure_table(
+            policy, rows, size, n, together, steps, seed, random_order=not together
+        ).estimate()
         _, low, high = found.intervals["noise_scale"]
-        inside += low <= truth <= high
+        inside += low <= truth <= high and low > 0
         if split == "half groups":
             _, least, most = found.intervals["gstar"]
             gstar_inside += least <= law.best_size() <= most
-    assert inside >= 18
+    assert inside >= 11
     if split == "half groups":
-        assert gstar_inside >= 18 and found.no_gstar == ""
+        assert gstar_inside >= 11 and found.no_gstar == ""
     else:
         assert found.no_gstar and (found.only_bound != "") == (split == "random rows")
 
