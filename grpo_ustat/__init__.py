@@ -8,6 +8,7 @@ Each name below is loaded on first use, so that `import grpo_ustat` is fast:
 - `completion_scores`: exact scores of a loaded model's completions.
 - `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
 - `noise_scale_from_norms`: the gradient noise scale, estimated from norms of gradients.
+- `watch`: measures the gradient noise scale in any PyTorch training loop.
 - `Baseline`: declares a user-defined baseline.
 - `load_run`: loads the folder of a finished or unfinished run.
 - `read_curves`: reads the error of each baseline and group size in a study as a table.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from grpo_ustat.estimators.row_weights import Loss
     from grpo_ustat.policy.audit import UpdateRows, audit
     from grpo_ustat.policy.scores import completion_scores
+    from grpo_ustat.policy.watch import watch
     from grpo_ustat.runs.library import load_run, read_curves
 
 __version__ = "0.2.0"
@@ -38,6 +40,7 @@ __all__ = [
     "noise_scale_from_norms",
     "read_curves",
     "scaling_from_arrays",
+    "watch",
 ]
 
 # Module that defines each name, and the extra (optional dependencies) that the name needs.
@@ -52,6 +55,7 @@ _HOMES = {
     "noise_scale_from_norms": ("grpo_ustat.estimators.gradient_norms", ""),
     "read_curves": ("grpo_ustat.runs.library", "cli"),
     "scaling_from_arrays": ("grpo_ustat.estimators.groups", ""),
+    "watch": ("grpo_ustat.policy.watch", "torch"),
 }
 
 

@@ -284,15 +284,29 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
     """
     unknown = ("c2", "c3", "noise_scale_best")
     estimates: dict[str, Interval] = dict.fromkeys(unknown, UNDETERMINED)
-    bounds = {"gstar_least": 2 * (C1 + GRAD_SQ), "gstar_most": C2 + C3}
-    for name, c3_4 in bounds.items():
-        bound = law.with_c3(c3_4)
-        estimates[name] = UNDETERMINED._replace(estimate=bound.best_size())
-        if not math.isnan(gstar.low):
-            estimates[name] = bound.gstar()
-    low = max(estimates["gstar_least"].low, MIN_GSTAR)
-    estimates["gstar"] = Interval(math.nan, low, estimates["gstar_most"].high)
+    estimates |= gstar_bounds(law, C2 + C3, not math.isnan(gstar.low))
     return estimates | {"gstar_assumption2": gstar, "c2_plus_c3": law.linear(C2 + C3)}
+
+
+def gstar_bounds(law: ScalingLaw, most_c3_4: Array, has_ends: bool = True) -> dict[str, Interval]:
+    """Return bounds of G* if C3 is only bounded, `gstar_least`, `gstar_most` and `gstar`.
+
+    For any policy, C3 is at least 2 E||g_x||^2 = 2 (C1 + ||grad J||^2). The interval `gstar`
+    extends from the low end of the lower bound to the high end of the upper bound. It has no
+    estimate.
+
+    Args:
+        law: scaling law with valid C1 and ||grad J||^2.
+        most_c3_4: weights of the upper bound of C3.
+        has_ends: False if the errors of the law are unknown.
+    """
+    bounds: dict[str, Interval] = {}
+    for name, c3_4 in {"gstar_least": 2 * (C1 + GRAD_SQ), "gstar_most": most_c3_4}.items():
+        bound = law.with_c3(c3_4)
+        estimate = UNDETERMINED._replace(estimate=bound.best_size())
+        bounds[name] = bound.gstar() if has_ends else estimate
+    low = max(bounds["gstar_least"].low, MIN_GSTAR)
+    return bounds | {"gstar": Interval(math.nan, low, bounds["gstar_most"].high)}
 
 
 def policy_drift(before_GT: Array, after_GT: Array) -> float:

@@ -18,6 +18,8 @@ MIN_EFFECTIVE, MIN_CARRIERS = 80, 3
 MIN_UNITS = 4
 # Smallest p-value that is computed, and number of bisection steps for larger p-values.
 MIN_P_VALUE, P_VALUE_STEPS = 1e-9, 24
+# The upper end of an interval is reported only if it is below this multiple of the estimate.
+MAX_RATIO_OF_UPPER_END = 100
 
 
 class Interval(NamedTuple):
@@ -38,6 +40,20 @@ class Interval(NamedTuple):
 
 
 UNDETERMINED = Interval(math.nan, math.nan, math.nan)
+
+
+def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
+    """Format an estimate with its interval, or only the lower end if the upper end is too large.
+
+    >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
+    ('5.2 [4.3, 9.8]', 'at least 32')
+    >>> in_words(Interval(8.7, 1.0, math.inf), 1, 1)
+    'unknown'
+    """
+    estimate, low, high = interval
+    if math.isfinite(estimate) and high < MAX_RATIO_OF_UPPER_END * estimate:
+        return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"at least {low:.{digits}f}" if low > least else "unknown"
 
 
 def t_quantile(dof: float, level: float = CONFIDENCE) -> float:

@@ -32,7 +32,7 @@ from typing import Any
 from both_sides import now, peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = ("scores", "sampling", "train", "mse", "questions", "estimates", "gap", "start")
+CASES = ("scores", "sampling", "train", "mse", "questions", "estimates", "gap", "start", "meter")
 # A turn's result: rows of its runs, and bytes of memory. `peak` is the total peak, and `above` is
 # the peak minus the memory before the runs.
 Turn = dict[str, Any]

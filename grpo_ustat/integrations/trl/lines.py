@@ -6,14 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from grpo_ustat.estimators.groups import NoiseEstimate
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.intervals import Interval, in_words
 from grpo_ustat.estimators.scaling import MIN_GSTAR
 from grpo_ustat.integrations.trl.objective import OwnLoss
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.pages.advice import group_size_advice, pair_advice
-
-# The upper end of an interval is reported only if it is below this multiple of the estimate.
-MAX_RATIO_OF_UPPER_END = 100
 
 
 def step_line(intervals: Mapping[str, Interval], own_loss: OwnLoss | None) -> str:
@@ -87,17 +84,3 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
         f"G* {best}, noise scale {scale}{' rollouts' * (scale != 'unknown')}, "
         f"{100 * share.estimate:.0f} % of groups have equal rewards"
     )
-
-
-def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
-    """Format an estimate with its interval, or only the lower end if the upper end is too large.
-
-    >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
-    ('5.2 [4.3, 9.8]', 'at least 32')
-    >>> in_words(Interval(8.7, 1.0, math.inf), 1, 1)
-    'unknown'
-    """
-    estimate, low, high = interval
-    if math.isfinite(estimate) and high < MAX_RATIO_OF_UPPER_END * estimate:
-        return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-    return f"at least {low:.{digits}f}" if low > least else "unknown"

@@ -1,0 +1,234 @@
+"""Noise scale and bounds of G* from the gradient norms of several steps; see `watch`.
+
+Whether norms identify a quantity depends on how groups lie in micro-batches and on how ranks
+combine their gradients. `estimators.micro_batch_norms` derives the three splits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.groups import gstar_bounds
+from grpo_ustat.estimators.intervals import MIN_UNITS, UNDETERMINED, Interval
+from grpo_ustat.estimators.micro_batch_norms import (
+    Layout,
+    law_of_blocks,
+    law_of_norms,
+    signal_and_noise_of_ranks,
+)
+from grpo_ustat.estimators.scaling import C2, GRAD_SQ, ScalingLaw, noise_share
+from grpo_ustat.records import Array
+
+# Ways in which ranks combine gradients: DDP averages whole gradients at the end of a backward pass;
+# sharded gradients are averaged too, and each rank keeps a part; separate gradients stay apart.
+DDP, SHARDED, SEPARATE = "DDP", "sharded", "separate"
+# Numbers of a step on each rank: number of micro-batches, squared norm of the accumulated gradient,
+# sum of the squared norms of micro-batches (NaN if unknown), then the three of `norm_weights`.
+COUNT, SQ_NORM, OWN_SUM, SIGNAL = range(4)
+NUMBERS = 6
+# The estimates use the second half of the steps, but at least this many.
+MIN_STEPS = 8
+# Relative difference below which ranks' squared norms are equal.
+EQUAL = 1e-6
+
+
+@dataclass(frozen=True)
+class NormEstimate:
+    """Estimates over the recent steps."""
+
+    # By name: `noise_scale`, in rollouts, at the group size in use; `grad_sq`, the squared length
+    # of the expected gradient; `noise_share`, the share of the squared gradient norm that is noise.
+    # If `no_gstar` is empty, also the bounds of G*: `gstar_least`, `gstar_most` and `gstar`.
+    intervals: dict[str, Interval]
+    # Number of steps in the estimates.
+    steps: int
+    # Reason why nothing could be measured; empty if something was.
+    problem: str = ""
+    # Reason why the noise scale is only bounded from below; empty if it is estimated.
+    only_bound: str = ""
+    # Reason why G* is unknown; empty if it is bounded.
+    no_gstar: str = ""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rollouts of an optimizer step, and their order.
+
+    Raises:
+        ConfigError: the numbers do not fit.
+    """
+
+    # Number of rollouts of all ranks together, n.
+    rollouts: int
+    # Group size, G; None if all rows are independent.
+    group_size: int | None
+    # True if the rows of a group are consecutive.
+    together: bool
+    # Way in which ranks combine gradients.
+    way: str
+    # Number of ranks, and of ranks with different rollouts.
+    world: int
+    data_ranks: int
+
+    def __post_init__(self):
+        size = self.group_size
+        if self.rollouts < 1 or (size is not None and (size < 2 or self.rollouts % size)):
+            raise ConfigError(
+                f"rollouts={self.rollouts}, group_size={size}: use a group size of at least 2 that "
+                "divides the number of rollouts per optimizer step"
+            )
+        if self.data_ranks < 1 or self.world % self.data_ranks or self.rollouts % self.data_ranks:
+            raise ConfigError(
+                f"data_ranks={self.data_ranks}: it must divide rollouts={self.rollouts} and the "
+                f"number of ranks, {self.world}"
+            )
+        if self.way != SHARDED and self.data_ranks != self.world:
+            raise ConfigError(
+                f"data_ranks={self.data_ranks} of {self.world} ranks: ranks may have the same "
+                "rollouts only if the gradients are sharded (FSDP2)"
+            )
+
+    def per_micro_batch(self, count: int) -> float:
+        """Return the number of rows of a rank's micro-batch, if a step has `count`."""
+        return self.rollouts / (count * self.data_ranks)
+
+    def has_parts(self, count: int) -> bool:
+        """Return True if micro-batches have consecutive parts of groups."""
+        in_order = self.group_size is not None and self.together
+        return in_order and self.per_micro_batch(count) < (self.group_size or 0)
+
+    def layout(self, count: int) -> Layout:
+        """Return the layout of a step with `count` micro-batches per rank."""
+        if self.group_size is None or self.way == DDP or not self.has_parts(count):
+            return Layout(count)
+        return Layout(count, round(self.group_size / self.per_micro_batch(count)))
+
+    def estimate(self, steps_SRN: Sequence[Array]) -> NormEstimate:
+        """Estimate the noise scale and the bounds of G* from the numbers of steps.
+
+        Args:
+            steps_SRN: six numbers of each rank at each step, all finite in the first two.
+        """
+        if len(steps_SRN) < MIN_UNITS:
+            needed = f"at least {MIN_UNITS} are needed"
+            return NormEstimate(
+                {}, 0, f"{len(steps_SRN)} steps so far have finite gradients, {needed}"
+            )
+        count = int(steps_SRN[-1][0, COUNT])
+        if problem := self._problem(steps_SRN[-1]):
+            return NormEstimate({}, 0, problem)
+        alike = [step for step in steps_SRN if self._is_usable(step, self.has_parts(count))]
+        recent = alike[-max(MIN_STEPS, len(alike) - len(alike) // 2) :]
+        if len(recent) < MIN_UNITS:
+            return NormEstimate(
+                {}, 0, f"{len(recent)} steps have two micro-batches, {MIN_UNITS} are needed"
+            )
+        return self._estimate(self._law(np.stack(recent)), count, len(recent))
+
+    def _estimate(self, law: ScalingLaw, count: int, steps: int) -> NormEstimate:
+        """Return the intervals that the layout allows."""
+        size, only_bound, no_gstar = self.group_size, self._only_bound(count), self._no_gstar(count)
+        # Without groups the whole noise is in C2.
+        scale = law.noise_scale(size or 2)
+        intervals = {"noise_scale": scale, "grad_sq": law.linear(GRAD_SQ)}
+        if only_bound:
+            intervals["noise_scale"] = Interval(math.nan, scale.low, math.inf)
+            intervals["grad_sq"] = UNDETERMINED
+        intervals["noise_share"] = noise_share(intervals["noise_scale"], self.rollouts)
+        if size is not None and not no_gstar:
+            intervals |= gstar_bounds(law, (size - 1) * C2)
+        return NormEstimate(intervals, steps, "", only_bound, no_gstar)
+
+    def _law(self, steps_SRN: Array) -> ScalingLaw:
+        """Return the scaling law of the steps, with the constants that the layout identifies."""
+        size, count = self.group_size or 1, int(steps_SRN[0, 0, COUNT])
+        if self.way == DDP:
+            sums_SN = steps_SRN.sum(axis=1)
+            signal_S, noise_S = signal_and_noise_of_ranks(
+                steps_SRN[:, 0, SQ_NORM], sums_SN[:, OWN_SUM], self.world, sums_SN[:, COUNT]
+            )
+            return law_of_norms(signal_S, noise_S, self.rollouts, size)
+        rollouts, ranks = float(self.rollouts), self.data_ranks
+        # The shards of all ranks make up a gradient; separate gradients are averaged.
+        values_3S = steps_SRN[:, :, SIGNAL:].sum(axis=1).T
+        if self.way == SEPARATE:
+            values_3S, rollouts, ranks = values_3S / self.world, rollouts / self.world, 1
+        if self.has_parts(count):
+            return law_of_blocks(values_3S, rollouts, size, ranks)
+        return law_of_norms(values_3S[0], values_3S[1], rollouts, size)
+
+    def _is_usable(self, step_RN: Array, has_parts: bool) -> bool:
+        """Return True if a step has comparable micro-batches, with parts of groups or without."""
+        if self.way == DDP:
+            is_known = np.isfinite(step_RN[:, OWN_SUM]).all() and step_RN[:, COUNT].sum() >= 2
+        else:
+            is_known = np.isfinite(step_RN[:, SIGNAL:]).all()
+        return bool(is_known) and self.has_parts(int(step_RN[0, COUNT])) == has_parts
+
+    def _problem(self, step_RN: Array) -> str:
+        """Return the reason why a step shows no noise, or an empty text."""
+        count = int(step_RN[0, COUNT])
+        rows, norms_R = self.per_micro_batch(count), step_RN[:, SQ_NORM]
+        if self.way == SEPARATE and self.world > 1 and np.ptp(norms_R) < EQUAL * norms_R[0]:
+            return (
+                f"the {self.world} ranks have equal gradients, but the model is not wrapped by DDP "
+                "or FSDP: pass the wrapped model, which the loop calls"
+            )
+        if self.together and self.group_size is not None and not _divide(rows, self.group_size):
+            return (
+                f"micro-batches of {rows:g} rows cut groups of {self.group_size}: use a multiple "
+                "or a divisor of the group size, or prompts_together=False"
+            )
+        if self._is_usable(step_RN, self.has_parts(count)):
+            return ""
+        if self.way == DDP and step_RN[:, COUNT].sum() >= 2:
+            return "several backward passes for one call of the model are not supported in DDP"
+        if self.has_parts(count):
+            return (
+                f"a step has {count} micro-batches of {rows:g} rows per rank, so there are not two "
+                f"groups of {self.group_size} per rank to compare"
+            )
+        where = "of all ranks together" if self.way == SHARDED and self.world > 1 else "per rank"
+        return (
+            f"a step has {count} micro-batch {where}, so there is nothing to compare: use at least "
+            "two micro-batches per step"
+        )
+
+    def _only_bound(self, count: int) -> str:
+        """Return the reason why the noise scale is only a lower bound, or an empty text."""
+        if self.group_size is None:
+            return ""
+        if not self.together:
+            return (
+                "micro-batches may share prompts, so the noise from the draw of prompts is hidden; "
+                "if the rows of a prompt are consecutive, use prompts_together=True"
+            )
+        if self.way == DDP and self.has_parts(count):
+            return (
+                f"micro-batches of {self.per_micro_batch(count):g} rows have parts of groups of "
+                f"{self.group_size}, which are not compared in DDP"
+            )
+        return ""
+
+    def _no_gstar(self, count: int) -> str:
+        """Return the reason why G* is not known, or an empty text."""
+        if self.group_size is None:
+            return "group_size is not given"
+        if only_bound := self._only_bound(count):
+            return only_bound
+        if not self.has_parts(count):
+            return (
+                "micro-batches with whole groups do not separate the noise of prompts from that of "
+                f"completions; use micro-batches with a part of a group of {self.group_size}"
+            )
+        return ""
+
+
+def _divide(rows: float, size: int) -> bool:
+    """Return True if a micro-batch has whole groups, or equal parts of a group."""
+    return rows == round(rows) and (rows % size == 0 or size % rows == 0)
