@@ -1,4 +1,4 @@
-"""Composition and checks of the runs that a command line requests."""
+"""Compose and check the configurations of the runs that a command line requests."""
 
 from __future__ import annotations
 

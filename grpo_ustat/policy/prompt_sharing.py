@@ -202,7 +202,7 @@ def check_reading(
     Args:
         prompts: tokens of P prompts of unequal lengths.
         completions: T tokens of one completion per prompt. If the model computes in bfloat16,
-            float16 or TF32, it must have sampled these tokens, because rounding can change the
+            float16 or TF32, pass only tokens that it sampled, because rounding can change the
             log-probabilities of unlikely tokens by several nats.
 
     Returns:

@@ -240,9 +240,10 @@ class RunRecord:
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """Identity of the run by dotted key: configuration, and fingerprints of weights and data.
+        """Values that identify the run, by dotted key.
 
-        Operational keys are excluded, see `identity.OPERATIONAL_KEYS`.
+        They are the configuration without operational keys (see `identity.OPERATIONAL_KEYS`) and
+        the fingerprints of the weights and the data.
         """
         return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
 

@@ -87,7 +87,7 @@ class LayerByLayer:
 
     @property
     def fits(self) -> bool:
-        """True if the model has layers that can be checkpointed and they contain no embedding."""
+        """True if the model has layers that can be checkpointed and none contains an embedding."""
         embeddings = (isinstance(m, nn.Embedding) for x in self.layers for m in x.modules())
         return bool(self.layers) and not any(embeddings)
 
