@@ -22,17 +22,17 @@ EXAMPLES = {
 }
 OPTION_MEANINGS = {
     "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
-    "num_generations=8": "group size to assess; default: that of the training run",
+    "num_generations=8": "group size to assess; default: group size of the run",
     "rollouts=256": "completions per training step: prompts times num_generations",
     "reward=COLUMN": "column of a log that contains the rewards",
-    "objective=NAME": "loss to assess, e.g. trl_dapo; default: that of the training run",
-    "model=CHECKPOINT": "model that wrote the completions of a log and scores them (mse pool=FILE)",
-    "output_root=DIR": "folder for the study that model= starts; default: outputs",
+    "objective=NAME": "loss to assess, e.g. trl_dapo; default: loss of the training run",
+    "model=CHECKPOINT": "model that wrote a log's completions, used to score them (mse pool=FILE)",
+    "output_root=DIR": "root folder for the study that model= starts; default: outputs",
 }
 
 
 def main() -> None:
-    """Run the command; the exit code is 0 if there is advice of any kind and 2 if there is none."""
+    """Run the command; the exit code is 0 if advice is printed and 2 if it is not."""
     parser = VerbParser("advise", __doc__ or "", EXAMPLES, OPTION_MEANINGS)
     parser.add_argument("words", nargs="*", metavar="SOURCE [NAME=VALUE ...]")
     parser.add_argument("--json", action="store_true", help="verdict and numbers, for programs")

@@ -74,9 +74,9 @@ class Request:
     source: Path
     # Group size to assess; None for the group size of the run.
     num_generations: int | None = None
-    # Number of rollouts per step, n; None for n of the run or of the run that wrote the log.
+    # Number of rollouts per step, n; None for the n of the run, or of the run that wrote the log.
     rollouts: int | None = None
-    # Column of a log with the rewards.
+    # Column of a log that contains the rewards.
     reward: str | None = None
     # Checkpoint or model name that scores the rollouts of a log.
     model: str | None = None
@@ -84,7 +84,7 @@ class Request:
     objective: Sequence[str] = ()
     # Further overrides for `mse`.
     overrides: Sequence[str] = ()
-    # Root folder for a study that is started by this command.
+    # Root folder for a study that this command starts.
     output_root: str = "outputs"
 
 
@@ -127,7 +127,7 @@ def advice_of(request: Request) -> Advice:
         if run.command == "mse":
             return _from_study(run, request)
         raise ConfigError(
-            f"{source} is a run of gap, which has no model whose group size to assess"
+            f"{source} is a run of gap, without a group size to assess: name a run of mse or train"
         )
     if (source / CODE).is_file():
         raise ConfigError(f"{source} is a run folder without {CONFIG}: copy it with cp -r")
@@ -138,7 +138,7 @@ def advice_of(request: Request) -> Advice:
         return _from_logs(logs, request)
     _refuse_dump(request)
     if (run := run_around(source)) or _logs_in(run := source.parent):
-        raise ConfigError(f"{source} is a part of a run: name the run folder, {run}")
+        raise ConfigError(f"{source} is part of a run: name the run folder, {run}")
     raise ConfigError(
         f"{source} is neither a run folder of mse or train nor a pool, and it contains no "
         "completions*.parquet"
@@ -192,7 +192,7 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
         again = [*policy_overrides(run.config), *request.objective, f"pool={run.folder / 'pool'}"]
         details.append(f"{OF_THE_UNBIASED} {command_line('mse', *again)}")
     if request.rollouts is None and theirs is not None:
-        details.append(f"n = {theirs} is the training step size of the run that wrote {pool}.")
+        details.append(f"n = {theirs} is the step size of the training run that wrote {pool}.")
     details.append(interval_note(study))
     following = next_step(study, rollouts)
     if verdict == "keep" and group_size is not None:
@@ -201,9 +201,10 @@ def _from_study(run: RunRecord, request: Request) -> Advice:
 
 
 def _from_training(run: RunRecord, request: Request) -> Advice:
-    """Return advice from the constants that the gradient monitor measured in the second half.
+    """Return advice from the constants that the gradient monitor measured late in training.
 
-    Without constants the advice uses only the share of zero-variance groups.
+    Constants from the second half of the monitored steps are used. Without constants, the advice
+    reports only the share of zero-variance groups.
     """
     group_size = request.num_generations or run.config["group_size"]
     rollouts = request.rollouts or run.config["budget"]["rollouts"]
@@ -227,7 +228,7 @@ def _from_training(run: RunRecord, request: Request) -> Advice:
         f"Best G is about {about} {ends}, from {len(recent)} monitored steps between "
         f"{recent[0]['step']} and {recent[-1]['step']}.",
         *filter(None, [training_noise_sentence(run.metrics, group_size, rollouts)]),
-        "95 % intervals over steps, for the average over the policies of these steps.",
+        "The 95 % intervals are over steps, for the average over the policies of these steps.",
     ]
     if request.objective or _measurable_loss(run):
         details.append(f"{OF_THE_UNBIASED} {_measure_checkpoint(run, request.objective)}")
@@ -273,13 +274,13 @@ def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: 
 
 
 def _measurable_loss(run: RunRecord) -> list[str]:
-    """Return `mse` overrides for the loss of a training run; none if `mse` cannot measure it."""
+    """Return `mse` overrides for the loss of a training run; empty if it cannot be measured."""
     words = objective_overrides(run.config)
     return [] if any(word.startswith(NOT_IN_A_POOL) for word in words) else words
 
 
 def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
-    """Return the command that measures the newest checkpoint of a run with its loss.
+    """Return the command that measures the newest checkpoint of a run, by default with its loss.
 
     Without a checkpoint, the command measures the model from which the run starts.
     """
@@ -319,7 +320,7 @@ def _from_pool(request: Request) -> Advice:
     functions = draws.get("reward_funcs") or [TASK]
     if any(name.startswith("local:") for name in functions):
         raise ConfigError(
-            f"{folder} was judged with {as_typed(functions)}, whose files are not in the pool: run "
+            f"{folder} has rewards of {as_typed(functions)}, whose files are not in the pool: run "
             f"mse with the same reward_funcs and pool={folder}"
         )
     sizes = [
@@ -331,24 +332,24 @@ def _from_pool(request: Request) -> Advice:
     if functions != [TASK]:
         advice.details.insert(
             0,
-            f"This advice is for reward_funcs={as_typed(functions)} with weight 1 each; for other "
-            f"weights run mse with pool={folder} and reward_weights.",
+            f"This advice is for reward_funcs={as_typed(functions)} with weight 1 each. For other "
+            f"weights, run mse with pool={folder} and reward_weights.",
         )
     return advice
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    """Return the TRL logs in a run folder or its folder `completions`, in order of steps."""
+    """Return the TRL logs in a run folder or in its subfolder `completions`, ordered by step."""
     logs = list(folder.glob("completions*.parquet"))
     logs = logs or list(folder.glob("completions/completions*.parquet"))
     return sorted(logs, key=natural_order)
 
 
 def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
-    """Return advice from one of the ordered logs of a run.
+    """Return advice from one of the logs of a run, which are ordered by step.
 
-    The log is the last one written by the requested model or, without one, by a checkpoint of the
-    run. If no log matches exactly, it is the nearest one.
+    The log is the one written the fewest updates away from the requested model or, if no model is
+    requested, from a checkpoint of the run. If several logs are equally near, it is the last one.
     """
     steps = list(checkpoints_of(run_folder_of(logs[-1])))
     if request.model is not None:
@@ -364,7 +365,7 @@ def _from_logs(logs: Sequence[Path], request: Request) -> Advice:
 
 
 def _from_log(path: Path, request: Request) -> Advice:
-    """Return advice from a log, from scores if a checkpoint is given and otherwise from rewards."""
+    """Return advice from a log: from scores if a model is given, and otherwise from rewards."""
     if request.model is not None:
         if path.suffix != ".parquet":
             raise ConfigError(
@@ -381,7 +382,7 @@ def _from_log(path: Path, request: Request) -> Advice:
     details = reward_lines(rewards, group_size)
     theirs = step_rollouts(path) if path.suffix == ".parquet" else None
     if theirs is not None:
-        details.append(f"A training step of the run that wrote it has n = {theirs} rollouts.")
+        details.append(f"The run that wrote this log has n = {theirs} rollouts per training step.")
     details.append(
         "The best group size G* = 1 + sqrt(C3/C1) depends on how much the gradients of different "
         "prompts differ (C1) and on how noisy the gradient of one prompt is (C3). Rewards do not "
@@ -401,7 +402,7 @@ def _from_log(path: Path, request: Request) -> Advice:
     size = [f"num_generations={group_size}"] * (group_size is not None)
     names = set(rewards.columns)
     cut = [] if "ended" in names or names >= set(TOKEN_COLUMNS) else ["study.cut_at=LENGTH"]
-    following = "also log completions, as TRL does with log_completions=True, and name that file"
+    following = "also log completions, as TRL does with log_completions=True, and use that file"
     if path.suffix == ".parquet":
         pairing, step = pairing_of_file(path), logged_policy_step(path)
         model = "CHECKPOINT" if pairing is None else str(pairing.checkpoint)
@@ -419,7 +420,7 @@ def _from_log(path: Path, request: Request) -> Advice:
 
 
 def _study_now(overrides: Sequence[str], request: Request) -> Advice:
-    """Run `mse` in a separate process, with progress on standard error, and read its result."""
+    """Run `mse` in a separate process, which prints progress to standard error; read its result."""
     digest = hashlib.blake2b("\n".join(overrides).encode(), digest_size=5).hexdigest()
     folder = Path(request.output_root) / "advise" / f"{request.source.stem}-{digest}"
     words = [*overrides, f"hydra.run.dir={folder}"]
@@ -445,8 +446,9 @@ OPTION_NAMES = ("num_generations", "rollouts", "reward", "model", "objective", "
 def parse_request(words: Sequence[str]) -> Request:
     """Parse the words of the command line.
 
-    Allowed are a source, `num_generations=`, `rollouts=`, `reward=`, `model=`, `output_root=`,
-    `objective=` and `baseline=` with their fields and, if `model=` is given, overrides of `mse`.
+    The words are a source and options: `num_generations=`, `rollouts=`, `reward=`, `model=`,
+    `output_root=`, and `objective=` and `baseline=` with their fields. If `model=` is given,
+    overrides of `mse` are also allowed.
     """
     values: dict[str, Any] = {}
     sources, overrides, objective = [], [], []
@@ -479,5 +481,5 @@ def parse_request(words: Sequence[str]) -> Request:
             f"run folder, pool or log, e.g. {command_line('advise', 'outputs/mse/NAME/seed-0')}"
         )
     if overrides and "model" not in values:
-        raise ConfigError(f"{overrides[0]} only applies to scoring a log: add model=CHECKPOINT")
+        raise ConfigError(f"{overrides[0]} applies only to scoring a log: add model=CHECKPOINT")
     return Request(Path(sources[0]), **values, objective=objective, overrides=overrides)

@@ -20,9 +20,9 @@ from grpo_ustat.config.model import (
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
-# Bytes per number, by type.
+# Bytes per number, by data type.
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Keys of config.json by the names used here.
+# Keys of config.json, by the names of the sizes in this module.
 SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "vocabulary": "vocab_size",
@@ -34,13 +34,14 @@ SIZE_KEYS = {
 }
 # Approximate bytes of a safetensors file in addition to its arrays.
 HEADER_BYTES = 1000
-# Memory of Python with PyTorch, transformers and tasks; not counted on a GPU.
+# Bytes of memory of a Python process with PyTorch, transformers and tasks; not counted on a GPU.
 PROCESS_BYTES = 580_000_000
 # Memory of the process that reads a pool, relative to the size of the pool's files.
 POOL_MEMORY_FACTOR = 2.5
 # Memory of log-probabilities and derivatives, relative to the size of the logits.
 LOGIT_MEMORY_FACTOR = 4.5
-# Half the memory of a GPU. A larger graph is scored layer by layer.
+# Largest number of bytes of a graph that is scored at once, half the memory of a GPU. A larger
+# graph is scored layer by layer.
 MAX_GRAPH_BYTES = 32 * 2**30
 
 
@@ -51,7 +52,7 @@ class KeptPool:
     questions: int
     # Number of completions per question, N.
     completions: int
-    # Largest numbers of entries of the two sketches.
+    # Largest number of entries of each of the two sketches.
     feature_sketch: int
     gradient_sketch: int
     # True if completions are scored again in the metric of AdamW's step.
@@ -72,20 +73,20 @@ class Work:
     values: int
     # Number of completions of test questions; None if unknown.
     evaluation: int | None
-    # Number of completions per call of the sampler, of which `sampler.rows` are sampled at once.
+    # Number of completions per call of the sampler, which generates `sampler.rows` of them at once.
     sampled_together: int
     # Number of tokens in a backward pass.
     pass_tokens: int
-    # True if a backward pass holds the graph of one layer at a time. None means only if the whole
-    # graph exceeds `MAX_GRAPH_BYTES`.
+    # True if a backward pass holds the graph of one layer at a time. None if this depends on
+    # whether the whole graph exceeds `MAX_GRAPH_BYTES`.
     by_layer: bool | None
     # True if the run computes in bfloat16 with weights of a wider type.
     bf16: bool = False
-    # Numbers of values that gradient and optimizer store per weight.
+    # Number of values per weight that the gradient and the optimizer state store.
     kept_per_weight: int = 0
     # True if a frozen copy of the weights is kept.
     has_reference: bool = False
-    # Largest number of checkpoints on disk during the run, and number after the run.
+    # Largest number of checkpoints on disk during the run, and number of checkpoints after the run.
     most_checkpoints: int = 0
     last_checkpoints: int = 0
     # Pool of a study; None for training.
@@ -98,11 +99,12 @@ class Cost:
 
     # Number of completions from which gradients or errors are computed.
     rollouts: int
-    # Largest number of completions for V, b*, a tracker or the greedy baseline of remax.
+    # Largest number of completions for estimates of V and b*, for SPO's trackers, and for the
+    # greedy baseline of remax.
     values: int
     # Number of completions of test questions; None if unknown.
     evaluation: int | None
-    # Largest number of tokens in all these completions.
+    # Largest total number of tokens in these completions.
     tokens: int
     # Bytes of the model.
     weights: int | None
@@ -129,7 +131,7 @@ class Cost:
 
     @property
     def memory(self) -> int | None:
-        """Peak number of bytes of all parts together.
+        """Peak memory in bytes; None if a part is unknown.
 
         The peak occurs during sampling, in a backward pass, or in the process that reads a study's
         pool.
@@ -145,14 +147,16 @@ class Cost:
 def cost(work: Work) -> Cost:
     """Compute the cost of a run from its work.
 
-    For P parameters of E bytes, weights take E P bytes and a reference E P. With AdamW, a gradient
-    and two moments take E P (1 + 2), which gives 16 P in total with float32 weights. A checkpoint
-    takes E P (1 + 2). The pool file of a question takes 8 N^2 for inner products, 4 N R and 8 R'
-    for sketches of R = feature_sketch and R' = gradient_sketch numbers (at most P), 4 N for each
-    token, and 17 N for rewards, lengths and ends. If a sketch has fewer than P entries, each
-    parameter has a sign of one bit. In addition to the weights, AdamW's metric holds a gradient and
-    a factor for every entry or, on a CPU, six sums of group gradients of both halves. These sums
-    and a second pool stay on disk.
+    The weights of P parameters take E P bytes, with E bytes per parameter. A frozen reference copy
+    takes the same. With AdamW, a gradient and two moments take E P (1 + 2) bytes, which gives 16 P
+    bytes in total for float32 weights. A checkpoint takes E P (1 + 2) bytes. The pool file of a
+    question takes 8 N^2 bytes for inner products and 17 N bytes for rewards, lengths and ends.
+    Tokens take 4 N bytes for each token position. The two sketches take 4 N R and 8 R' bytes, with
+    R = feature_sketch and R' = gradient_sketch entries, at most P. If a sketch has fewer than P
+    entries, each parameter has a random sign, stored in one bit. In AdamW's metric, scoring needs
+    memory for a gradient and a factor per parameter, in addition to the weights. On a CPU, it
+    instead needs memory for three sums of group gradients for each half of the questions. These six
+    sums and a second pool stay on disk.
     """
     size, entry, on_cpu = (
         model_size(work.model),
@@ -211,9 +215,9 @@ def score_memory(
 ) -> tuple[int, int, int] | None:
     """Compute the bytes needed to score N completions of a question.
 
-    Weights and prompts are not counted. The three numbers are for the whole graph, for scoring
-    layer by layer, and for one completion layer by layer. The result is None if the sizes are
-    unknown.
+    Weights and prompts are not counted. The three numbers are for scoring with the whole graph, for
+    scoring layer by layer, and for scoring one completion layer by layer. The result is None if the
+    sizes are unknown.
     """
     size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
@@ -231,7 +235,7 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
     """Return the bytes of the shards and of the full weights in each FSDP2 process.
 
     Weights, gradients and optimizer state are sharded. The full weights are gathered for sampling.
-    A reference is never sharded. Weights, training and reference must be known.
+    A reference is never sharded. The bytes of weights, training and reference must be known.
     """
     weights, training, reference = largest.weights, largest.training, largest.reference
     assert weights is not None and training is not None and reference is not None
@@ -241,8 +245,8 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
 def total(costs: list[Cost]) -> Cost:
     """Add up the costs of runs that are executed one after another.
 
-    Completions and tokens are sums, and memory is the maximum. Disk is the sum of what the runs
-    keep plus the largest temporary need.
+    Completions and tokens are added, and memory is the maximum over the runs. Disk space is the sum
+    over the files that runs keep, plus the largest temporary need of a run.
     """
     names = ("rollouts", "values", "evaluation", "tokens", "disk_after")
     sums = {name: _sum([getattr(cost, name) for cost in costs]) for name in names}
@@ -261,7 +265,7 @@ def model_size(model: ModelConfig) -> ModelSize:
     Unset sizes come from config.json, with the key names of Llama-like models. The number of
     parameters comes from the headers of the weight files, which store tied weights once. If each
     layer has its own size, the largest is used. A value that is neither a number nor a list of
-    numbers is unknown.
+    numbers is treated as unknown.
     """
     folder = model_folder(model.model_name_or_path)
     if not (folder / "config.json").is_file():
@@ -286,7 +290,7 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 
 def _largest(value: object) -> int | None:
-    """Return a size of config.json or the largest in a list with one size per layer, else None.
+    """Return a size in config.json, or the largest in a list of sizes; None for any other value.
 
     >>> _largest(48), _largest([32, 48]), _largest([32, None]), _largest("48"), _largest(0)
     (48, 48, None, None, None)
@@ -301,8 +305,8 @@ def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
     """Return the bytes of the KV cache of the completions sampled at once.
 
     Prompts and reserved space are not counted. Each token adds kv_width keys and kv_width values in
-    each layer. Keys come from rotary embeddings and have the type of the weights. Values have the
-    type of the computation, with `computed` bytes.
+    each layer. Keys pass through rotary embeddings and have the data type of the weights. Values
+    have the data type of the computation, with `computed` bytes per number.
     """
     sampler = work.sampler
     if sampler.rollout.name != "local":
@@ -314,10 +318,10 @@ def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
 
 
 def _logits(work: Work, size: ModelSize) -> int | None:
-    """Return the bytes of float32 logits, the maximum of two needs.
+    """Return the larger of two memory needs for float32 logits, in bytes.
 
-    The first need is the logits of the next token in all rows. The second is one chunk of logits
-    for log-probabilities and the values computed from it.
+    The first need is for the next-token logits of all rows. The second is for one chunk of the
+    logits that give log-probabilities, and for the values computed from this chunk.
     """
     if size.vocabulary is None:
         return None

@@ -1,7 +1,7 @@
 """Durations of planned runs, estimated from the throughput of an earlier run on this machine.
 
-The estimate is rough, since the throughput depends on the batch size, the length of answers and the
-load of the machine. If no earlier run has finished, the duration is unknown.
+The estimate is rough, because the throughput depends on the batch size, the length of answers and
+the load of the machine. If no earlier run has finished, the duration is unknown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_ustat.runs.record import RunRecord
 
 # Largest number of finished runs to read, newest first.
 MAX_RUNS_READ = 50
-# Keys of model and device whose values must be equal in an earlier run.
+# Configuration keys that must have the same values in an earlier run.
 AGREEING_KEYS = (
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
@@ -48,17 +48,17 @@ class Plan:
     max_completion_length: int
     # See `conditions`.
     conditions: Mapping[str, object]
-    # Parent folder of this command's runs, by date.
+    # Default parent folder of this command's runs, with a subfolder for each date.
     usual_place: Path
-    # Folder of the run; None if it is known only in the running job.
+    # Folder of the run; None if only the running job can determine it.
     folder: Path | None
     # Overrides that shorten the run to seconds or minutes without changing the throughput.
     short_run: str
-    # Division of a step's batch, in words.
+    # Description of how a step's batch is divided.
     batch: str = ""
     # Notes on the run's memory.
     notes: Sequence[str] = ()
-    # Number of test questions taken from a publication.
+    # Published number of test questions, if the estimate assumes it; else None.
     published_tests: int | None = None
 
 
@@ -68,9 +68,10 @@ class Duration:
 
     # Estimated seconds; None if no earlier run gives an estimate.
     seconds: float | None
-    # Start-up part of `seconds`, which a process needs only before its first run.
+    # Seconds, included in `seconds`, that a process needs only once, before its first run.
     start: float
-    # Earlier run behind the estimate or, without an estimate, the reason and the command to run.
+    # Earlier run on which the estimate is based. If there is no estimate, the reason, and overrides
+    # for a short run that would allow one.
     basis: str
     gpus: int
 
@@ -97,14 +98,14 @@ class Pace:
 
 
 def duration(plan: Plan) -> Duration:
-    """Estimate the duration of a planned run from the newest run with a readable pace.
+    """Estimate the duration of a planned run from the newest earlier run with a known pace.
 
-    Completions are assumed to be as long as in that run.
+    Completions are assumed to be as long as in the earlier run.
     """
     cost = plan.cost
     completions, tests = cost.rollouts + cost.values, cost.evaluation or 0
     if not completions:
-        return Duration(None, 0.0, "it samples no completions", plan.gpus)
+        return Duration(None, 0.0, "the run samples no completions", plan.gpus)
     for run in finished_runs(plan.command, plan.conditions, plan.usual_place, plan.folder):
         pace = pace_of(run, plan.processes)
         if pace is None:
@@ -114,7 +115,7 @@ def duration(plan: Plan) -> Duration:
         seconds += pace.rest + pace.start
         basis = (
             f"{number_text(pace.rate)} tokens/s in {path_text(run.folder)}, "
-            f"{number_text(length)} tokens a completion"
+            f"{number_text(length)} tokens per completion"
         )
         return Duration(seconds, pace.start, basis, plan.gpus)
     reason = f"no finished run of {plan.model} on {plan.device}"
@@ -123,9 +124,9 @@ def duration(plan: Plan) -> Duration:
 
 
 def pace_of(run: RunRecord, processes: int) -> Pace | None:
-    """Return the pace of a finished run that was shared by `processes` processes.
+    """Return the pace of a finished run that was divided among `processes` processes.
 
-    The result is None if the pace cannot be derived from history and result, because of several
+    The result is None if the run's history and result do not determine the pace, because of several
     launches, an existing pool or equal rewards.
     """
     launches, result = run.launches, run.final_result
@@ -136,7 +137,7 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
         return None
     work = result.get("cost", result)
     parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
-    # These seconds are sums over workers.
+    # The seconds in `parts` are sums over workers.
     seconds = sum(parts) / processes if parts else work["seconds"]
     completions = work["rollouts"] + work.get("value_rollouts", 0)
     has_work = all(number > 0 for number in (*parts, seconds, completions, work["tokens"]))
@@ -160,9 +161,9 @@ def finished_runs(
 
     Args:
         command: `train`, `mse` or `gap`.
-        conditions: values that their configurations must have, by dotted key.
-        usual_place: parent folder of this command's runs, by date.
-        folder: folder of the planned run, whose siblings are also read, or None.
+        conditions: values that the runs' configurations must have, by dotted key.
+        usual_place: default parent folder of this command's runs, with a subfolder for each date.
+        folder: folder of the planned run, or None. Runs in the neighbouring folders are also read.
     """
     places = [(usual_place, "*/*/result.json")]
     if folder is not None:
@@ -182,7 +183,7 @@ def finished_runs(
 
 
 def conditions(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of `AGREEING_KEYS` by dotted key, None for keys that the command lacks.
+    """Return the values of `AGREEING_KEYS` by dotted key; None if the command lacks a key.
 
     Args:
         values: nested values of a run's configuration.
@@ -192,7 +193,7 @@ def conditions(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def one_after_the_other(durations: Sequence[Duration]) -> float | None:
-    """Return the seconds of runs that one process makes in sequence, or None if any is unknown."""
+    """Return the total seconds of runs that one process executes in sequence; None if unknown."""
     seconds = [
         estimate.seconds - estimate.start for estimate in durations if estimate.seconds is not None
     ]
@@ -224,6 +225,6 @@ def number_text(number: float | None) -> str:
 
 
 def path_text(folder: Path) -> str:
-    """Return the folder as text, relative to the working directory if it is inside."""
+    """Return the folder as text, relative to the working directory if the folder is inside it."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -22,14 +22,14 @@ from grpo_ustat.costs.duration import (
 )
 from grpo_ustat.terminal.console import Console
 
-# Largest number of different batches that are described.
+# Largest number of distinct batches that are described.
 MAX_BATCHES = 6
 # Number of processes in the FSDP2 example.
 EXAMPLE_PROCESSES = 8
 
 
 def show_costs(plans: Sequence[Plan]) -> None:
-    """Print the settings that all runs share, one line per run, totals and durations."""
+    """Print the settings that all runs share, then a row per run, totals and durations."""
     console, rows = Console(), [settings_in_words(plan.settings) for plan in plans]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     labels = [
@@ -60,14 +60,14 @@ def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def batch_lines(plans: Sequence[Plan]) -> list[str]:
-    """Describe the division of each different training batch."""
+    """Describe how each distinct training batch is divided."""
     lines = list(dict.fromkeys(plan.batch for plan in plans if plan.batch))
     more = [f"and {len(lines) - MAX_BATCHES} other batches"] if len(lines) > MAX_BATCHES else []
     return lines[:MAX_BATCHES] + more
 
 
 def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
-    """Return a table with one line per run, labelled by its settings, and one for all runs."""
+    """Return a table with one row per run, labelled with the settings, and a row of totals."""
     runs = len(costs)
     table = Table(title=f"{runs} run{'s' * (runs > 1)}", box=SIMPLE, pad_edge=False)
     table.add_column("")
@@ -98,8 +98,8 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
     largest = max(plans, key=lambda plan: plan.cost.memory or 0)
     cost = largest.cost
     notes = [
-        "values: fresh completions behind a baseline; tests: of evaluations. Prompts' tokens are "
-        "not counted, because that needs a tokenizer."
+        "values: fresh completions for estimating baselines; tests: completions of test questions. "
+        "Prompt tokens are not counted, because that needs a tokenizer."
     ]
     if cost.memory is None:
         notes.append(
@@ -110,11 +110,11 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
         reference = f"reference {_bytes(cost.reference)}, " if cost.reference else ""
         program = f", the program {_bytes(cost.process)}" if cost.process else ""
         notes.append(
-            f"Memory of the largest: weights {_bytes(cost.weights)}, {reference}gradients and "
+            f"Memory of the largest run: weights {_bytes(cost.weights)}, {reference}gradients and "
             f"optimizer {_bytes(cost.training)}, keys and values {_bytes(cost.cache)}, logits "
-            f"{_bytes(cost.logits)}, activations of a backward pass {_bytes(cost.graph)}{program}; "
-            "the cache of keys and values and the activations are never in memory together; "
-            "prompts are not counted."
+            f"{_bytes(cost.logits)}, activations of a backward pass {_bytes(cost.graph)}{program}. "
+            "Keys and values are never in memory together with these activations. Prompts are not "
+            "counted."
         )
     notes += largest.notes
     if largest.device.startswith("cuda") and cost.memory is not None and cost.training:
@@ -122,7 +122,7 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
         names = "weights and reference" if cost.reference else "weights"
         notes.append(
             f"FSDP2 on {EXAMPLE_PROCESSES} processes: {decimal(shards)} of weights, gradients and "
-            f"optimizer in each, and {decimal(gathered)} of whole {names} while it samples."
+            f"optimizer per process, and {decimal(gathered)} of whole {names} during sampling."
         )
 
     sizes = {plan.published_tests for plan in plans}
@@ -132,8 +132,8 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
     ]
     if any(plan.cost.evaluation is None for plan in plans):
         notes.append(
-            "Tests unknown: dataset.test_size=null evaluates all test questions; they are not in "
-            "the tokens. Set dataset.test_size to count them."
+            "Tests unknown: dataset.test_size=null evaluates all test questions. Their tokens "
+            "are not counted. Set dataset.test_size to count them."
         )
     return notes
 
@@ -151,15 +151,16 @@ def score_notes(
         return []
     whole_graph, by_layer, _ = memory
     text = (
-        f"Scoring N = {completions} completions at once needs, beside the weights, "
-        f"{decimal(whole_graph)} with the whole graph, or {decimal(by_layer)} layer by layer, in a "
-        "quarter more time. Layer by layer is chosen if the whole graph needs over half of the "
-        f"free memory. The minimum is {decimal(weights + by_layer)}."
+        f"In addition to the weights, scoring N = {completions} completions at once needs "
+        f"{decimal(whole_graph)} with the whole graph, or {decimal(by_layer)} layer by layer, "
+        "which takes a quarter more time. Scoring is layer by layer if the whole graph needs more "
+        "than half of the free memory. Including the weights, at least "
+        f"{decimal(weights + by_layer)} are needed."
     )
     if completions >= 8:
         text += (
-            f" If that does not fit: run budget.pool_completions={completions // 2} first, then "
-            f"{completions} on the same pool=DIR."
+            f" If this does not fit, run budget.pool_completions={completions // 2} first, and "
+            f"then {completions} on the same pool=DIR."
         )
     return [text]
 
@@ -194,8 +195,9 @@ def show_durations(labels: Sequence[str], durations: Sequence[Duration], console
         console.print(f"{line}: {basis}{of if runs < len(durations) else ''}.")
     if has_estimate:
         console.print(
-            "Wall time is rough: half to twice that, and further off if batches were much smaller "
-            "there or the machine is busier now. Waiting in a queue is not counted."
+            "This wall time is a rough estimate. The true time may be half to twice as long, or "
+            "further off if the earlier run had much smaller batches or the machine is busier now. "
+            "Waiting in a queue is not counted."
         )
 
 

@@ -1,28 +1,29 @@
-r"""Error curves, scaling law and Assumption 2 from a score pool, with intervals.
+r"""Error curves, scaling law and a test of Assumption 2 from a score pool, with intervals.
 
-The errors of none, oracle, leave_one_out, group_mean, constant, running_mean and remax have
-unbiased estimates. The error of optimal needs A_{b*} = A_V - E[Cov(q, Z)^2 / M_0]. This is a ratio,
-so its estimate is consistent but not unbiased (see `moments.covariance_excess`).
+The errors of the baselines none, oracle, leave_one_out, group_mean, constant, running_mean and
+remax have unbiased estimates. The error of the baseline optimal depends on A_{b*} = A_V - E[Cov(q,
+Z)^2 / M_0]. This formula contains a ratio, so the estimate of A_{b*} is consistent but not unbiased
+(see `moments.covariance_excess`).
 
-Every statistic is a function of two kinds of numbers: the means over questions of unbiased
-per-question moments, and `S = sum_{x != y} <ghat_x, ghat_y>`, the sum of inner products between the
-pool gradients of different questions:
+Every statistic is a function of means over questions of unbiased per-question moments, and of
+`S = sum_{x != y} <ghat_x, ghat_y>`, the sum of inner products between the pool gradients of
+different questions. For example,
 
     ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
 
-In a pool with several metrics, S contains the products within each metric and is scaled to all
-pairs. Every number is then a mean over the metrics. The questions of different metrics are
-independent of each other.
+If a pool has several metrics (see `ScorePool.metrics`), S contains only the products within each
+metric and is scaled to the number of all pairs. Every statistic is then a mean over the metrics.
+The questions of different metrics are independent of each other.
 
-Intervals given the questions leave out one completion of one question at a time (delete-one
-jackknife). The variances of independent questions add up. Intervals over questions leave out one
-question at a time. A bootstrap over completions is never used, because its duplicates turn
-U-statistics into V-statistics.
+For intervals given the questions, the jackknife leaves out one completion of one question at a
+time. Questions are independent, so their jackknife variances are added. For intervals over
+questions, the jackknife leaves out one question at a time. A bootstrap over completions is never
+used, because duplicate completions turn U-statistics into V-statistics.
 
 The numbers for training (C1, C2, C3, G*, the noise scale) apply to the population from which the
 questions are sampled, because a training step draws other questions. The mean gradient of m given
-questions has the squared length ||grad J||^2 + C1/m, so a noise scale of these questions alone
-would grow with m by construction.
+questions has the squared length ||grad J||^2 + C1/m. A noise scale computed for only these
+questions would therefore grow with m by construction.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
-# Number of questions whose sketches are converted to float64 at once: 30 MB for the default budget.
+# Number of questions whose sketches are converted to float64 at once, 30 MB with the default
+# budget.
 BLOCK = 64
 # Group sizes at which the curves are computed.
 CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -57,7 +59,7 @@ class CurvePoint:
 
     baseline: str
     group_size: int
-    # Sampling of the questions of a batch, see `estimators.minibatch.decompose`.
+    # Sampling scheme for the questions of a batch; see `estimators.minibatch.decompose`.
     setting: str
     # Number of questions in a batch.
     num_prompts: int
@@ -71,46 +73,50 @@ class CurvePoint:
     def ratio_key(self) -> str:
         """Name of the point's error divided by the oracle's error in `ClosedForm.statistics`.
 
-        The oracle has the same group size, setting and number of questions.
+        The oracle's error is for the same group size, setting and number of questions.
         """
         return f"ratio/{self.key.removeprefix('mse/')}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request for closed forms: the points of the curves, and their population."""
+    """Points of the curves to compute, and description of the questions."""
 
     points: list[CurvePoint]
-    # Options of each baseline, by name.
+    # Options of each baseline, by the name of the baseline.
     options: Mapping[str, Mapping[str, float]]
     # Number of questions in the pool, m.
     questions: int
-    # True if the questions are a sample. C1 and ||grad J||^2 are then estimated for the population:
-    # C1 has divisor m - 1, and ||grad J||^2 excludes the C1/m that the mean over the sample adds.
+    # True if the questions are a sample from a population. C1 and ||grad J||^2 are then estimated
+    # for this population. C1 has divisor m - 1, and C1/m is subtracted from the squared length of
+    # the sample's mean gradient.
     sample: bool
-    # Costs of a prompt and of a completion, by the name of their unit. Each pair of costs gives a
-    # best group size at a fixed budget.
+    # Cost of a prompt and cost of a completion, by the name of their unit. For each unit, the best
+    # group size at a fixed budget is computed.
     costs: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Statistics of a pool by name, with intervals, and further numbers without intervals."""
+    """Statistics of a pool with intervals, and further numbers without intervals."""
 
-    # Statistics by name, see `_statistics`. `mse/...` are the errors of the points, see
-    # `CurvePoint.key`, and `ratio/...` are these errors divided by the oracle's. Both errors of a
-    # ratio come from the same delete-one pools, so the interval of the ratio, on the log scale, is
-    # paired. The following statistics exist only for intervals over questions. `gstar` is G* at
-    # fixed rollouts, and `gstar_NAME` is G* at a fixed cost. `noise/G` and `noise_tokens/G` are n_c
-    # in rollouts and in tokens. `prompt_share/G` is the share of the noise from prompts (see
-    # `estimators.scaling`). G is one of `CURVE_SIZES` or `best`. `best` is G*, and for
-    # `noise_tokens` the best G at a fixed number of tokens.
+    # Statistics by name; see `_statistics`. `mse/...` is the error at a point (see
+    # `CurvePoint.key`), and `ratio/...` is this error divided by the oracle's error. The interval
+    # of a ratio is computed on the log scale. It is paired, because both errors come from the same
+    # delete-one pools. The following statistics exist only with intervals over questions. `gstar`
+    # is G* at a fixed number of rollouts, and `gstar_NAME` is the best G at a fixed cost in the
+    # unit NAME. `noise/G` and `noise_tokens/G` are the noise scale n_c in rollouts and in tokens.
+    # `prompt_share/G` is the share of the noise from prompts (see `estimators.scaling`). In these
+    # names, G is one of `CURVE_SIZES`, or `best` for G*. In `noise_tokens/best`, `best` is the best
+    # G at a fixed number of tokens.
     statistics: dict[str, Interval]
-    # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) at every point.
+    # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of a batch's gradient estimate T, at
+    # every point.
     parts: dict[CurvePoint, tuple[float, ...]]
     # C1, C2, C3 and ||grad J||^2 with the covariance of their errors.
     law: ScalingLaw
-    # Tails of the squared score norms, and of A_0, A_V and C3, which determine the curves.
+    # Measures of the tails of the squared score norms and of A_0, A_V and C3, which determine the
+    # curves.
     tails: Tails
 
     def __getitem__(self, name: str) -> Interval:
@@ -159,7 +165,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         intervals |= _of_training(law, request.costs)
 
     def crossover(excess: float) -> float:
-        """Return 1 + C3 / (A_0 - A_V) from (A_0 - A_V) / C3; infinite unless this is above 0."""
+        """Return 1 + 1/excess, which is 1 + C3 / (A_0 - A_V); infinite if `excess` <= 0."""
         return 1 + 1 / excess if excess > 0 else math.inf
 
     estimate, low, high = intervals["vanilla_excess"]
@@ -180,7 +186,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
 
 
 def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> dict[str, Interval]:
-    """Compute G*, the noise scale and the prompts' share of the noise, for new questions."""
+    """Compute G*, the noise scale and the prompts' share of the noise for the population."""
     best = law.gstar()
     intervals = {"gstar": best, "gstar_paper": Interval(*(x - 1 for x in best))}
     for name, of_unit in costs.items():
@@ -199,19 +205,19 @@ def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> d
 def _decided(best: Interval) -> float:
     """Return G* if both ends of its interval are finite, else NaN.
 
-    If G* is uncertain, the smallest error would be underestimated.
+    If G* is uncertain, the error at the estimated G* would underestimate the smallest error.
     """
     return best.estimate if math.isfinite(best.high) else math.nan
 
 
 def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:
-    """Compute A_b of constant, ReMax and running mean.
+    """Compute A_b of the baselines constant, remax and running_mean.
 
-    These baselines hardly depend on a single completion. At a fixed policy, a running mean
+    These baselines hardly depend on a single completion. With a fixed policy, a running mean
     converges to b, the mean of V over questions. For each question, `b = o + V/m`, where o is the
-    part of b from the other questions. Products with the question's V are computed from its
-    moments. The variance of the estimate of o is subtracted from the square of this estimate.
-    Leaving out a completion does not change o.
+    contribution of the other questions. Products with the question's V are computed from the
+    question's moments. The estimate of o^2 is the square of the estimate of o minus the variance of
+    that estimate. Leaving out a completion of the question does not change o.
     """
     column = (-1,) + (1,) * (moments.m0.ndim - 1)
     names = {point.baseline for point in request.points}
@@ -279,11 +285,12 @@ def _point_moments(
 ) -> tuple[Array, ...]:
     """Return the mean squared error of one point and the moments behind it.
 
-    The values are the mean squared error, bias^2, variance, E||T||^2, <E T, grad J> and ||grad
-    J||^2.
+    The values are, in this order, the mean squared error, bias^2, variance, E||T||^2, <E T, grad J>
+    and ||grad J||^2.
     """
     second, shrink, size = 0.0, 1.0, point.group_size
-    # The group mean is leave-one-out times (G-1)/G, so it has the same A_b before shrinking.
+    # Advantages with group_mean are (G-1)/G times the advantages with leave_one_out, so A_b is the
+    # same before this factor is applied.
     if point.baseline in ("leave_one_out", "group_mean"):
         a_b, second = means["a_v"], (means["d"] + means["g_sq"]) / (size * (size - 1))
     elif point.baseline == "optimal":
@@ -305,7 +312,7 @@ def _point_moments(
 def _delete_one_completion(
     pool: ScorePool, per_question: Arrays, means: Arrays, with_others_P: Array, request: Request
 ) -> Arrays:
-    """Compute every statistic without completion i of question x, for each x and i, [m, N]."""
+    """Compute every statistic without completion i of question x, for every x and i, [m, N]."""
     count, size = pool.rewards_PN.shape
     moments = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
     delete_one = {f.name: getattr(moments, f.name) for f in fields(moments)}
@@ -326,7 +333,7 @@ def _delete_one_completion(
 
 
 def _change_between(pool: ScorePool) -> Array:
-    """Compute the change of <ghat_x, sum_{y != x} ghat_y> without completion i of x, [m, N].
+    """Compute how <ghat_x, sum_{y != x} ghat_y> changes without completion i of x, [m, N].
 
     The change is <ghat_x without i - ghat_x, sum_{y != x} ghat_y>, computed from the completions'
     sketches.
@@ -373,9 +380,10 @@ def _by_metric(values_P: Array, metrics: int) -> Array:
 
 
 def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: Request) -> Arrays:
-    """Compute every statistic without question x, for each of h questions of K metrics, [K, h].
+    """Compute every statistic without question x, for all h questions of all K metrics, [K, h].
 
-    The statistic is the mean over the metrics, where the metric of x is computed without x.
+    Each statistic is a mean over the metrics, and leaving out x changes only the part from the
+    metric of x.
     """
     count, (metrics, h) = request.questions, with_others_Kh.shape
     means: Arrays = {}

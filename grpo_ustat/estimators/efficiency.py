@@ -1,32 +1,33 @@
-r"""Relative efficiency of a loss: error of its gradient against that of the unbiased estimate.
+r"""Relative efficiency of a loss, compared with the unbiased gradient estimate.
 
-The update of a loss is a random vector ghat with mean `mu = E ghat`. The learning rate determines
-its length. The error is therefore defined for the multiple of ghat whose mean has the component
-grad J along the true gradient,
+The update of a loss is a random vector ghat with mean `mu = E ghat`. The length of ghat does not
+matter, because the learning rate rescales it. The error is therefore defined for ghat / kappa, the
+multiple of ghat whose mean has grad J as its component along the true gradient:
 
     kappa = <mu, grad J> / ||grad J||^2
     error = E|| ghat / kappa - grad J ||^2 = ( ||mu - kappa grad J||^2 + tr Cov ghat ) / kappa^2
 
-For an unbiased estimate this is the mean squared error. If the curvature of J is the same in all
-directions, the best step along ghat achieves the share `e = ||grad J||^2 / (||grad J||^2 + error)`
-of the gain of the best step along the true gradient. Losses with equal errors are then equally
-good. The unbiased estimate, leave-one-out, has the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n`
-with n rollouts, and
+For an unbiased estimate, this error is the mean squared error. If the curvature of J is the same in
+all directions, the best step along ghat achieves the share
+`e = ||grad J||^2 / (||grad J||^2 + error)` of the gain of the best step along the true gradient.
+Losses with equal errors are then equally good. The unbiased estimate with the leave-one-out
+baseline has, from n rollouts, the error `MSE(n, G) = ( G C1 + C2 + C3/(G-1) ) / n`. Therefore
 
     relative efficiency = MSE(n, G) / error
 
-is the number of rollouts of the unbiased estimate, at the same G, that are as good as one rollout
-of the loss. With the smallest measured `MSE(n, G)` it is the efficiency at the best G of the
-unbiased estimate. Two parts of the error are reported separately:
+is the number of rollouts that the unbiased estimate needs, at the same G, to match one rollout of
+the loss. If the numerator is instead the smallest measured MSE over all G, the ratio compares the
+loss with the unbiased estimate at its best G. Two properties of the update are reported separately:
 
-    direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, which no n corrects
+    direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, the same for any n
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
 
 If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known. The
 efficiency is then a ratio of variances that needs no estimate of grad J. Inner products of means
-are averages over pairs of different prompts, whose terms are independent. Second moments are exact
-within a prompt. Every number is a function of such means and has a delete-one-prompt jackknife,
-which is paired across losses.
+are averages over pairs of different prompts, because different prompts have independent terms.
+Second moments need only products within a prompt. All results are functions of such averages. Their
+intervals come from a jackknife that leaves out one prompt at a time, the same prompt for all
+losses.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ from grpo_ustat.estimators.intervals import (
 )
 from grpo_ustat.records import Array
 
-# Needed only for annotations.
+# `GroupTerms` is needed only for annotations.
 if TYPE_CHECKING:
     from grpo_ustat.estimators.group_terms import GroupTerms
 
-# Axis D: a statistic of all prompts, followed by the statistic without each prompt, [1 + P].
+# Axis D: a statistic of all prompts, then the statistic without each prompt in turn, [1 + P].
 # Axis h: the P / K prompts of one metric.
 
 # Number of prompts whose products are computed at once.
 BLOCK = 256
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
-# Variance of ||mu||^2 that undrawn prompts may add, as a share, see `ratio_interval`. With few
-# prompts, a short interval of the direction mostly means that the prompts that would change the
-# direction were not drawn. The value was chosen on the populations of
+# Allowance for undrawn prompts in the variance of ||mu||^2; see `undrawn` in `ratio_interval`. With
+# few prompts, a short interval of the direction mostly means that the sample lacks the prompts that
+# would change the direction. The value was chosen with the populations in
 # `scripts/benchmarks/error_rates.py turned`.
 UNDRAWN_VARIANCE = 0.5
 
@@ -78,14 +79,14 @@ class UpdateMoments:
     mean_sq_D: Array
     # <mu, grad J>.
     cross_D: Array
-    # Factor c with mu = c grad J for any policy. If groups are replaced, c divided by the share of
-    # kept groups, [D]. None for losses without such a factor.
+    # Factor c for which mu = c grad J for any policy. If zero-variance groups are replaced, it is c
+    # divided by the share of kept groups, [D]. It is None for losses without such a factor.
     scale: float | Array | None
 
 
 @dataclass(frozen=True)
 class LossError:
-    """Error of a loss's update and the parts of this error, see the module's docstring."""
+    """Error of a loss's update and the parts of this error; see the module's docstring."""
 
     # E||ghat / kappa - grad J||^2.
     error_D: Array
@@ -106,19 +107,19 @@ class LossError:
 class RelativeEfficiency:
     """Relative efficiency of a loss at one group size."""
 
-    # Number of rollouts of the unbiased estimate, at the same G, that are as good as one rollout of
+    # Number of rollouts that the unbiased estimate needs, at the same G, to match one rollout of
     # the loss.
     efficiency_same_g: Interval
-    # The same number at the best G of the unbiased estimate.
+    # The same number with the unbiased estimate at its best G.
     efficiency_best_g: Interval
     # cos^2 of the angle between the mean of the update and the gradient.
     direction: Interval
-    # Share of the squared norm of an update that is noise.
+    # Share of the expected squared norm of an update that is noise.
     noise: Interval
 
 
 def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
-    """Return the mean of the prompts' values, then the mean without each prompt, [D].
+    """Return the mean over prompts, then the mean without each prompt in turn, [D].
 
     >>> mean_over_prompts(np.array([0.0, 3.0, 6.0])).tolist()
     [3.0, 4.5, 3.0, 1.5]
@@ -130,11 +131,11 @@ def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
 
 
 def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array:
-    """Estimate <E left, E right> from pairs of different prompts, then without each prompt, [D].
+    """Estimate <E left, E right> from pairs of different prompts, also without each prompt, [D].
 
     Args:
         left_PR, right_PR: sketches of the prompts' vectors.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
 
     >>> product_of_means(np.array([[1.0], [2.0], [3.0]]), np.array([[1.0], [1.0], [2.0]])).round(3)
     array([2.5, 3.5, 2.5, 1.5])
@@ -169,9 +170,9 @@ def update_moments(
     Args:
         terms: terms of every prompt, at one G.
         gradient_PR: unbiased sketches of the prompts' gradients.
-        prompts: number of prompts, B = n / G, which may be a fraction.
-        scale: factor c, see `Loss.scale`.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
+        prompts: number of prompts, B = n / G, which may be fractional.
+        scale: factor c; see `Loss.scale`.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
     """
     mean_sq_D = product_of_means(terms.mean_PR, terms.mean_PR, metrics)
     cross_D = product_of_means(terms.mean_PR, gradient_PR, metrics)
@@ -193,7 +194,7 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
 
     Args:
         signal_D: ||grad J||^2.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
     """
     if moments.scale is not None:
         variance_D = moments.energy_D - moments.mean_sq_D
@@ -230,17 +231,17 @@ def relative_efficiency(
 ) -> RelativeEfficiency:
     """Estimate the relative efficiency of a loss.
 
-    The same data select the best G of the unbiased estimate and measure the error at this G, which
-    overestimates the efficiency at that G. Therefore the lower end is the lowest of the lower ends
-    for all G that may be the best.
+    The best G of the unbiased estimate is selected with the same data. If the selected G is not the
+    true best G, the efficiency at the best G is overestimated. Therefore the lower end of its
+    interval is the smallest of the lower ends for all G that may be the best.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
         group_size: group size of the loss, G.
         unbiased: errors of the unbiased estimate at n rollouts, by group size. `group_size` must be
             among the keys.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
-        level: coverage of each interval.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
+        level: confidence level of each interval.
     """
     efficiencies = {
         size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()
@@ -261,17 +262,18 @@ def relative(
 ) -> Interval:
     """Estimate the error of the unbiased estimate divided by the error of a loss.
 
-    The ratio is shown only if an estimated kappa is above 0, which happens more often if kappa is
-    overestimated. The jackknife interval then misses the true ratio in up to one of five cases.
-    Therefore the interval also contains the ratios at both ends of kappa's one-sided intervals,
-    with the other numbers as estimated. If kappa's interval has no lower end, the result is
-    `UNKNOWN`. `scripts/benchmarks/error_rates.py turned` checks the coverage.
+    If kappa is estimated, the ratio is reported only if kappa is significantly above 0, which
+    happens more often if kappa is overestimated. With this selection, the jackknife interval misses
+    the true ratio in up to one of five cases. Therefore the interval is extended to contain the
+    ratios at the ends of the lower and the upper one-sided interval of kappa, with all other
+    numbers as estimated. The result is `UNKNOWN` if the error at the upper end of kappa is not
+    positive. `scripts/benchmarks/error_rates.py turned` checks the coverage.
 
     Args:
         unbiased_D: error of the unbiased estimate.
         loss: error of the loss.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
-        level: coverage of the interval, and of each one-sided interval of kappa.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
+        level: confidence level of the interval, and of each one-sided interval of kappa.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         efficiency = positive(unbiased_D / loss.error_D, metrics, level)
@@ -289,20 +291,21 @@ def relative(
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of a loss divided by its error in smaller groups.
+    """Estimate the error of a loss divided by the error of the same loss in smaller groups.
 
-    The ratio is the efficiency of the smaller groups. The interval is computed on the log scale
-    with Student's t, whose degrees of freedom follow from the effective number of prompts behind
-    the standard error. If few prompts carry the signal, the standard error is too short. With the
-    degrees of freedom of all prompts, the interval missed the true ratio in 9 % of cases
-    (`scripts/benchmarks/error_rates.py smaller`, 64 groups). The result is `UNKNOWN` if either
-    kappa may be 0, or if the ratio is not positive with all prompts or without one.
+    The ratio is the efficiency of the smaller groups relative to the larger groups. The interval is
+    computed on the log scale with Student's t. Its degrees of freedom come from the effective
+    number of prompts that determine the standard error. If few prompts carry the signal, the
+    standard error is too small. With degrees of freedom based on the total number of prompts, the
+    interval missed the true ratio in 9 % of cases (`scripts/benchmarks/error_rates.py smaller`, 64
+    groups). The result is `UNKNOWN` if either kappa may be 0, or if the ratio is not positive for
+    all prompts together or without one of them.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
         smaller: error of the same loss at n rollouts in groups of g.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
-        level: coverage of the interval.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
+        level: confidence level of the interval.
     """
     if not (loss.kappa_known and smaller.kappa_known):
         return UNKNOWN
@@ -318,17 +321,18 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
     """Estimate cos^2 of the angle between the mean of a loss's update and the gradient.
 
     The interval is the union of two intervals. The first is Fieller's set for the share of ||mu||^2
-    off the direction of the gradient. This set is accurate if cos^2 is near 1, where the estimate
-    of cos^2 is skewed. If the mean has another direction, the upper end of the set for cos^2 is too
-    low, because a sample with a small ||mu||^2 has a short standard error. The second is the
-    jackknife interval of cos^2 itself, with Student's t for the effective number of prompts. If the
-    mean has another direction, the upper end of this interval is accurate, but the lower end is too
-    high. The result is `UNKNOWN_DIRECTION` if the two intervals allow every direction.
+    that is orthogonal to the gradient. This set is accurate if cos^2 is near 1, where the
+    distribution of the estimate is skewed. If mu and the gradient clearly differ in direction, the
+    upper end of this set for cos^2 is too low, because samples with a small ||mu||^2 have a
+    standard error that is too small. The second is the jackknife interval of cos^2, with Student's
+    t for the effective number of prompts. If mu and the gradient clearly differ in direction, the
+    upper end of this interval is accurate, but the lower end is too high. The result is
+    `UNKNOWN_DIRECTION` if the union contains every value from 0 to 1.
 
     Args:
         loss: moments of the loss.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
-        level: coverage of the interval.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
+        level: confidence level of the interval.
     """
     if not loss.off_direction_sq_D.any():
         return Interval(1.0, 1.0, 1.0)
@@ -349,8 +353,8 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
 def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
     """Return the jackknife variance of a statistic and its degrees of freedom.
 
-    The degrees of freedom follow from the effective number of prompts that carry the variance and
-    are at least 1.
+    The degrees of freedom are the effective number of prompts that determine the variance, minus 1,
+    and at least 1.
     """
     values_Kh = without(values_D, metrics)
     variance = float(jackknife_variance(values_Kh, axis=1).sum())
@@ -362,12 +366,12 @@ def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list
     """Return the G with the smallest error, and all G that are not significantly worse.
 
     A G is significantly worse if the paired interval of its error minus the smallest error is above
-    0. The confidence level is Bonferroni-corrected for the number of sizes. The same data select
-    the best G.
+    0. The confidence level is Bonferroni-corrected for the number of sizes. The best G is selected
+    with the same data.
 
     Args:
-        errors: error_D by group size.
-        metrics: number of metrics, K, see `ScorePool.metrics`.
+        errors: error by group size, [D] each.
+        metrics: number of metrics, K; see `ScorePool.metrics`.
     """
     best = min(errors, key=lambda size: errors[size][0])
     level = 1 - 0.05 / max(1, len(errors) - 1)
@@ -383,8 +387,8 @@ def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list
 def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
     """Return a positive statistic with its jackknife interval on the log scale.
 
-    The result is `UNKNOWN` if the statistic is not positive with all prompts or without one of
-    them.
+    The result is `UNKNOWN` unless the statistic is positive and finite for all prompts together and
+    without each prompt in turn.
     """
     if not (np.isfinite(values_D).all() and (values_D > 0).all()):
         return UNKNOWN
@@ -398,10 +402,10 @@ def ratio(
     level: float = CONFIDENCE,
     undrawn: float = 0.0,
 ) -> Interval:
-    """Return the ratio of two statistics whose true values are at least 0, see `ratio_interval`.
+    """Return the ratio of two statistics whose true values are at least 0; see `ratio_interval`.
 
-    The result is `UNKNOWN` if either statistic is not finite with all prompts or without one of
-    them.
+    The result is `UNKNOWN` unless both statistics are finite for all prompts together and without
+    each prompt in turn.
     """
     if not (np.isfinite(above_D).all() and np.isfinite(below_D).all()):
         return UNKNOWN

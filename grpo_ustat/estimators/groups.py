@@ -1,24 +1,26 @@
-r"""Scaling law from groups of completions of sampled prompts or of several training steps.
+r"""Scaling law from groups of completions, for sampled prompts or for several training steps.
 
 The groups of a step give unbiased estimates of C1, C2, C3 and ||grad J||^2 for the policy of that
-step. They come from few prompts, so the estimate of ||grad J||^2 may be negative. The estimates are
-averaged over steps, and every ratio is a ratio of these means.
+step. A step has few prompts, so the estimate of ||grad J||^2 can be negative. Therefore the
+estimates are averaged over steps before ratios are computed.
 
-Pairs, G = 2, do not identify C2 and C3, because A_V needs three completions. The sum of C2 and C3
-needs only two completions, and it gives the error and the noise scale at G = 2:
+Groups of two completions ("pairs") do not identify C2 and C3, because A_V needs three completions.
+The sum of C2 and C3 needs only two completions, and it determines the error and the noise scale at
+G = 2:
 
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
 
 Because ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, A_V and D are both at least ||g||^2. C3 is
-therefore in [2 E||g||^2, S]. Under the paper's Assumption 2 (A_V = D) it is S/2 + E||g||^2. G* thus
-has bounds, and it has a value under that assumption. Because C1 <= E||g||^2 <= C3/2, G* is at least
-1 + sqrt(2), and for any policy the error of groups of 3 is at most the error of pairs.
+therefore in [2 E||g||^2, S]. Under the paper's Assumption 2 (A_V = D), C3 is S/2 + E||g||^2. The
+bounds of C3 give bounds of G*, and Assumption 2 gives a value of G*. For any policy, C1 <= E||g||^2
+<= C3/2. Therefore G* is at least 1 + sqrt(2), and groups of 3 have at most the error of pairs at
+the same number of rollouts.
 
-If each batch has a single group, batches are pooled, and a step is a window of groups from several
-policies. C2, C3 and E||g||^2 are computed within groups, so they are means over these policies.
-Products between groups combine different policies, and the later policies were trained on the
-earlier groups, see `withheld`.
+If each batch has only one group, several batches are pooled. A step is then a window of groups from
+several policies. C2, C3 and E||g||^2 are computed within groups, so they are means over these
+policies. Products between groups combine different policies, and the later policies were trained on
+the earlier groups. `withheld` describes the resulting bias.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, MIN_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
 
-# Bias as a share of the E||ghat||^2 of one group if the policies differ by 1 nat, see `withheld`.
+# Bias divided by E||ghat||^2 of one group if the policies differ by 1 nat; see `withheld`.
 LOST = 0.0175
-# Bias as a share of the estimate, and drift in nats, above which a number is withheld.
+# Limits of the bias divided by the estimate, and of the drift in nats. A number beyond a limit is
+# withheld.
 TOLERABLE_BIAS, MAX_DRIFT = 0.2, 1.0
 
 
@@ -55,11 +58,11 @@ class GroupTerms(NamedTuple):
 
     # ||g||^2.
     g_sq_P: Array
-    # A_V - ||g||^2, with mean C2; for pairs (A_V + D)/2 - ||g||^2.
+    # A_V - ||g||^2, with mean C2. For pairs, it is (A_V + D)/2 - ||g||^2.
     first_order_P: Array
-    # D + ||g||^2, with mean C3; for pairs (A_V + D)/2 + ||g||^2. For pairs, the sum of this term
-    # and `first_order_P` always has the mean C2 + C3, but the means of the two terms are C3 and C2
-    # only under Assumption 2.
+    # D + ||g||^2, with mean C3. For pairs, it is (A_V + D)/2 + ||g||^2. The sum of this term and
+    # `first_order_P` always has the mean C2 + C3. For pairs, this term has the mean C3, and
+    # `first_order_P` the mean C2, only under Assumption 2.
     second_order_P: Array
     # Sum of <ghat_x, ghat_y> over the other groups y.
     others_P: Array
@@ -75,7 +78,7 @@ class GroupTerms(NamedTuple):
     def without_each_4P(self) -> Array:
         """Estimates of the same constants without each group, [4, P]."""
         terms_4P = np.stack(self[:4])
-        # The products of a group with the others are in its own sum and in the sums of the others.
+        # Each product of two groups is counted in the sums of both groups.
         own_4P = np.stack([*self[:3], 2 * self.others_P])
         return _constants(terms_4P.sum(axis=1, keepdims=True) - own_4P, len(self.g_sq_P) - 1)
 
@@ -98,14 +101,14 @@ def group_terms(
     A group of equal rewards adds 0 to every term, so its scores are not needed.
 
     Args:
-        sq_norm_PG: squared score norms. Groups of equal rewards may have any number.
-        gradient_gram_PP: <ghat_x, ghat_y> of the groups' leave-one-out gradients.
-        score_gram_PGG: <s_i, s_j> if the mean of the scores may differ from 0; None if it is 0. The
-            products are used only for groups of at least 4, because fewer completions do not
-            identify that mean.
+        sq_norm_PG: squared score norms. The values of groups with equal rewards are not used.
+        gradient_gram_PP: inner products <ghat_x, ghat_y> of the groups' leave-one-out gradients.
+        score_gram_PGG: inner products <s_i, s_j> of the scores if their mean may differ from 0;
+            None if their mean is 0. The products are used only for groups of at least 4, because
+            fewer completions do not identify the mean.
 
     Raises:
-        ValueError: there are fewer than 2 groups, or groups have 1 completion.
+        ValueError: there are fewer than 2 groups or fewer than 2 completions per group.
     """
     if len(rewards_PG) < 2:
         raise ValueError(f"||grad J||^2 needs at least 2 groups, got {len(rewards_PG)}")
@@ -131,7 +134,7 @@ def group_terms(
 
 
 class HeavyTails(UserWarning):
-    """Warning that intervals probably cover less than stated, see `intervals.Tails.heavy`."""
+    """Warning that intervals probably cover less than their level; see `Tails.heavy`."""
 
 
 def scaling_from_arrays(
@@ -139,14 +142,14 @@ def scaling_from_arrays(
 ) -> dict[str, Interval]:
     """Estimate C1, C2, C3, G* and the paper's sqrt(C3/C1) from arrays, with intervals over prompts.
 
-    C1 is estimated for the population from which the P prompts are sampled (divisor P - 1).
-    Intervals leave out one prompt at a time. The interval of G* is that of `ScalingLaw.gstar`; it
-    has no upper end if no size is decided.
+    C1 is estimated for the population from which the P prompts are sampled (divisor P - 1). The
+    jackknife leaves out one prompt at a time. The interval of G* comes from `ScalingLaw.gstar` and
+    has no upper end if the data do not decide on a group size.
 
     Args:
         rewards_PN: rewards of N >= 3 completions for each of P >= 4 prompts.
         sq_norm_PN: squared score norms of the completions.
-        gradient_gram_PP: <ghat_x, ghat_y> of the prompts' leave-one-out gradients
+        gradient_gram_PP: inner products <ghat_x, ghat_y> of the prompts' leave-one-out gradients
             `ghat_x = 1/N sum_i s_i (z_i - mean of the others)`.
 
     Raises:
@@ -154,7 +157,7 @@ def scaling_from_arrays(
             number is not finite.
 
     Warns:
-        HeavyTails: a few prompts dominate, so the intervals are too short.
+        HeavyTails: a few prompts dominate, so the intervals are probably too short.
     """
     law, sample_tails = law_of_prompts(rewards_PN, sq_norm_PN, gradient_gram_PP)
     if sample_tails.heavy:
@@ -182,14 +185,16 @@ def law_of_prompts(
     if count < MIN_UNITS:
         raise ValueError(f"intervals over prompts need at least 4 prompts, got {count}")
     if completions < 3:
-        raise ValueError(f"C2 and C3 need at least 3 completions a prompt, got {completions}")
+        raise ValueError(f"C2 and C3 need at least 3 completions per prompt, got {completions}")
     for name, values in (
         ("rewards_PN", rewards_PN),
         ("sq_norm_PN", sq_norm_PN),
         ("gradient_gram_PP", gradient_gram_PP),
     ):
         if not np.isfinite(values).all():
-            raise ValueError(f"{name} is not finite everywhere: leave such prompts out")
+            raise ValueError(
+                f"{name} is not finite everywhere: leave out prompts with NaN or infinity"
+            )
     terms = group_terms(rewards_PN.astype(float), sq_norm_PN.astype(float), gradient_gram_PP)
     delete_one_41P = terms.without_each_4P[:, None]
     law = ScalingLaw.jackknifed(terms.constants_4, delete_one_41P, count)
@@ -198,35 +203,35 @@ def law_of_prompts(
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Averages over K steps (batches, or windows of batches) of P groups each, with intervals."""
+    """Averages over K steps (batches, or windows of batches) with P groups each, with intervals."""
 
-    # Intervals of `ScalingLaw.intervals` at the present group size, and of `zero_variance`. The
-    # ends are NaN if there are fewer than 4 groups per step and fewer than 4 steps. For pairs,
-    # `c2`, `c3`, `noise_scale_best` and the estimate of `gstar` are NaN. Pairs have these numbers
-    # instead: `c2_plus_c3`, `gstar_least` and `gstar_most` (the bounds of G*), and
-    # `gstar_assumption2` (the value of G* under Assumption 2). The interval of `gstar` then extends
-    # from the low end of the lower bound to the high end of the upper bound.
+    # Intervals from `ScalingLaw.intervals` at the current group size, and `zero_variance`, the
+    # share of zero-variance groups. The ends are NaN if there are both fewer than 4 groups per step
+    # and fewer than 4 steps. For pairs, `c2`, `c3`, `noise_scale_best` and the estimate of `gstar`
+    # are NaN. Pairs have other numbers instead: `c2_plus_c3`, `gstar_least` and `gstar_most` (the
+    # bounds of G*), and `gstar_assumption2` (the value of G* under Assumption 2). The interval of
+    # `gstar` then extends from the lower end of `gstar_least` to the upper end of `gstar_most`.
     intervals: Mapping[str, Interval]
-    # C1, C2, C3 and ||grad J||^2. For pairs they hold under Assumption 2.
+    # C1, C2, C3 and ||grad J||^2. For pairs, C2 and C3 rely on Assumption 2.
     law: ScalingLaw
-    # True if intervals probably cover less than 90 %, see `intervals.Tails`.
+    # True if 95 % intervals probably cover less than 90 %; see `intervals.Tails`.
     heavy: bool
     # True if C2 and C3 of `law` rely on Assumption 2, as they do for pairs.
     assumption2: bool = False
 
 
 def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimate:
-    """Estimate the constants, G* and the noise scale of the policies of several steps together.
+    """Estimate the constants, G* and the noise scale, averaged over the policies of several steps.
 
-    All steps have equal weight. Intervals leave out one group at a time and treat each step as an
-    independent part. If steps have fewer than 4 groups or unequal numbers of groups, intervals
-    leave out one step at a time. For windows, intervals also leave out groups. In simulated
-    training this covers .93 to .98, with shorter intervals and fewer windows than leaving out
-    windows would need (`scripts/benchmarks/error_rates.py windows`).
+    All steps have equal weight. The jackknife leaves out one group at a time and treats the steps
+    as independent. If steps have fewer than 4 groups or unequal numbers of groups, the jackknife
+    leaves out one step at a time. Windows are treated in the same way as steps. In simulated
+    training, leaving out groups of windows gives a coverage of .93 to .98. Leaving out windows
+    would give longer intervals and need more windows (`scripts/benchmarks/error_rates.py windows`).
 
     Args:
         steps: terms of the groups of each step, or of each window of batches.
-        group_size: present group size G, at least 2.
+        group_size: current group size G, at least 2.
     """
     norms_P = np.concatenate([step.norm_P for step in steps])
     whole_4, delete_one_4Kn = _averages(steps)
@@ -243,7 +248,7 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
 
 
 def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
-    """Average the constants over the steps, [4], and with one unit left out, [4, K, n].
+    """Return the constants averaged over steps, [4], and with one unit left out, [4, K, n].
 
     The constants are C1, C2, C3 and ||grad J||^2. The averages with one unit left out are NaN if
     there are too few units.
@@ -263,11 +268,12 @@ def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
 def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval]:
     """Return the estimates that pairs allow: C2 + C3, bounds of G*, and G* under Assumption 2.
 
-    The interval of G* extends from the low end of its lower bound to the high end of its upper
-    bound. It missed G* in at most 3.9 % of the samples in which it had two ends. The interval under
-    Assumption 2 missed its value in up to a third of such samples, in cases with few such samples
-    (20 to 2560 pairs, the populations of `scripts/benchmarks/populations.py`, in which the
-    assumption nearly holds). No decision therefore uses the interval under Assumption 2.
+    The interval of G* extends from the lower end of the lower bound's interval to the upper end of
+    the upper bound's interval. In simulations, it missed G* in at most 3.9 % of the samples in
+    which both ends were finite. The interval under Assumption 2 missed its true value in up to a
+    third of the samples with two finite ends, in cases with few such samples. Therefore no decision
+    uses the interval under Assumption 2. The simulations had 20 to 2560 pairs from the populations
+    in `scripts/benchmarks/populations.py`, for which the assumption nearly holds.
 
     Args:
         law: scaling law of the pairs, under Assumption 2.
@@ -289,12 +295,12 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
 def policy_drift(before_GT: Array, after_GT: Array) -> float:
     """Estimate the KL divergence between two policies, in nats per completion.
 
-    The completions were sampled from the first policy. The estimate is the mean of sum_t ( exp(d) -
-    1 - d ), d = after - before. It is unbiased and never negative.
+    The completions were sampled from the first policy. The estimate is the mean over completions of
+    `sum_t (exp(d) - 1 - d)`, where d = after - before. It is unbiased and never negative.
 
     Args:
         before_GT, after_GT: log-probability of each token under the first and the second policy;
-            equal on padding.
+            both are equal at padding positions.
 
     >>> round(policy_drift(np.log([[0.5], [0.5]]), np.log([[0.8], [0.2]])), 6)
     0.223144
@@ -304,22 +310,24 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
 
 def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """Return the names of numbers to withhold for windows of drifting policies, with reasons.
+    """Return reasons to withhold numbers from windows of drifting policies, by name of the number.
 
-    Products between the groups of a window are too small, because the update on a group makes part
-    of its improvement before the later groups are drawn. C1 is too large by the same amount. The
-    measured difference (docs/benchmarks.md) was at most `.0175 sqrt(drift) E||ghat||^2`, for one
-    group, up to 1 nat. This is small compared with C1 but large compared with a small ||grad J||^2.
-    C1 or ||grad J||^2 is withheld, together with the numbers computed from it, if this bound
-    exceeds both a fifth of the estimate and a fifth of its half-width. A bias of a fifth in C1
-    lowers G* - 1 by 9 %. Above 1 nat both are withheld.
+    Products between the groups of a window are too small on average, because the update on a group
+    achieves part of that group's improvement before the later groups are drawn. ||grad J||^2 is
+    therefore underestimated, and C1 is overestimated by the same amount. In measurements with a
+    drift of up to 1 nat (docs/benchmarks.md), this bias was at most
+    `.0175 sqrt(drift) E||ghat||^2`, with ghat from one group. This bound is small compared with C1
+    but large compared with a small ||grad J||^2. C1 or ||grad J||^2 is withheld, together with the
+    numbers computed from it, if the bound exceeds both a fifth of the estimate and a fifth of the
+    half-width of its interval. A bias of a fifth in C1 lowers G* - 1 by 9 %. If the drift is above
+    1 nat, both are withheld.
 
     Args:
         estimate: estimate from windows.
-        group_size: present group size G.
-        drift: `policy_drift` from the first policy of a window to its last. It is measured on a
-            group of the first policy with unequal rewards, because the completions of such a group
-            change most.
+        group_size: current group size G.
+        drift: result of `policy_drift` for the first and the last policy of a window. It is
+            measured on a group of unequal rewards from the first policy, because the completions of
+            such a group change most.
     """
     length = estimate.intervals["grad_sq"].estimate + estimate.law.n_mse(group_size) / group_size
     lost = LOST * math.sqrt(drift) * length
@@ -332,7 +340,7 @@ def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str
         value, _, high = estimate.intervals[name]
         if drift > MAX_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
             reason = (
-                f"the policy moved {drift:.2g} nats a completion within a window, so {name} may "
+                f"the policy moved {drift:.2g} nats per completion within a window, so {name} may "
                 f"be too {word} by {lost:.2g}"
             )
             reasons |= dict.fromkeys((name, *others), reason)

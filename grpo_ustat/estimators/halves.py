@@ -1,7 +1,7 @@
-"""Unbiased estimates for each prompt from random halves of its pool, independent given the prompt.
+"""Unbiased estimates for each prompt from two random halves of its pool.
 
-One half can judge a plan or a ranking made from the other half, because its errors are independent
-of the errors of the other half.
+Given the prompt, the estimates from the two halves are independent. One half can therefore evaluate
+a plan or a ranking that was made from the other half.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MIN_COMPLETIONS = 6
 
 
 def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return estimates by name from both halves of S halvings, [2, S, P], and from full pools, [P].
+    """Return estimates from both halves of S random splits, [2, S, P], and from full pools, [P].
 
-    The names are value (V), variance (of the reward), score (mean squared score norm), g_sq
-    (||g||^2), length (mean), `first` and `second`. The error of leave_one_out with a group of G is
-    `first / G + second / (G (G-1))`, see `estimators.moments`.
+    The keys are `value` (V), `variance` (of the reward), `score` (mean squared score norm), `g_sq`
+    (||g||^2), `length` (mean length), `first` and `second`. The error of leave_one_out with a group
+    of G is `first / G + second / (G (G-1))`; see `estimators.moments`.
 
     Args:
         pool: pool of N >= 6 completions for each of P prompts. If N is odd, one completion is in
@@ -43,7 +43,7 @@ def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
     ghat_sq_PK = (weights_PNK * (pool.gram_PNN @ weights_PNK)).sum(axis=1)
 
     def estimates(k: int, part: Integers) -> dict[str, Array]:
-        """Return estimates by name, [P], from one part, column k of `ghat_sq_PK`."""
+        """Return estimates by name, [P], from part k of the completions."""
         moments = norm_moments(q[:, part], z[:, part], ghat_sq_PK[:, k])
         return {
             "value": moments.value, "variance": moments.var_z, "score": moments.m0,

@@ -1,4 +1,4 @@
-"""Two-sided intervals: jackknives, clustered means, Wilson, paired differences."""
+"""Two-sided confidence intervals for jackknives, clustered means, proportions and differences."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, MIN_QUESTIONS, Array
 
 CONFIDENCE = 0.95
-# A sample has heavy tails if its effective size or its number of carriers is smaller than these;
-# see `Tails.heavy`.
+# Limits on the effective size and the number of carriers. A sample below either limit is treated as
+# heavy-tailed; see `Tails.heavy`.
 MIN_EFFECTIVE, MIN_CARRIERS = 80, 3
 # Minimum number of units for a jackknife.
 MIN_UNITS = 4
-# Smallest p-value that is computed, and number of bisection steps for a larger p-value.
+# Smallest p-value that is computed, and number of bisection steps for larger p-values.
 MIN_P_VALUE, P_VALUE_STEPS = 1e-9, 24
 
 
@@ -29,11 +29,11 @@ class Interval(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """True if there is an estimate."""
+        """True if the estimate is finite."""
         return math.isfinite(self.estimate)
 
     def within(self, least: float, most: float) -> Interval:
-        """Clip the finite numbers to [`least`, `most`]; leave NaN and infinite ends unchanged."""
+        """Clip finite values to [`least`, `most`]; leave NaN and infinite values unchanged."""
         return Interval(*(min(max(x, least), most) if math.isfinite(x) else x for x in self))
 
 
@@ -42,7 +42,7 @@ UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 
 def t_quantile(dof: float, level: float = CONFIDENCE) -> float:
     """Return the two-sided critical value of Student's t distribution."""
-    # Imported here, so that a refused command line does not wait for SciPy.
+    # SciPy is imported here so that a rejected command line fails without loading it.
     from scipy.special import stdtrit  # pyright: ignore[reportUnknownVariableType]
 
     return float(stdtrit(dof, (1 + level) / 2))
@@ -78,9 +78,10 @@ def positive_interval(
 ) -> Interval:
     """Return the t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
 
-    Use it for a quantity that cannot be negative and whose standard error is too small if the
-    estimate is low, as with heavy tails. If the plain t interval contains 0, the function returns
-    the plain interval, truncated at 0 unless the estimate is negative.
+    Use this interval for a nonnegative quantity with heavy tails, because samples with a low
+    estimate then have a standard error that is too small. If the plain t interval contains 0, the
+    function returns the plain interval. The lower end is then truncated at 0, unless the estimate
+    is negative.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
     [2.0, 1.225, 3.265]
@@ -97,7 +98,7 @@ def positive_interval(
 def pooled_dof(variances: Array, dof: float) -> float:
     """Compute the degrees of freedom of a sum of independent variance estimates.
 
-    The formula is that of Welch and Satterthwaite.
+    This is the formula of Welch and Satterthwaite.
     """
     total = variances.sum()
     return float(dof * total**2 / (variances**2).sum()) if total > 0 else float(dof)
@@ -112,7 +113,8 @@ def jackknife_interval(
 
     Args:
         estimate: estimate from all units.
-        delete_one_Kn: delete-one estimates; row k leaves out each of the n units of part k in turn.
+        delete_one_Kn: estimates with one unit left out. Entry (k, i) leaves out unit i of part k,
+            which has n units.
         level: confidence level.
         positive: True for an interval on the log scale; see `positive_interval`.
     """
@@ -133,20 +135,21 @@ def ratio_interval(
 ) -> Interval:
     """Return the ratio of two estimated means, with the interval of `fieller_set`.
 
-    The true means are at least 0.
+    The true means must be at least 0.
 
     Args:
         above, below: numerator and denominator, estimated from all units.
-        delete_one_above_Kn, delete_one_below_Kn: delete-one estimates of numerator and denominator;
-            row k leaves out each of the n units of part k in turn. The K parts are independent.
+        delete_one_above_Kn, delete_one_below_Kn: numerator and denominator with one unit left out.
+            Entry (k, i) leaves out unit i of part k, which has n units. The K parts are
+            independent.
         level: confidence level.
         factor: multiplier of the critical value.
-        undrawn: share of `below^2 / n + Var(below)` that is added to the variance of `below`, to
-            allow for units that the sample may lack.
+        undrawn: factor u. The function adds `u (below^2 / (K n) + Var(below))` to the variance of
+            `below`, to allow for units that were not sampled.
 
     Returns:
         The ratio, which is at least 0. The estimate is NaN if the denominator is not positive or if
-        no ratio is excluded.
+        the interval excludes no ratio.
 
     >>> deviates = np.array([[-0.5, 0.0, 0.5]])
     >>> [round(x, 2) for x in ratio_interval(4.0, 1.0, 4 + deviates, 1 + 0 * deviates)]
@@ -174,20 +177,21 @@ def ratio_interval(
 def fieller_set(
     above: float, below: float, variances: tuple[float, float, float], critical: float
 ) -> tuple[float, float]:
-    """Return the ends of the set of ratios r >= 0 that two estimates allow (Fieller 1954).
+    """Return the ends of Fieller's (1954) confidence set for a ratio r >= 0 of two numbers.
 
     A ratio r belongs to the set if `|above - r below|` is at most `critical` standard errors. This
-    is a quadratic inequality in r. If the denominator may be 0, the set has no upper end.
+    condition is a quadratic inequality in r. If the data do not exclude a denominator of 0, the set
+    has no upper end.
 
     Args:
         above, below: estimates of two numbers whose true values are at least 0.
         variances: variance of `above`, covariance of `above` and `below`, variance of `below`.
-        critical: largest allowed value of |above - r below| over its standard error, such as a
+        critical: critical value of `|above - r below|` divided by its standard error, such as a
             quantile of Student's t.
 
     Returns:
         Lower and upper end, with 0 <= low <= high. If an estimate is by chance significantly below
-        0, no ratio fits, and the result is (0, infinity).
+        0, no ratio is compatible with the estimates, and the result is (0, infinity).
 
     >>> fieller_set(4.0, -1.0, (0.01, 0.0, 0.01), 2.0)
     (0.0, inf)
@@ -205,26 +209,26 @@ def fieller_set(
 
 
 class Tails(NamedTuple):
-    """Effective size of a sample with heavy tails; see `tails`."""
+    """Measures of how heavy the tails of a sample are; see `tails`."""
 
-    # Number of values from a distribution with coefficient of variation 1, such as the exponential,
-    # whose mean would have the same relative error as the mean of the sample.
+    # Effective sample size. A sample of this many values from a distribution with coefficient of
+    # variation 1, such as the exponential, would have a mean with the same relative error.
     effective_size: float
-    # Effective number of values that determine a jackknife variance; the smallest number over the
-    # jackknives.
+    # Effective number of units that determine a jackknife variance. If there are several
+    # jackknives, this is the smallest of their numbers.
     carriers: float
 
     @property
     def heavy(self) -> bool:
         """True if 95 % intervals are likely to cover less than 90 %.
 
-        The limits were chosen by simulation (lognormal, Student and Pareto score norms and a
-        tabular policy, 12 to 250 questions of 16 to 64 completions, 250 to 600 studies per case;
-        coverage is the mean over the curves of none, oracle and leave_one_out and C3). On the same
-        cases, for intervals given the questions, the property is True in 75 % of the studies with
-        coverage below 90 %, and in 12 % of the studies with coverage above 93 %. For intervals over
-        questions the rates are 81 % and 4 %. For other draws
-        (`scripts/benchmarks/error_rates.py constants`, 200 studies per case) the rates given the
+        The limits were chosen by simulation with lognormal, Student and Pareto score norms and a
+        tabular policy, 12 to 250 questions of 16 to 64 completions, and 250 to 600 studies per
+        case. Coverage is averaged over C3 and the curves of none, oracle and leave_one_out. In the
+        same simulations, for intervals with fixed questions, the property is True in 75 % of the
+        studies with coverage below 90 %, and in 12 % of the studies with coverage above 93 %. For
+        intervals over questions, the rates are 81 % and 4 %. In a second simulation
+        (`scripts/benchmarks/error_rates.py constants`, 200 studies per case), the rates for fixed
         questions are 73 % and 4 %. The property is False for up to two thirds of the pools with
         score norms of infinite variance, because a sample without the largest values does not show
         the heavy tail.
@@ -236,14 +240,14 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
     """Measure how strongly a mean and jackknife variances depend on a few units.
 
     `effective_size = (sum_k mean_k)^2 / sum_k s_k^2 / n` is the squared ratio of the mean to its
-    standard error. `carriers = (sum psi^2)^2 / sum psi^4`, with psi the deviations of the
-    delete-one estimates, is the effective number (Kish 1965) of squared deviations in the jackknife
-    variance.
+    standard error. `carriers = (sum psi^2)^2 / sum psi^4` is the effective number (Kish 1965) of
+    squared deviations in the jackknife variance. The deviations psi are the delete-one estimates
+    minus their mean.
 
     Args:
         values_Kn: positive values, K independent parts of n values each.
-        delete_one: delete-one estimates of one or more quantities, each [K, n]; the quantity with
-            the fewest carriers counts.
+        delete_one: delete-one estimates of one or more quantities, each [K, n]. The result contains
+            the carriers of the quantity with the fewest.
     """
     n = values_Kn.shape[1]
     noise = float(values_Kn.var(axis=1, ddof=1).sum()) / n
@@ -258,7 +262,7 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
 
 
 def heavy_text(sample_tails: Tails, units: str) -> str:
-    """Describe a sample with heavy tails in a sentence that names no remedy.
+    """Describe the heavy tails of a sample in one sentence, without a remedy.
 
     Args:
         sample_tails: result of `tails`.
@@ -275,7 +279,7 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
             f"their mean squared score norm is known to +- {precision:.0%} ({needed:.0%} is needed)"
         )
     if carriers < MIN_CARRIERS:
-        reasons.append(f"{carriers:.1f} of them decide a standard error ({MIN_CARRIERS} needed)")
+        reasons.append(f"{carriers:.1f} of them determine a standard error ({MIN_CARRIERS} needed)")
     reason = ", and ".join(reasons).replace("%", " %")
     return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"
 
@@ -283,7 +287,7 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
 def clustered_mean(values_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean of all values, with an interval that treats each prompt as a cluster.
 
-    If there is a single prompt, the interval is over its values, given the prompt.
+    If there is only one prompt, the interval treats the values of this prompt as independent.
     """
     means_P = values_PN.mean(axis=1) if len(values_PN) > 1 else values_PN[0]
     variance = means_P.var(ddof=1) / len(means_P)
@@ -300,15 +304,16 @@ def is_binary(rewards: Array) -> bool:
 
 
 def quantity(rewards: Array) -> str:
-    """Return the name of the mean reward: accuracy if every reward is 0 or 1, else mean reward."""
+    """Return "accuracy" if every reward is 0 or 1, else "mean reward"."""
     return ACCURACY if is_binary(rewards) else MEAN_REWARD
 
 
 def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean reward with an interval over prompts, or over completions of a single prompt.
 
-    The interval is that of `clustered_wilson` if all rewards are 0 or 1, else `clustered_mean`. The
-    latter assumes unbounded rewards, because observed rewards do not show their bounds.
+    If all rewards are 0 or 1, the interval comes from `clustered_wilson`, or from `wilson` for a
+    single prompt. Otherwise the interval comes from `clustered_mean`, which assumes that rewards
+    are unbounded, because observed rewards do not show their bounds.
 
     >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
     [0.0, 0.0, 0.43]
@@ -323,9 +328,10 @@ def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean reward of a pool; see `mean_reward`.
 
-    With fewer than 4 prompts the coverage of `mean_reward` is unknown, so the interval is over
-    completions, given the prompts. Wilson's interval is then wider than needed: a mean over fixed
-    prompts has at most the variance of a mean of independent trials with the mean probability.
+    With fewer than 4 prompts, the coverage of `mean_reward` is unknown, so the interval is computed
+    over completions and holds the prompts fixed. Wilson's interval is then wider than needed,
+    because the mean over fixed prompts has at most the variance of a mean of independent trials
+    with the average probability.
 
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
@@ -340,15 +346,15 @@ def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 
 
 def paired_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean of after - before on the same prompts."""
+    """Return the mean of `after - before` over prompts, with an interval over prompts."""
     return clustered_mean((after_P - before_P)[:, None], level)
 
 
 def matched_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean of after - before for values in [0, 1] on the same P prompts.
+    """Return the mean of `after - before` over P prompts, for values in [0, 1].
 
-    The interval follows Agresti & Min (2005) for matched pairs: half a pair is added to each of the
-    four outcomes. The critical value is that of Student's t. The interval has a positive width even
+    The interval follows Agresti & Min (2005) for matched pairs, who add half a pair to each of the
+    four outcomes. The critical value comes from Student's t. The interval has a positive width even
     if no prompt changed.
 
     >>> unchanged = matched_difference(np.zeros(4), np.zeros(4))
@@ -381,18 +387,20 @@ def wilson(successes: float, trials: float, level: float = CONFIDENCE) -> Interv
 
 
 def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) -> Interval:
-    """Return the mean of the prompts' values in [0, 1], with an interval over prompts in [0, 1].
+    """Return the mean of one value in [0, 1] per prompt, with an interval over prompts.
 
-    The interval is Wilson's. A prompt's completions are not independent, so the number of trials is
-    the effective number p (1-p) / Var(mean), with the variance estimated from the P prompts'
-    values. Because the variance is estimated, the effective number is multiplied by
-    (z / t_{P-1})^2 (Korn & Graubard 1998; with Wilson's interval, Franco et al. 2019). It is
-    limited to the range from P to P times `most`. It equals P if all prompts have the same value,
-    or if each prompt has a single 0/1 value; in the latter case the result is that of `wilson`.
+    The interval is Wilson's and lies in [0, 1]. A prompt's completions are correlated, so the
+    number of trials is replaced by the effective number `p (1-p) / Var(mean)`, in which the
+    variance is estimated from the P values. Because the variance is estimated, the effective number
+    is multiplied by (z / t_{P-1})^2 (Korn & Graubard 1998; with Wilson's interval, Franco et al.
+    2019). The result is clipped to the range from P to P times `most`. It is P if all prompts have
+    the same value, or if each value comes from a single 0/1 outcome. In the second case, `wilson`
+    gives the same interval.
 
-    In simulations with 4 or more prompts the coverage is .93 or more for probabilities from
-    Beta(1, 2), Beta(4, 8) and Beta(.5, 2), and .90 or more for the skewed Beta(.3, 6) (1 to 32
-    completions per prompt, 2000 draws each). Without the factor it falls to .75 for 4 prompts.
+    In simulations with at least 4 prompts of 1 to 32 completions (2000 samples per case), the
+    coverage is at least .93 if the prompts' probabilities come from Beta(1, 2), Beta(4, 8) or
+    Beta(.5, 2). It is at least .90 for the skewed Beta(.3, 6). Without the factor
+    `(z / t_{P-1})^2`, the coverage falls to .75 for 4 prompts.
 
     Args:
         values_P: one value per prompt, a mean of 0/1 outcomes or an unbiased estimate of a
@@ -411,30 +419,30 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
 
 
 class Decision(NamedTuple):
-    """Decision whether a number lies inside or outside given bounds."""
+    """Decision on whether a number lies inside or outside given bounds."""
 
     # Estimate with its 95 % interval.
     number: Interval
     # True if the estimate lies within the bounds; None if there is no estimate.
     inside: bool | None
-    # P-value of the hypothesis that the number is on the other side of the bounds.
+    # P-value of the hypothesis that the true number contradicts `inside`.
     p_value: float
 
 
 def decide(
     interval_at: Callable[[float], Interval], least: float = -math.inf, most: float = math.inf
 ) -> Decision:
-    """Decide whether `least < number < most`, or whether the number lies beyond a bound.
+    """Decide whether a number lies between two bounds, `least < number < most`, or beyond one.
 
     The number is inside if its interval lies between the bounds, and outside if its interval lies
     beyond one of them. The p-value is 1 minus the largest confidence level at which the interval
-    decides. So at most 5 % of decisions at the 95 % level are wrong, and at most 2.5 % if there is
-    a single bound, because the intervals are two-sided.
+    allows a decision. Therefore at most 5 % of the decisions at the 95 % level are wrong. If there
+    is a single bound, at most 2.5 % are wrong, because the intervals are two-sided.
 
     Args:
-        interval_at: function that returns the interval at a confidence level. Intervals must be
-            nested: a lower level gives an interval inside the interval of a higher level.
-        least, most: lower and upper bound; infinite for no bound.
+        interval_at: function that returns the interval at a confidence level. The interval at a
+            lower level must lie inside the interval at a higher level.
+        least, most: lower and upper bound; infinite if there is no bound.
 
     >>> of_level = lambda level: t_interval(1.96, 1.0, math.inf, level)
     >>> decision = decide(of_level, least=0.0)
@@ -449,7 +457,7 @@ def decide(
     inside = least < number.estimate < most
 
     def decides(chance: float) -> bool:
-        """Return True if the interval with this error rate is on the same side as the estimate."""
+        """Return True if the interval with this error rate confirms `inside`."""
         _, low, high = interval_at(1 - chance)
         above = low > least or least == -math.inf
         below = high < most or most == math.inf

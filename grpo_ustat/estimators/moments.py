@@ -1,6 +1,7 @@
 r"""Closed forms for the mean squared error of a prompt's gradient estimate (paper, Theorem 2).
 
-With s the score, q = ||s||^2, z the reward, V = E z, sigma^2 = Var z, g = E[s z], per prompt:
+For one prompt, let s be the score, q = ||s||^2, z the reward, V = E z, sigma^2 = Var z and
+g = E[s z]. The moments, and the errors of three baselines with a group of G completions, are
 
     M_k = E[q z^k]     A_b = M_2 - 2 b M_1 + b^2 M_0     D = M_0 sigma^2
     none             ( A_0 - ||g||^2 ) / G
@@ -8,7 +9,8 @@ With s the score, q = ||s||^2, z the reward, V = E z, sigma^2 = Var z, g = E[s z
     leave_one_out    ( A_V - ||g||^2 ) / G  +  ( D + ||g||^2 ) / ( G (G-1) )
 
 The three errors are linear in (M_2, A_V, D, ||g||^2). Each of these four numbers has an unbiased
-estimator that uses the Gram matrix of the scores of a pool of N >= 3 completions.
+estimator, computed from the rewards of a pool of N >= 3 completions and the Gram matrix of their
+scores.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import numpy as np
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# Ratio of the half-width of a 99.9 % interval to that of a 95 % interval.
+# Half-width of a 99.9 % interval divided by the half-width of a 95 % interval.
 CORRELATION_MARGIN = 1.68
-# A sum of squared norms below this share of its largest term is a rounding error.
+# A mean of squared norms below this fraction of the largest squared norm is a rounding error.
 ROUNDING = 1e-12
 
 
@@ -56,7 +58,7 @@ class Moments:
     var_z: Array
 
     def mse(self, baseline: str, group_size: int) -> Array:
-        """Compute the MSE of an unbiased baseline's estimate from one group, shape [P]."""
+        """Compute the MSE of the gradient estimate from one group with the given baseline, [P]."""
         if baseline == "none":
             return (self.a_0 - self.g_sq) / group_size
         first_order = (self.a_v - self.g_sq) / group_size
@@ -70,7 +72,8 @@ class Moments:
 def centred(rewards: Array) -> Array:
     """Subtract the mean over the last axis from rewards; return exactly 0 if all are equal.
 
-    The first reward is subtracted first, so that a large constant in all rewards costs no digits.
+    The first reward is subtracted first, so that a large constant in all rewards does not reduce
+    the precision.
 
     >>> centred(np.array([1e9, 1e9 + 1])).tolist()
     [-0.5, 0.5]
@@ -80,7 +83,7 @@ def centred(rewards: Array) -> Array:
 
 
 def pool_gradient_weights(rewards_PN: Array) -> Array:
-    """Return w of the pool's leave-one-out gradient `ghat_N = sum_i w_i s_i`, [P, N]."""
+    """Return the weights w of a pool's leave-one-out gradient `ghat_N = sum_i w_i s_i`, [P, N]."""
     return centred(rewards_PN) / (rewards_PN.shape[-1] - 1)
 
 
@@ -117,7 +120,7 @@ def exact_moments(q_PY: Array, z_PY: Array, p_PY: Array, g_sq_P: Array) -> Momen
 
 
 def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
-    """Estimate the moments without bias from the Gram matrices of pools of N completions.
+    """Estimate the moments without bias from the rewards and Gram matrix of each prompt's pool.
 
     Args:
         rewards_PN: rewards of the completions, float64.
@@ -133,18 +136,19 @@ def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
-    """Estimate the moments of `pool_moments` from squared norms of the scores and pool gradients.
+    """Estimate the same moments as `pool_moments`, from squared norms of scores and pool gradients.
 
-    Products of expectations are estimated by sums over distinct completions. These are computed
-    from power sums, with `(N)_k = N (N-1) .. (N-k+1)`:
+    Products of expectations are estimated by sums over distinct completions. These sums are
+    computed from power sums such as Sqz, the sum of q z over the completions. With
+    `(N)_k = N (N-1) .. (N-k+1)`, the estimates are
 
         V M_1   = ( Sz Sqz - Sqzz ) / (N)_2
         V^2 M_0 = ( Sz^2 Sq - Szz Sq - 2 Sz Sqz + 2 Sqzz ) / (N)_3
         W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
         ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
 
-    The sums use centred rewards. The moments that depend on a constant in all rewards are converted
-    to the original rewards at the end.
+    The sums use centred rewards. Moments that change if a constant is added to all rewards are
+    converted back to the original rewards at the end.
 
     Args:
         q_PN: squared score norms, float64.
@@ -152,23 +156,23 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
         ghat_sq_P: ||ghat_N||^2 of each prompt's pool.
 
     Raises:
-        ValueError: N < 3, because there are then no three distinct completions.
+        ValueError: N < 3; products of three expectations need three distinct completions.
     """
     n = rewards_PN.shape[-1]
     if n < 3:
-        raise ValueError(f"unbiased moments need at least 3 completions a prompt, got {n}")
+        raise ValueError(f"unbiased moments need at least 3 completions per prompt, got {n}")
     z_PN = centred(rewards_PN)
     sums = {k: x.sum(-1) for k, x in _powers(q_PN, z_PN).items()}
     return _shifted(_moments_of_sums(n, sums, ghat_sq_P), rewards_PN.mean(axis=-1))
 
 
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
-    r"""Estimate A_V, D and ||g||^2 of the scores minus their mean, [P] each.
+    r"""Estimate A_V, D and ||g||^2 for scores whose expectation is subtracted, [P] each.
 
-    The estimates are unbiased whatever the mean score is. The weights of ghat sum to 0, so ghat
-    does not depend on the mean score, and its error is the same as for centred scores. The squared
-    norms in `norm_moments` would include the mean score. ghat is the mean over pairs of the kernel
-    `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), with
+    The estimates are unbiased whatever the mean score is. The weights of ghat sum to 0, so neither
+    ghat nor its error depends on the mean score. `norm_moments` does not apply, because its squared
+    norms would include the mean score. Instead, ghat is written as the mean over pairs of the
+    kernel `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), with
 
         E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
         E<h_12, h_34> = ||g||^2
@@ -178,11 +182,13 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
         gram_PNN: inner products of the scores, float64.
 
     Raises:
-        ValueError: N < 4, because there are then no two disjoint pairs.
+        ValueError: N < 4; two disjoint pairs are needed.
     """
     n = rewards_PN.shape[-1]
     if n < 4:
-        raise ValueError(f"scores with a mean need at least 4 completions a prompt, got {n}")
+        raise ValueError(
+            f"scores with a nonzero mean need at least 4 completions per prompt, got {n}"
+        )
     z = rewards_PN - rewards_PN.mean(-1, keepdims=True)
     gram = gram_PNN - gram_PNN.mean(-1, keepdims=True)
     gram = gram - gram.mean(-2, keepdims=True)
@@ -200,7 +206,7 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
 
 
 def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
-    """Estimate the moments of `pool_moments` with each completion left out in turn, [P, N] each.
+    """Estimate the same moments as `pool_moments` without each completion in turn, [P, N] each.
 
     Let a = sum_j s_j z_j and b = sum_j s_j. If completion i is left out, the changes in ||a||^2,
     <a, b> and ||b||^2 follow from <s_i, a>, <s_i, b> and q_i.
@@ -210,7 +216,7 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     """
     n = rewards_PN.shape[-1] - 1
     if n < 3:
-        raise ValueError(f"leaving one out needs at least 4 completions a prompt, got {n + 1}")
+        raise ValueError(f"leaving one out needs at least 4 completions per prompt, got {n + 1}")
     z, q = centred(rewards_PN), np.diagonal(gram_PNN, axis1=1, axis2=2)
     sums = {k: x.sum(-1, keepdims=True) - x for k, x in _powers(q, z).items()}
     with_a = np.einsum("pij,pj->pi", gram_PNN, z)
@@ -269,11 +275,12 @@ def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
 def covariance_excess(q: Array, z: Array) -> Array:
     """Estimate A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis.
 
-    The estimate is an unbiased estimate of Cov(q, z)^2 divided by the mean of q; the jackknife
-    removes the bias of order 1/N. If q and z are independent, its expectation is exactly 0, because
-    the U-statistic has expectation 0 for any q_i. Otherwise the estimate is consistent but not
-    unbiased, because the denominator is estimated: a bias of order 1/N^2 remains, towards 0 if the
-    largest q dominate. The estimate may be negative, and is NaN for fewer than 5 completions.
+    An unbiased estimate of Cov(q, z)^2, a U-statistic, is divided by the mean of q. A jackknife
+    removes the bias of order 1/N. If q and z are independent, the expectation of the result is
+    exactly 0, because the U-statistic has expectation 0 for any values of q. Otherwise the result
+    is consistent but biased, because the denominator is estimated. The bias is of order 1/N^2 and
+    directed towards 0 if the largest q dominate. The result can be negative, and it is NaN for
+    fewer than 5 completions.
     """
     count = q.shape[-1]
     if count < 5:
@@ -290,7 +297,7 @@ def covariance_excess(q: Array, z: Array) -> Array:
 
 
 def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
-    """Compute powers of q and z minus their sample means; a covariance does not change."""
+    """Compute the terms of the power sums after subtracting the sample means of q and z."""
     q, z = q - q.mean(axis=-1, keepdims=True), z - z.mean(axis=-1, keepdims=True)
     powers = _powers(q, z)
     return powers | {"qqz": q * powers["qz"], "qqzz": powers["qz"] ** 2}
@@ -300,8 +307,8 @@ def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
     """Compute Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means.
 
     `Cov = M_1 - V M_0`, so the square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`. Each product of
-    expectations is estimated by a mean over distinct completions (Hoeffding 1948); the last product
-    takes four of them.
+    expectations is estimated by a mean over distinct completions (Hoeffding 1948). The last product
+    needs four distinct completions.
     """
     a, b = sums["q"] / n, sums["z"] / n
     c = sums["qz"] - n * a * b
@@ -323,9 +330,9 @@ def correlation(moments: Moments) -> Interval:
     """Estimate corr(q, Z), with an interval over prompts.
 
     The correlation is E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)). It is negative if wrong
-    answers have larger scores than right answers, and 0 under the paper's Assumption 2. Each mean
-    is unbiased, but their ratio has a bias of order 1/P. The result is NaN if q or Z does not vary
-    within prompts.
+    answers have larger score norms than right answers, and 0 under the paper's Assumption 2. The
+    three estimated means are unbiased, but their ratio has a bias of order 1/P. The result is NaN
+    if q or Z does not vary within prompts.
 
     Args:
         moments: moments of at least 2 prompts.
@@ -344,14 +351,14 @@ def correlation(moments: Moments) -> Interval:
 def refutes_assumption2(share: Interval, corr: Interval) -> bool:
     """Return True if the data refute Assumption 2.
 
-    Given the prompt, squared score norm and reward are then correlated.
+    Assumption 2 states that, given the prompt, squared score norm and reward are uncorrelated.
 
-    The assumption is refuted if the share of A_V that the best prompt-only baseline removes from
-    the oracle's error, `E[Cov(q, Z | X)^2 / M_0] / A_V`, is significantly positive. Covariances of
-    opposite sign cancel in corr(q, Z), but not in this share. The assumption is also refuted if
-    corr(q, Z) differs significantly from 0, which small pools show before the share becomes
-    significant. With heavy tails the 95 % interval of corr(q, Z) wrongly excludes 0 in 5 to 17 % of
-    pools, so the interval must exclude 0 by a margin (`CORRELATION_MARGIN`).
+    The assumption is refuted if `E[Cov(q, Z | X)^2 / M_0] / A_V` is significantly positive. This
+    number is the share of A_V that the best prompt-only baseline removes. Covariances of opposite
+    sign cancel in corr(q, Z), but not in this share. The assumption is also refuted if corr(q, Z)
+    differs significantly from 0. In small pools, corr(q, Z) may be significant although the share
+    is not. With heavy tails, the 95 % interval of corr(q, Z) wrongly excludes 0 in 5 to 17 % of
+    pools. Therefore this interval must exclude 0 by a margin (`CORRELATION_MARGIN`).
 
     If the assumption holds for every prompt, the result is True in 1 to 4 % of the pools (1 to 60
     questions of 8 to 64 completions, light to heavy tails, 300 pools per case).

@@ -16,7 +16,7 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
     function never vary within a prompt.
 
     Args:
-        rewards_PNF: rewards of N >= 3 completions of each of P prompts, by reward function.
+        rewards_PNF: rewards of N >= 3 completions for each of P prompts, by reward function.
         f, g: indices of the two functions.
         interval: `completions` for an interval given the prompts, `questions` for an interval over
             prompts.
@@ -36,7 +36,8 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
         others_31P = (moments_3P.sum(axis=1, keepdims=True) - moments_3P)[:, None] / (count - 1)
         delete_one = _ratio(others_31P)
     else:
-        # Leaving out completion i reduces a sum of products by N / (N - 1) times the product of i.
+        # Leaving out completion i reduces a sum of products by N / (N - 1) times the product of
+        # completion i.
         deleted_3PN = (sums_3P[..., None] - products_3PN * size / (size - 1)) / (size - 2)
         means_311 = moments_3P.mean(axis=1)[:, None, None]
         delete_one = _ratio(means_311 + (deleted_3PN - moments_3P[..., None]) / count)
@@ -44,7 +45,10 @@ def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Int
 
 
 def _ratio(moments_3: Array) -> Array:
-    """Divide the covariance by the root of the variances' product; NaN if the product is 0."""
+    """Divide the covariance by the square root of the product of the variances.
+
+    The result is NaN if this product is 0.
+    """
     covariance, first, second = moments_3
     product = first * second
     return covariance / np.sqrt(np.where(product > 0, product, np.nan))

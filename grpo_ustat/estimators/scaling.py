@@ -1,34 +1,38 @@
-r"""Scaling law with the constants C1, C2, C3 and ||grad J||^2, and its consequences for G and n.
+r"""Scaling law of the gradient's mean squared error, and its consequences for G and n.
 
-For B independent prompts with G completions each and the leave-one-out baseline (paper, Proposition
-3, section 6):
+With the leave-one-out baseline, B independent prompts and G completions per prompt, the mean
+squared error of the gradient estimate is (paper, Proposition 3, section 6):
 
     MSE(B, G) = 1/B { C1 + C2/G + C3/(G (G-1)) }
     C1 = tr Cov g(X)    C2 = E[ A_V - ||g||^2 ]    C3 = E[ D + ||g||^2 ]
 
-At a fixed number of rollouts n = B G the error is `1/n { G C1 + C2 + C3/(G-1) }`, which is smallest
-at `G* = 1 + sqrt(C3/C1)` for any n. The paper has C3/G as the last term, and so `sqrt(C3/C1)`. At a
-fixed cost K = B (k + G c), with k per prompt and c per completion, the error is
-`(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`. The G that minimises it does not depend on K either.
+At a fixed number of rollouts n = B G, the error is `1/n { G C1 + C2 + C3/(G-1) }`. For any n, this
+error is smallest at `G* = 1 + sqrt(C3/C1)`. The paper writes the last term as C3/G and therefore
+obtains `G* = sqrt(C3/C1)`. At a fixed cost K = B (k + G c), where a prompt costs k and a completion
+costs c, the error is `(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`. The G that minimises this error
+does not depend on K.
 
     n_c(G) = ( G C1 + C2 + C3/(G-1) ) / ||grad J||^2
 
-is the number of rollouts per step at which the gradient's squared error equals its squared length.
-This is the simple noise scale of McCandlish et al. (2018), counted in rollouts of groups of G. Its
-minimum, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`, is at G*. A step of n rollouts has
+is the number of rollouts per step at which the mean squared error equals ||grad J||^2. This is the
+simple noise scale of McCandlish et al. (2018) for groups of G, with a rollout as the unit. Its
+minimum over G, `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2`, is at G*. For the gradient estimate
+ghat from n rollouts,
 
     E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
 
-If the curvature is equal in all directions, a step of the best length gains a share
-`n / ( n + n_c )` of the gain of the true gradient. So one percent more rollouts increases the gain
-of a step by (noise share) percent: half a percent if n = n_c, one percent if n is far smaller, and
-nothing if n is far larger. In tokens a group costs k + G c, because its prompt is read once, so n_c
-rollouts are `n_c (k + G c) / G` tokens.
+If the curvature of J is the same in all directions, the best step along ghat achieves the share
+`n / ( n + n_c )` of the gain of the best step along the true gradient. An increase of n by one
+percent therefore increases this gain by `n_c / ( n + n_c )` percent. This is half a percent if n =
+n_c, about one percent if n is far smaller than n_c, and about zero if n is far larger than n_c. A
+group costs k + G c tokens, because its prompt is read only once. Therefore n_c rollouts cost
+`n_c (k + G c) / G` tokens.
 
-Each of these quantities is linear in the four constants, or is a function of a ratio of two linear
-combinations. So intervals need only the covariance of the four estimates, which comes from a
-jackknife. The intervals are Student's t for linear combinations, Fieller's (1954) set for ratios,
-which has no upper end if the denominator may be 0, and the posterior of `group_size` for G*.
+Each of these quantities is a linear combination of the four constants C1, C2, C3 and ||grad J||^2,
+or a function of a ratio of two linear combinations. The intervals therefore need only the
+covariance of the four estimates, which comes from a jackknife. Linear combinations have Student's t
+intervals. The interval of a ratio is Fieller's (1954) set, which has no upper end if the data do
+not exclude a denominator of 0. The interval of G* comes from the posterior of `group_size`.
 """
 
 from __future__ import annotations
@@ -65,14 +69,14 @@ CONSTANTS = ("c1", "c2", "c3")
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
 # Unit weight vectors that select one of the four constants.
 C1, C2, C3, GRAD_SQ = np.eye(4)
-# Lower bound of G* for any policy, because C3 >= 2 C1.
+# Lower bound of G*. It is valid for any policy, because C3 >= 2 C1.
 MIN_GSTAR = 1 + math.sqrt(2)
 # Largest group size in the search for the best G.
 MAX_GROUP_SIZE = 1e6
-# Bounds of log(G - 1) in the search for the ends of an interval.
+# Bounds of log(G - 1) in the search for interval ends.
 MIN_LOG_GAP, MAX_LOG_GAP = math.log(1e-3), math.log(1e6)
-# Multiplier of Student's t for a lower end if there is no upper end. Such intervals occur mostly if
-# the denominator is underestimated.
+# Multiplier of the critical value for the lower end of an interval without an upper end. Such
+# intervals occur mostly if the denominator is underestimated.
 ONE_SIDED_FACTOR = 2.0
 # A prime number of rollouts is replaced by the next multiple of this number.
 WHOLE_GROUPS = 8
@@ -86,11 +90,11 @@ class GroupSizeCosts:
     rollouts: int
     # Best admissible G, a divisor of n.
     best: int
-    # MSE at G over MSE at `best`, minus 1, by G, with simultaneous 95 % intervals; see
-    # `ScalingLaw.extra_error`. The ends are NaN if the errors of C1 to C3 are unknown.
+    # MSE at G divided by MSE at `best`, minus 1, with simultaneous 95 % intervals; the keys are the
+    # group sizes G. For NaN values, see `ScalingLaw.extra_error`.
     extra: Mapping[int, Interval]
-    # Upper bound of the relative excess of the error at `best` over the smallest error; None if the
-    # data do not decide.
+    # Bound on the extra error of `best` relative to the smallest error; None if the data do not
+    # decide on a group size. See `Decision`.
     tolerance: float | None = None
 
 
@@ -107,22 +111,24 @@ class ScalingLaw:
 
     # C1, C2, C3 and ||grad J||^2; NaN for an unknown constant.
     constants_4: Array
-    # Covariance of the errors of the constants, from each of K independent parts of the sample; NaN
-    # if it is unknown.
+    # Contribution of each of K independent parts of the sample to the covariance of the constants'
+    # errors; NaN if unknown.
     covariance_K44: Array
-    # Degrees of freedom of each part: its number of units minus 1.
+    # Degrees of freedom of each contribution, which is the number of units in a part minus 1.
     part_dof: float
     # Number of prompts in the sample.
     prompts: float
 
     @classmethod
     def exact(cls, c1: float, c2: float, c3: float, grad_sq: float = math.nan) -> ScalingLaw:
-        """Return the law with constants that have no errors."""
+        """Return the law with exactly known constants."""
         return cls(np.array([c1, c2, c3, grad_sq]), np.zeros((1, 4, 4)), math.inf, math.inf)
 
     @classmethod
     def of_moments(cls, moments: Moments, grad_sq: float) -> ScalingLaw:
-        """Return the law for a fixed set of prompts (C1 with divisor P), without errors.
+        """Return the law of a fixed set of P prompts, with constants treated as exact.
+
+        C1 has divisor P.
 
         Args:
             moments: moments of the prompts, as exact values or unbiased estimates.
@@ -141,8 +147,9 @@ class ScalingLaw:
 
         Args:
             whole_4: C1, C2, C3 and ||grad J||^2, estimated from all units.
-            delete_one_4Kn: delete-one estimates; entry (., k, .) leaves out each of the n units of
-                part k in turn. The K parts are independent (K = 1 if the units are prompts).
+            delete_one_4Kn: estimates of the same constants with one unit left out. Entry (., k, i)
+                leaves out unit i of part k, which has n units. The K parts are independent; K = 1
+                if the units are prompts.
             prompts: number of prompts in the sample.
         """
         change = delete_one_4Kn - delete_one_4Kn.mean(axis=2, keepdims=True)
@@ -157,7 +164,7 @@ class ScalingLaw:
         Args:
             values_4S: unbiased estimates of C1, C2, C3 and ||grad J||^2 for each of S >= 2 steps
                 that share no completions.
-            prompts: number of prompts per step; statements on C3/C1 depend on it.
+            prompts: number of prompts per step, which affects the interval of G*.
         """
         count = values_4S.shape[1]
         delete_one_4S = (values_4S.sum(axis=1, keepdims=True) - values_4S) / (count - 1)
@@ -172,11 +179,11 @@ class ScalingLaw:
         covariance: ArrayLike | None = None,
         dof: float | None = None,
     ) -> ScalingLaw:
-        """Return the law of stored constants, without ||grad J||^2.
+        """Return the law with stored constants; ||grad J||^2 is NaN.
 
         Args:
             c1, c2, c3: constants of the law.
-            covariance, dof: see `stored_errors`; None for both if the errors are unknown.
+            covariance, dof: see `stored_errors`; both None if the errors are unknown.
         """
         covariance_K44 = np.full((1, 4, 4), math.nan)
         covariance_K44[0, :3, :3] = math.nan if covariance is None else covariance
@@ -184,7 +191,10 @@ class ScalingLaw:
         return cls(np.array([c1, c2, c3, math.nan], float), covariance_K44, dof, dof + 1)
 
     def stored_errors(self) -> dict[str, Any]:
-        """Return the errors of C1, C2 and C3 for `result.json`; values are None if unknown."""
+        """Return the covariance of C1, C2 and C3 and its degrees of freedom for `result.json`.
+
+        Both are None if the covariance is unknown.
+        """
         is_known = np.isfinite(self.covariance_33).all()
         return {
             "covariance": self.covariance_33.tolist() if is_known else None,
@@ -200,17 +210,17 @@ class ScalingLaw:
 
     @property
     def c1(self) -> float:
-        """Variance of the prompts' gradients."""
+        """Total variance of the gradient across prompts, tr Cov g(X)."""
         return float(self.constants_4[0])
 
     @property
     def c2(self) -> float:
-        """Noise from the completions of a prompt, to first order in 1/G."""
+        """Coefficient of 1/G in the noise from a prompt's completions."""
         return float(self.constants_4[1])
 
     @property
     def c3(self) -> float:
-        """Noise from the leave-one-out baseline, of order 1/G^2."""
+        """Coefficient of 1/(G (G-1)), the noise from the leave-one-out baseline."""
         return float(self.constants_4[2])
 
     @property
@@ -222,15 +232,15 @@ class ScalingLaw:
     def dof(self) -> float:
         """Degrees of freedom of `covariance_33`.
 
-        They are computed for the sum of the K parts by the formula of Welch and Satterthwaite; the
-        result is the minimum over the three constants.
+        The formula of Welch and Satterthwaite gives a number for each of the three constants. The
+        result is the smallest of these numbers.
         """
         variance_K3 = np.diagonal(self.covariance_K44[:, :3, :3], axis1=1, axis2=2)
         return min(pooled_dof(variance_K, self.part_dof) for variance_K in variance_K3.T)
 
     @property
     def has_errors(self) -> bool:
-        """True if C1, C2 and C3 and their errors are known, which a stored result may lack."""
+        """True if C1, C2, C3 and their errors are known; a stored result may lack the errors."""
         is_finite = (
             np.isfinite(self.constants_4[:3]).all() and np.isfinite(self.covariance_33).all()
         )
@@ -243,7 +253,7 @@ class ScalingLaw:
 
     @property
     def undrawn(self) -> float:
-        """Relative variance that prompts missing from the sample may add to C1, `kappa / m_eff`."""
+        """Relative variance that undrawn prompts may add to C1, `kappa / m_eff` in `group_size`."""
         if not self.c3 > 0:
             return math.inf
         relative = float(self.covariance_33[2, 2]) / self.c3**2
@@ -261,7 +271,7 @@ class ScalingLaw:
     ) -> Interval:
         """Estimate the ratio of two linear combinations whose true values are at least 0.
 
-        The interval is that of `fieller_set`.
+        The interval comes from `fieller_set`.
 
         Args:
             above_4, below_4: weights of the four constants in numerator and denominator.
@@ -269,8 +279,8 @@ class ScalingLaw:
             factor: multiplier of the critical value.
 
         Returns:
-            The ratio. The estimate is NaN if the denominator is not positive or if no ratio is
-            excluded. The ends are NaN if the errors are unknown.
+            The ratio. The estimate is NaN if the denominator is not positive or if the interval
+            excludes no ratio. The ends are NaN if the errors are unknown.
         """
         above, below = (float(_weighted(x, self.constants_4).sum()) for x in (above_4, below_4))
         above_K, mixed_K, below_K = (
@@ -286,7 +296,7 @@ class ScalingLaw:
         return Interval(max(0.0, above / below) if determined else math.nan, low, high)
 
     def _covariance(self, left_4: Array, right_4: Array) -> Array:
-        """Compute the covariance of two linear combinations within each part, [K]."""
+        """Return each part's contribution to the covariance of two linear combinations, [K]."""
         return _weighted(np.outer(left_4, right_4), self.covariance_K44).sum(axis=(1, 2))
 
     def mse(self, num_prompts: int, group_size: float) -> float:
@@ -303,7 +313,7 @@ class ScalingLaw:
         return min(sizes, key=self.n_mse)
 
     def best_of(self, sizes: Sequence[int]) -> int:
-        """Return the best group size, whether or not the data decide; see `decide`."""
+        """Return the best group size, even if the data do not decide on it; see `decide`."""
         if not (self.has_errors and self.c3 > 0):
             return self.least(sizes)
         return self.decide(sizes).group_size
@@ -357,7 +367,7 @@ class ScalingLaw:
         return high
 
     def _slope(self, g: float, k: float, c: float) -> float:
-        """Compute the derivative with respect to G of K times the error at a fixed cost K.
+        """Compute the derivative, with respect to G, of K times the error at a fixed cost K.
 
         `(k + G c) { C1 + C2/G + C3/(G (G-1)) }` has the derivative
         `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, which increases with G if
@@ -369,13 +379,15 @@ class ScalingLaw:
     def gstar(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> Interval:
         """Estimate the best G at a fixed cost.
 
-        If the data decide among `USUAL_SIZES`, the interval is the smallest that contains the
-        central 95 % of the posterior under each prior. Otherwise the interval has no upper end, and
-        the lower end comes from Fieller's statistic with twice the critical value, without a prior.
+        If the data decide among `USUAL_SIZES`, the interval is the smallest interval that contains
+        the central 95 % of the posterior under every prior. Otherwise the interval has no upper
+        end, and its lower end is the lower end of Fieller's set with twice the critical value,
+        which uses no prior.
 
         The estimate is the plug-in estimate if the interval contains it. Otherwise it is the best G
-        at the mean, over the priors, of the posterior medians of log(C3/C1). It is NaN if there is
-        no best G. The estimate is too large on average, because `1 + sqrt(C3/C1)` is convex in C1.
+        for the posterior median of log(C3/C1), averaged over the priors. The estimate is NaN if
+        there is no best G. The estimate is too large on average, because `1 + sqrt(C3/C1)` is
+        convex in C1.
 
         Args:
             prompt_cost, completion_cost: see `best_size`.
@@ -400,7 +412,7 @@ class ScalingLaw:
         return Interval(plain if low <= plain <= high else middle, low, high)
 
     def _least_ratio(self) -> float:
-        """Return the lower end of a one-sided interval of k = C3/C1, from Fieller's set."""
+        """Return the lower end of Fieller's set for k = C3/C1, with twice the critical value."""
         covariance_33 = self.covariance_33
         variances = (
             float(covariance_33[2, 2]) + self.undrawn * self.c3**2,
@@ -413,20 +425,20 @@ class ScalingLaw:
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
         """Estimate the extra error of G compared with R, MSE(n/G, G) / MSE(n/R, R) - 1, at fixed n.
 
-        The estimate is the plug-in estimate. The extra error is monotonic in k = C3/C1, so the ends
-        are its values at the ends of the central interval of the posterior of k. The same interval
-        of k is used for all G and R, so the intervals are simultaneous, also if the same data were
-        used to choose R.
+        The estimate is the plug-in estimate. The extra error is monotonic in k = C3/C1. The ends of
+        the interval are therefore the extra errors at the two ends of the posterior interval of k.
+        All G and R share this interval of k, so the intervals of the extra error are simultaneous,
+        even if R was chosen with the same data.
 
         Args:
             group_size: G.
-            reference: group size that G is compared with, R.
+            reference: group size R with which G is compared.
             level: confidence level.
 
         Returns:
             The extra error. It is NaN if the estimate of either MSE is not positive. The interval
-            has width 0 if G = R, and its ends are NaN if the errors are unknown or the constants
-            come from fewer than 16 effective prompts.
+            has width 0 if G = R. Otherwise its ends are NaN if the errors are unknown or the
+            constants come from fewer than 16 effective prompts (see `group_size`).
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -446,7 +458,7 @@ class ScalingLaw:
         return Interval(extra, min(extra, *ends), max(extra, *ends))
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate the numbers of prompts with which 50 % and 90 % of such studies would decide.
+        """Estimate the numbers of prompts at which 50 % and 90 % of studies decide on a group size.
 
         A number is infinite if 10^6 prompts do not suffice, or if the errors are unknown.
         """
@@ -465,17 +477,19 @@ class ScalingLaw:
         completion_cost: float = 1.0,
         level: float = CONFIDENCE,
     ) -> Interval:
-        """Estimate n_c(G) with Fieller's interval, without an upper end if ||grad J||^2 may be 0.
+        """Estimate n_c(G) with Fieller's interval, which has no upper end if ||grad J||^2 may be 0.
 
-        The interval has an upper end only if ||grad J||^2 is above 0 at the two-sided level .995
-        (for a `level` of .95), because an upper end exists mostly if ||grad J||^2 is overestimated.
-        An interval without an upper end occurs mostly if ||grad J||^2 is underestimated, so the
-        critical value of its lower end is doubled.
+        An upper end exists mostly if ||grad J||^2 is overestimated. It is therefore computed with a
+        stricter two-sided confidence level, .995 for a `level` of .95, and exists only if ||grad
+        J||^2 differs from 0 at that level. An interval without an upper end occurs mostly if ||grad
+        J||^2 is underestimated. The critical value for its lower end is therefore doubled.
 
         Args:
-            group_size: G > 1. At the estimate of G* the interval is to first order the interval of
-                the minimum of n_c, where the slope in G is 0. NaN gives NaN.
-            prompt_cost, completion_cost: costs k and c; by default the unit is a rollout.
+            group_size: G > 1; if it is NaN, so is the result. At the estimate of G*, the interval
+                is, to first order, also an interval of the minimum of n_c over G, because n_c has
+                zero slope there.
+            prompt_cost, completion_cost: costs k and c in the unit of the result; by default this
+                unit is a rollout.
             level: confidence level.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0, 0.5)
@@ -495,12 +509,12 @@ class ScalingLaw:
         """Estimate the share of the noise that comes from the random choice of prompts, in [0, 1].
 
         The share is G C1 / ( G C1 + C2 + C3/(G-1) ). More rollouts of the same prompts do not
-        reduce this noise. The interval is computed from Fieller's interval for the odds
+        reduce this part of the noise. The interval is computed from Fieller's interval for the odds
         `G C1 / (C2 + C3/(G-1))`. To allow for undrawn prompts, `undrawn` is added to the relative
         variance of C1 at each hypothetical value of the odds.
 
         Args:
-            group_size: G > 1; NaN gives NaN.
+            group_size: G > 1; if it is NaN, so is the result.
             level: confidence level.
         """
         if not math.isfinite(group_size):
@@ -523,11 +537,12 @@ class ScalingLaw:
         """Estimate the G at which prompts and completions add equal noise, with Fieller's set.
 
         At this G, `G C1 = C2 + C3/(G-1)`. The prompts' share of the noise increases with G, so
-        there is exactly one such G > 1, the larger root of `C1 G^2 - (C1 + C2) G + C2 - C3`. A
-        value of G belongs to the set if this polynomial does not differ significantly from 0.
+        exactly one G > 1 satisfies this equation. It is the larger root of `C1 G^2 - (C1 + C2) G +
+        C2 - C3`. A value of G belongs to the interval if this polynomial does not differ
+        significantly from 0 there.
 
         Args:
-            level: confidence level of the interval, which has no upper end if C1 may be 0.
+            level: confidence level. The interval has no upper end if C1 may be 0.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
         >>> [round(x, 3) for x in law.equal_noise_size()]  # 4.541 = 2 + 9/3.541
@@ -544,11 +559,12 @@ class ScalingLaw:
         critical = t_quantile(self.dof, level)
 
         def outside(log_gap: float, side: int) -> float:
-            """Return a number > 0 if, at G = 1 + exp(log_gap), the two noises differ significantly.
+            """Return a positive number if the noises differ significantly at G = 1 + exp(log_gap).
 
             Args:
                 log_gap: log(G - 1).
-                side: 1 if the prompts' noise is larger, -1 if it is smaller.
+                side: 1 to test for more noise from prompts than from completions, -1 to test for
+                    less.
             """
             gap = math.exp(log_gap)
             weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
@@ -560,7 +576,7 @@ class ScalingLaw:
         ends: list[float] = []
         for side, far in ((-1, MIN_LOG_GAP), (1, MAX_LOG_GAP)):
             near = math.log(size - 1)
-            # Without errors the set consists of this size only.
+            # If the constants have no errors, both ends equal the estimate.
             if outside(near, side) >= 0:
                 ends.append(size)
             elif outside(far, side) <= 0:
@@ -571,7 +587,7 @@ class ScalingLaw:
         return Interval(size, *ends)
 
     def intervals(self, group_size: int) -> dict[str, Interval]:
-        """Return all intervals for the group size in use, by name.
+        """Return the intervals of all quantities at a group size, by name.
 
         The names are `c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale`, `prompt_share`, and
         `noise_scale_best`, which is the noise scale at the estimate of G*.
@@ -607,12 +623,12 @@ def divisors(rollouts: int) -> list[int]:
         ValueError: n < 2.
     """
     if rollouts < 2:
-        raise ValueError(f"rollouts={rollouts}: a group needs at least 2")
+        raise ValueError(f"rollouts={rollouts}: a group needs at least 2 rollouts")
     return [size for size in range(2, rollouts + 1) if rollouts % size == 0]
 
 
 def divisible_rollouts(rollouts: int) -> int:
-    """Return n, or the next multiple of 8 if n is prime, because G could then only be n.
+    """Return n, or the next multiple of 8 if n is prime, because a prime n allows only G = n.
 
     >>> divisible_rollouts(10), divisible_rollouts(97), divisible_rollouts(2)
     (10, 104, 8)

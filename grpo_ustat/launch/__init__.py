@@ -1,1 +1,1 @@
-"""Starting of a run in this process or in ranks, and requeueing of a stopped run."""
+"""Start of a run in this process or in several ranks, and requeueing of a stopped run."""

@@ -1,4 +1,4 @@
-"""Description of a command for `launch`, which handles all commands in the same way."""
+"""Descriptions of commands; `launch` handles all commands in the same way."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Run = Callable[[Any, Any], float | None]
 class Command:
     """Command `grpo-ustat NAME`, which composes `conf/NAME.yaml` and makes runs or a report."""
 
-    # Name of the command, of its schema in `SCHEMAS`, of its main file in `conf/`, and of its
-    # subpackage.
+    # Name of the command. Its schema in `SCHEMAS`, its main file in `conf/` and its subpackage have
+    # the same name.
     name: str
     # Function that imports the command's dependencies and returns the function that makes one run.
-    # That second function takes a checked configuration and its `RunFolder` and returns the number
-    # that a sweep shows. For a command that makes no runs, it takes a configuration and a folder
-    # and returns None.
+    # The returned function takes a checked configuration and its `RunFolder`. It returns the number
+    # that a sweep shows for the run. If the command makes no runs, the returned function takes a
+    # configuration and a folder and returns None.
     load_run: Callable[[], Run]
     # Function that prints the costs of planned runs; None for a command without costs.
     show_costs: Callable[[Sequence[Any]], None] | None = None
-    # Split whose questions `show_prompts` shows; None if a run has no questions.
+    # Data split from which `show_prompts` takes questions; None if a run has no questions.
     split: str | None = None
     # Function that returns the names of the modules that a run's local workers import; empty if the
     # run starts no workers.
@@ -35,12 +35,12 @@ class Command:
 
 
 def load_command(name: str) -> Command:
-    """Return the command of this name; ranks and jobs receive only the name."""
+    """Return the command with this name; ranks and jobs receive only the name."""
     return importlib.import_module(f"grpo_ustat.{name}.__main__").COMMAND
 
 
 def load_sweep_report() -> Callable[[Sequence[Any], Path, Sequence[int] | None], None]:
-    """Return the function that writes a report on a sweep's entries at given steps to a folder."""
+    """Return the function that writes a report on the runs of a sweep to a folder."""
     return importlib.import_module("grpo_ustat.report.aggregate").report_sweep
 
 
@@ -48,7 +48,7 @@ def load_sweep_report() -> Callable[[Sequence[Any], Path, Sequence[int] | None],
 def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection while modules are imported and configurations are composed.
 
-    These steps create no garbage, and the collector would take a sixth of their time.
+    Imports and composition create no garbage, but the collector would take a sixth of their time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

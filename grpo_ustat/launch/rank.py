@@ -1,4 +1,7 @@
-"""Entry point of a rank started by a parent: `python -m grpo_ustat.launch.rank`, without Hydra."""
+"""Entry point of a rank that a parent process starts with `python -m grpo_ustat.launch.rank`.
+
+The parent process composes the configuration, so ranks do not need Hydra.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from grpo_ustat.terminal.streams import lasting_output
 
 
 def main() -> None:
-    """Run this rank; rank 0 writes its outcome to a file for the parent.
+    """Run this rank; rank 0 writes its outcome to a file for the parent process.
 
     The command-line arguments are the name of the command, the configuration file, the run folder
     and the outcome file.
@@ -44,7 +47,7 @@ def main() -> None:
 
 
 def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, Any], int]:
-    """Run the command on this rank; return its outcome for the parent and the exit code.
+    """Run the command on this rank; return its outcome for the parent process and the exit code.
 
     The exit code is nonzero if other ranks may be waiting for this rank.
     """
@@ -58,7 +61,7 @@ def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, An
         return {"refused": str(error)}, 0
     except ONE_LINE_ERRORS as error:
         if not is_main():
-            # Rank 0 has not seen this error.
+            # This rank prints the error itself, because the error may not occur on rank 0.
             raise SystemExit(f"error: {error}") from None
         return {"refused": str(error)}, 1
 

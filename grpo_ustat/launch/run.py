@@ -1,9 +1,9 @@
-"""One run, in this process or in ranks, depending on how the process was started.
+"""Execution of a run, in this process or in ranks, depending on how the process was started.
 
 1. If torchrun or `accelerate launch` has set `RANK`, this process is that rank.
 2. If SLURM or submitit started several tasks, each task is a rank.
 3. If `launch.num_processes` is above 1, this process starts that many ranks and waits for them.
-4. Otherwise the run takes place in this process.
+4. Otherwise the run is executed in this process.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
         Number that a sweep shows for the run; None if there is none.
 
     Raises:
-        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the run failed; as for a
-            ConfigError, the message is sufficient without a traceback.
-        Stopped: a signal requested a stop; finished work is saved.
+        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the run failed. The message is
+            sufficient without a traceback, as it is for a ConfigError.
+        Stopped: a signal requested a stop, and finished work is saved.
     """
     with StopRequest():
-        # A signal may have arrived during composition, or between two runs of a sweep.
+        # A signal may have arrived while the configuration was composed, or between two runs of a
+        # sweep.
         stop_if_requested()
         join_tasks()
         check_ranks(config)
@@ -71,15 +72,16 @@ def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Call the command's function, in this process only or as one rank of several.
+    """Call the command's function, in a single process or as one of several ranks.
 
     Raises:
-        NotSaved: a file could not be written; the same command continues from the files on disk.
+        NotSaved: a file could not be written. Running the same command again continues from the
+            files on disk.
     """
     with faults_of(folder.path):
         modules = command.preload(config) if world() == 1 and folder.result() is None else ()
         if modules:
-            # Import only here, because --help does not need this module.
+            # Imported here, because --help does not need this module.
             from grpo_ustat.distributed.workers import preload
 
             preload(modules, config.launch.device)
@@ -89,6 +91,6 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Record in the folder why ranks failed; rank 0 may have seen only that another rank ended."""
+    """Record why ranks failed, because rank 0 may not have recorded the reason."""
     if folder.path.is_dir():
         history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

@@ -12,7 +12,7 @@ ACCELERATE_FOLDER = Path(__file__).parent / "accelerate"
 
 
 def check_ranks(config: Any, tasks: int = 1) -> None:
-    """Raise an error for contradictory numbers of processes, or more processes than prompts.
+    """Refuse contradictory numbers of processes, and more processes than prompts per step.
 
     A step must have at least one prompt for each process.
 
@@ -23,7 +23,7 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     if num_processes > 1 and (tasks > 1 or ("RANK" in os.environ and num_processes != others)):
         raise RefusedByRank(
             f"launch.num_processes={num_processes} in each of {others} processes that a launcher "
-            "starts: use only one of the two"
+            "starts: set launch.num_processes=1, or do not use a launcher"
         )
     ranks = max(num_processes, others)
     if getattr(config.launch, "accelerate", None) is not None:
@@ -37,7 +37,7 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
 
 
 def check_sharing(name: str, ranks: int) -> None:
-    """Raise an error for an unknown configuration of accelerate, or for a single process."""
+    """Refuse an unknown accelerate configuration, and any such configuration for one process."""
     presets = sorted(file.stem for file in ACCELERATE_FOLDER.glob("*.yaml"))
     if name not in presets:
         raise RefusedByRank(f"unknown launch.accelerate {name!r}: choose from {', '.join(presets)}")

@@ -1,4 +1,4 @@
-"""Submitit jobs, and the end of a stopped run: exit code 75, or a requeue under submitit."""
+"""Submission of submitit jobs, and exit of a stopped run with code 75 or with a requeue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUEUE_LOOK_SECONDS = 5
 
 # Fields of a launcher that are not job parameters.
 NO_PARAMETERS = ("_target_", "submitit_folder", "max_num_timeout")
-# Parameters that have the same name for every cluster of submitit.
+# Parameters that have the same name for all types of cluster in submitit.
 SHARED_PARAMETERS = (
     "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name",
     "stderr_to_stdout",
@@ -39,7 +39,7 @@ def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[s
     Args:
         jobs: jobs with a method `checkpoint`; see `resubmission`.
         cluster: `slurm`, or `local` for processes on this machine.
-        launcher: fields of `conf/hydra/launcher/`.
+        launcher: fields of a file in `conf/hydra/launcher/`.
     """
     import submitit
 
@@ -67,12 +67,13 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     """Print that the work can be continued, and end this process.
 
     Under submitit, submitit's signal handler requeues the job. This function calls the handler
-    unless SLURM requeues the job itself or has ended it for good. If SLURM has ended the job, the
-    function raises an exception as the job's result, because the submitting process waits for a
-    result.
+    unless SLURM requeues the job itself or has ended it for good. If SLURM has ended the job for
+    good, the function raises an exception, which becomes the job's result, because the submitting
+    process waits for a result.
 
     Args:
-        on_existing: setting of the run; outside SLURM only `resume` continues the run.
+        on_existing: setting `on_existing` of the run. Outside SLURM, the same command continues the
+            run only with `resume`.
 
     Raises:
         SystemExit: the process ends with code 75; under submitit, the handler raises this exception
@@ -82,7 +83,7 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     if is_main():
         again = on_existing == "resume" or slurm.job_id() is not None
         how = "" if again else " with on_existing=resume"
-        tell(f"{stopped}; the same command{how} goes on from there", file=sys.stderr)
+        tell(f"{stopped}; the same command{how} continues from there", file=sys.stderr)
     if "SUBMITIT_EXECUTOR" not in os.environ:
         raise SystemExit(EXIT_CODE)
     from submitit.core.job_environment import JobEnvironment, SignalHandler
@@ -99,7 +100,7 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     if action == "requeue" and is_main():
         handler(number, None)
     if action == "requeue" and of_slurm:
-        # Wait for the first rank, because it may decide not to requeue the job.
+        # Wait for the first rank, because this rank may decide not to requeue the job.
         until = time.monotonic() + REQUEUE_SECONDS
         while slurm.next_action() == "requeue":
             if time.monotonic() > until:

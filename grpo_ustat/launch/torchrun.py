@@ -1,8 +1,9 @@
-"""Parent process of the ranks on this machine, which starts torchrun and forwards signals.
+"""Start of local ranks with torchrun, and forwarding of signals to the ranks.
 
 Each rank runs `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
-file and does not use Hydra. A stopping signal is sent to the ranks, not to torchrun, so the ranks
-save and end by themselves and torchrun reports no failure. Ranks always end with this process.
+file and does not use Hydra. The parent process sends a stopping signal to the ranks but not to
+torchrun. The ranks can then save and end by themselves, and torchrun reports no failure. If the
+parent process ends, the ranks end too.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from grpo_ustat.runs.folder import RunFolder
 
 
 class RanksFailed(RuntimeError):
-    """Failure of ranks for which rank 0 gave no reason; the output of the ranks has the reason."""
+    """Failure of ranks without a reason from rank 0; the output of the ranks shows the reason."""
 
 
 def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
-    """Run the command of this name on `launch.num_processes` ranks of this machine.
+    """Run the command with this name on `launch.num_processes` ranks on this machine.
 
     Raises:
         Stopped: a signal stopped the ranks.
@@ -49,7 +50,7 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
         with relay, start_torchrun(config.launch.num_processes, words) as torchrun:
             code = relay.wait(torchrun)
         outcome = json.loads(outcome_file.read_text()) if outcome_file.is_file() else {}
-        # A rank that was killed may not have written its file.
+        # A killed rank may not have written its file.
         failures = sorted(Path(place).glob("rank-*.txt"))
         reasons = [f"{file.stem.replace('-', ' ')}: {file.read_text()}" for file in failures]
     if "value" in outcome:
@@ -66,10 +67,10 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
 
 
 class SignalRelay(StopRequest):
-    """Relay of the first stopping signal to the ranks, which kills ranks that do not end in time.
+    """Stop request that forwards the first signal and kills ranks that do not end in time.
 
     Args:
-        grace_seconds: seconds between that signal and the killing of the ranks.
+        grace_seconds: seconds from the first signal until the ranks are killed.
     """
 
     def __init__(self, grace_seconds: int):
@@ -92,7 +93,8 @@ class SignalRelay(StopRequest):
                 return torchrun.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 if self.received:
-                    # Repeat the signal, because a rank that was still starting had no handler.
+                    # Repeat the signal, because a rank that was still starting had no handler for
+                    # it.
                     self._pass_on()
             if self._until is not None and time.monotonic() > self._until:
                 print(
@@ -120,7 +122,7 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
 
     Args:
         count: number of ranks.
-        words: command line of each rank; see `grpo_ustat.launch.rank`.
+        words: command-line arguments of each rank; see `grpo_ustat.launch.rank`.
     """
 
     def ignore_stopping() -> None:
@@ -147,7 +149,7 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
 
 
 def _kill(torchrun: subprocess.Popen) -> None:
-    """Kill the ranks and then torchrun; in the reverse order the ranks would survive."""
+    """Kill the ranks and then torchrun; in the reverse order, the ranks would survive."""
     if torchrun.poll() is None:
         kill_children(torchrun.pid)
         torchrun.kill()

@@ -218,7 +218,7 @@ def test_the_step_of_a_log_is_that_of_those_who_wrote_it(tmp_path, size, model_s
     path = log(tmp_path / "completions_00003.parquet")
     advice = advice_of(Request(path, size, model_size, model="checkpoint-2"))
     assert advice.numbers["rollouts"] == n
-    told = f"n = {n} is the training step size of the run that wrote {path}." in advice.details
+    told = f"n = {n} is the step size of the training run that wrote {path}." in advice.details
     assert told == (model_size is None)
 
 
@@ -284,7 +284,7 @@ def test_of_a_part_of_a_run_the_run_is_named(tmp_path, monkeypatch):
         with pytest.raises(ConfigError) as refused:
             advice_of(Request(Path(place)))
         run_of_it = place.partition("/")[0]
-        assert str(refused.value) == f"{place} is a part of a run: name the run folder, {run_of_it}"
+        assert str(refused.value) == f"{place} is part of a run: name the run folder, {run_of_it}"
 
 
 VERL = {"input": "q", "output": "a", "score": 1.0, "step": 3}
@@ -354,7 +354,7 @@ def test_logs_of_several_runs_of_trl_are_for_convert(tmp_path):
         (["a", "num_generation=8"], "unknown num_generation=8: did you mean num_generations?"),
         (
             ["a", "study.cut_at=96"],
-            "study.cut_at=96 only applies to scoring a log: add model=CHECKPOINT",
+            "study.cut_at=96 applies only to scoring a log: add model=CHECKPOINT",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_training_takes_its_tokens_by_the_rate_of_an_earlier_run(tmp_path):
     left(tmp_path / "outputs/train/x/seed-3", planned(seed=3), wall=56)
     found = of(planned())
     assert (found.seconds, found.start, found.gpus) == (pytest.approx(120), 4, 0)
-    for words in ("50 tokens/s", "outputs/train/x/seed-3", "25 tokens a completion"):
+    for words in ("50 tokens/s", "outputs/train/x/seed-3", "25 tokens per completion"):
         assert words in found.basis
 
 
@@ -152,7 +152,7 @@ def test_a_study_that_did_not_do_all_of_it_says_nothing(tmp_path, changes):
 
 def test_a_study_of_a_file_samples_nothing_whose_time_is_known():
     study = planned("mse", pool="rollouts.parquet")
-    assert of(study).basis == "it samples no completions"
+    assert of(study).basis == "the run samples no completions"
 
 
 def test_the_newest_run_counts(tmp_path):
@@ -220,7 +220,7 @@ def test_without_an_earlier_run_the_time_is_left_out_and_said_how_to_know_it(ent
     show_costs([plan_of(planned(entry))])
     text = " ".join(capsys.readouterr().out.split())
     assert "tiny_base on cpu" in text and words in text
-    assert "Wall time is rough" not in text
+    assert "rough estimate" not in text
 
 
 def test_a_sweep_of_which_only_some_runs_are_known_has_no_sum(tmp_path, capsys):
@@ -253,7 +253,7 @@ def test_a_dry_run_of_gpus_shows_their_hours(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     for words in ("about 43 min", "2.8 GPU hours", "2.5 tokens/s", "outputs/train/x/seed-0"):
         assert words in text
-    assert "Wall time is rough: half to twice that" in text
+    assert "rough estimate" in text
 
 
 def test_batches_are_said_in_words():

@@ -113,7 +113,7 @@ def test_adding_a_constant_to_rewards_changes_only_vanilla(rng):
 
 
 def test_too_small_a_pool_is_refused():
-    with pytest.raises(ValueError, match="at least 3 completions a prompt, got 2"):
+    with pytest.raises(ValueError, match="at least 3 completions per prompt, got 2"):
         pool_moments(np.zeros((1, 2)), np.zeros((1, 2, 2)))
 
 

@@ -100,10 +100,10 @@ def test_a_command_within_such_a_job_just_ends(job, handler):
 @pytest.mark.parametrize(
     ("on_existing", "within", "said"),
     [
-        ("resume", None, "the same command goes on"),
-        ("overwrite", None, "the same command with on_existing=resume goes on"),
-        ("error", None, "the same command with on_existing=resume goes on"),
-        ("overwrite", "7", "the same command goes on"),  # started again by SLURM it does
+        ("resume", None, "the same command continues"),
+        ("overwrite", None, "the same command with on_existing=resume continues"),
+        ("error", None, "the same command with on_existing=resume continues"),
+        ("overwrite", "7", "the same command continues"),  # started again by SLURM it does
     ],
 )
 def test_what_to_type_is_told(monkeypatch, capsys, on_existing, within, said):

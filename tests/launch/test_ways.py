@@ -302,7 +302,7 @@ def test_a_signal_saves_ends_all_and_the_same_command_goes_on(tmp_path, through,
         assert code == 75, said
         assert len(family) == 3 and not any(map(alive, family))
     assert f"stopped by SIG{number} after step " in said and "Traceback" not in said
-    assert said.count("the same command goes on from there") == 1
+    assert said.count("the same command continues from there") == 1
     last = history.launches(tmp_path / "run")[-1]
     assert last["outcome"] == "stopped"
     said = ends_as_undisturbed(tmp_path, through)

@@ -85,7 +85,7 @@ def check_stopped(place, way, number, everyone, undisturbed, begun=None):
     kept = parts(place)
     there = re.findall(rf"stopped by SIG{number}; (\d+) of {QUESTIONS} questions are in the", said)
     assert [int(count) for count in there] == [len(kept)] and len(kept) < QUESTIONS, said
-    assert said.count("the same command goes on from there") == 1 and "Traceback" not in said
+    assert said.count("the same command continues from there") == 1 and "Traceback" not in said
     assert history.launches(place / "run")[-1]["outcome"] == "stopped"
     code, said = finished("mse", *STUDY, *overrides, cwd=place, before=plainly)
     assert code == 0, said
