@@ -1,1 +1,1 @@
-"""Rollouts logged by other programs: file formats, a common row type, and conversion."""
+"""Read rollouts that other programs logged: file formats, a common row type, and conversion."""

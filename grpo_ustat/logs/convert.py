@@ -1,4 +1,4 @@
-"""Conversion of a framework's rows to one Parquet file, with the number of rows left out."""
+"""Convert a framework's rows to one Parquet file, and count the rows that are left out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COLUMNS = (
 )  # fmt: skip
 
 BIAS = (
-    "rows were left out because of their content: if this depends on the reward, accuracy and "
+    "rows were left out because of their content: if this depends on the reward, the accuracy and "
     "gradient of the remaining rows are biased"
 )
 TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
@@ -56,12 +56,12 @@ class Conversion:
 
     # Name of the framework.
     name: str
-    # Number of files that were read, and of their rows.
+    # Number of files that were read, and number of rows in these files.
     files: int
     rows: int
     # Number of rows that were written.
     kept: int
-    # Number of prompts of the written rows.
+    # Number of different prompts in the written rows.
     groups: int
     # True if the token ids are logged.
     exact: bool
@@ -71,11 +71,11 @@ class Conversion:
     example: dict[str, str]
     # Remarks for the user.
     notes: tuple[str, ...] = ()
-    # Number of rollouts per training step of the run; None: not logged.
+    # Number of rollouts per training step in the run; None: not logged.
     step_rollouts: int | None = None
-    # Largest number of completions of a prompt.
+    # Largest number of completions for any prompt.
     largest: int = 0
-    # File of the kept rows and the nearest checkpoint; None if the run has no checkpoint.
+    # File with the kept rows and the nearest checkpoint; None if the run has no checkpoint.
     pairing: Pairing | None = None
 
     @property
@@ -84,7 +84,7 @@ class Conversion:
         return self.largest >= MIN_COMPLETIONS
 
     def lines(self) -> list[str]:
-        """Return lines for the user: the number of kept rows, the reasons, and remarks."""
+        """Return lines for the user: number of kept rows, reasons for left-out rows, remarks."""
         tokens = "token-exact" if self.exact else "texts, to be tokenised again: inexact"
         lines = [
             f"{self.name}: {self.kept} of {self.rows} rows of {self.files} files taken, "
@@ -99,13 +99,13 @@ class Conversion:
             lines.append(f"  a training step of this run has {self.step_rollouts} rollouts")
         if not self.is_for_mse:
             lines.append(
-                f"  no prompt has {MIN_COMPLETIONS} completions, which mse needs: only advise can "
+                f"  no prompt has the {MIN_COMPLETIONS} completions for mse: only advise can "
                 "use the rewards"
             )
         elif self.groups < MIN_PROMPTS:
             lines.append(
-                f"  there is only one prompt, as in TRL's default batch on one GPU: estimating the "
-                f"best G needs {MIN_PROMPTS} or more"
+                f"  there is only one prompt, as in TRL's default batch on one GPU: to find the "
+                f"best G, log {MIN_PROMPTS} or more"
             )
         return lines
 
@@ -113,10 +113,10 @@ class Conversion:
 def convert(source: Path, framework: Format, target: Path, options: Options) -> Conversion:
     """Read a framework's files and write the rows that a study can use.
 
-    The rows that are left out are counted by reason: rows that the framework did not train on;
-    copies, batches that were written again, and rows of other runs and other policies (see
-    `sieve`); rows that cannot be used, for example with infinite rewards or lone surrogates; groups
-    with several prompts; and prompts with few completions.
+    The rows that are left out are counted by reason. Rows are left out if the framework did not
+    train on them, or if they cannot be used, for example because of an infinite reward or a lone
+    surrogate. `sieve` leaves out copies, batches that were written again, rows of other runs and
+    other policies, groups with several prompts, and prompts with few completions.
 
     Args:
         source: file or folder to read.
@@ -132,12 +132,13 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     if not paths:
         pattern = framework.pattern.rpartition("/")[2]
         raise ConfigError(
-            f"{source} holds no {pattern}, the files of {framework.name}: name the folder that "
-            "holds them, or another format with --from"
+            f"{source} contains no {pattern}, the files of {framework.name}: name the folder that "
+            "contains them, or another format with --from"
         )
     paths, misnamed = split_by_name(source, framework, paths)
     notes = [
-        f"not read: {path}, because {framework.name} does not use such names" for path in misnamed
+        f"not read: {path}, because {framework.name} writes no file with such a name"
+        for path in misnamed
     ]
     notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
     rollouts, damaged = _rollouts_of(paths, framework, replace(options, source=source))
@@ -164,7 +165,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     usable = [row for group in groups for row in group]
     left_out = [row for row in rollouts if row.left_out]
     reasons = Counter(row.left_out for row in left_out)
-    # The rows are in reverse order, so that the first row with each reason remains.
+    # Reversed, so that the dictionary keeps the first row with each reason.
     example = {row.left_out: f"{row.path} {row.place}" for row in reversed(left_out)}
     if not usable:
         if options.reward and all(reason.startswith("--reward") for reason in reasons):
@@ -174,7 +175,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
             f"{source}: none of {len(rollouts)} rows can be used: {counts or 'there are no rows'}"
         )
     remarks = Counter(row.note for row in usable if row.note)
-    notes += [f"{count} taken: {remark}" for remark, count in remarks.items()]
+    notes += [f"{count} rows kept: {remark}" for remark, count in remarks.items()]
     if any(row.fault for row in left_out):
         notes.append(BIAS)
     exact = all(row.is_exact for row in usable)
@@ -189,28 +190,28 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
 
 
 def _check(target: Path, options: Options) -> None:
-    """Refuse an invalid target or group size before reading, and make the target's folder."""
+    """Check target and group size before any file is read, and create the target's folder."""
     if target.suffix != ".parquet":
         raise ConfigError(f"{target} does not end in .parquet: name a Parquet file to write")
     if target.exists():
         raise ConfigError(f"{target} exists already: name another file, or remove it")
     if options.group_size is not None and options.group_size < 1:
         raise ConfigError(
-            f"--group-size {options.group_size} is below 1: give the number of completions of a "
+            f"--group-size {options.group_size} is below 1: give the number of completions per "
             "prompt"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{target}: its folder cannot be made ({single_line(error, 120)}): name another file"
+            f"{target}: its folder cannot be created ({single_line(error, 120)}): name another file"
         ) from error
 
 
 def _rollouts_of(
     paths: Sequence[Path], framework: Format, options: Options
 ) -> tuple[list[Rollout], dict[Path, DamagedFile]]:
-    """Read the rows of all files; return the rows, and the errors of files that cannot be read."""
+    """Read all files; return their rows, and an error for each file that cannot be read."""
     rollouts: list[Rollout] = []
     damaged: dict[Path, DamagedFile] = {}
     for path in paths:
@@ -237,7 +238,7 @@ def _rollouts_of(
 
 
 def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
-    """Refuse rows that are turns of one rollout, by run and policy; see `check_rollouts`."""
+    """Call `check_rollouts` on the rows of each run and policy."""
     policies: dict[tuple[str, str | None], list[Rollout]] = {}
     for row in rows:
         policies.setdefault((row.run, row.policy_version), []).append(row)
@@ -251,14 +252,16 @@ def _check_turns(source: Path, rows: Sequence[Rollout]) -> None:
 
 
 def _fault(rollout: Rollout) -> str:
-    """Return the reason why the content of a row makes it unusable; empty if there is none."""
+    """Return the reason why the content of a row makes it unusable; empty if it is usable."""
     if not is_number(rollout.reward):
         return "its reward is not a finite number"
     if not is_number(rollout.reward, MAX_REWARD):
         return f"its reward is larger than {MAX_REWARD:g}, so its square overflows"
     texts = (rollout.group, rollout.policy_version, rollout.prompt, rollout.completion)
     if SURROGATE.search(json.dumps(texts, ensure_ascii=False, default=str)):
-        return "a text has half of a character (a lone surrogate), which no file can hold"
+        return (
+            "a text contains a lone surrogate (half a character), which cannot be written to a file"
+        )
     if rollout.completion_ids is None:
         if rollout.completion == "" and rollout.ended is False:
             return "its completion was cut before its first token"
@@ -276,19 +279,19 @@ def _fault(rollout: Rollout) -> str:
         if isinstance(values, list) and len(values) != length:
             return f"{name} is not as long as the completion"
         if per_token_fault(values, length):
-            return f"{name} holds a value that is not a finite number"
+            return f"{name} contains a value that is not a finite number"
     if rollout.loss_mask is not None and not any(rollout.loss_mask):
         return "loss_mask is 0 on every token"
     return ""
 
 
 def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
-    """Make all rows have the same fields and types, because `mse` accepts no mixture.
+    """Make all rows have the same fields and types, which `mse` requires.
 
-    Afterwards all prompts have the same type (text or messages), and so have all completions. Token
-    ids are present in all rows or in none, and so are log-probabilities. Rows with a type that
-    differs from the commonest, or without a field that at least half of the rows have, are left
-    out. Token ids or log-probabilities that fewer rows have are dropped.
+    All remaining prompts have the same type (text or messages), and all remaining completions also
+    have one type. Rows with a less common type are left out. Token ids and log-probabilities are
+    each present in all rows or in none. If at least half of the rows have such a field, the rows
+    without it are left out. If fewer rows have the field, it is dropped.
     """
     for name in ("prompt", "completion"):
         kinds = Counter(TYPE_NOUNS[type(getattr(row, name))] for row in rows)
@@ -296,16 +299,16 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
             commonest = kinds.most_common(1)[0][0]
             for row in rows:
                 if (kind := TYPE_NOUNS[type(getattr(row, name))]) != commonest:
-                    row.left_out = f"its {name} is {kind}, most others have {commonest}"
+                    row.left_out = f"its {name} is {kind}, but in most rows it is {commonest}"
             rows = sieve.remaining_rows(rows)
     for name in ("completion_ids", "logprobs"):
         lacking = [row for row in rows if getattr(row, name) is None]
         if 0 < len(lacking) <= len(rows) / 2:
             for row in lacking:
-                row.left_out = f"it has no {name}, which others have"
+                row.left_out = f"it has no {name}, but other rows have"
             rows = sieve.remaining_rows(rows)
         elif 0 < len(lacking) < len(rows):
-            notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows have none")
+            notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows lack it")
             for row in rows:
                 setattr(row, name, None)
     return rows
@@ -314,10 +317,10 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
 def _write(
     target: Path, groups: list[list[Rollout]], exact: bool, metadata: dict[str, str]
 ) -> None:
-    """Write the rows to a Parquet file, without columns that are empty in all rows.
+    """Write the rows to a Parquet file, and omit columns that are empty in all rows.
 
-    The file's metadata holds the number of rollouts per step, and the number of updates of the
-    policy that wrote the rows, for `advise` and `mse`.
+    The file's metadata contains the number of rollouts per step and the update count of the policy
+    that wrote the rows. `advise` and `mse` read both numbers.
     """
     import pyarrow
     from pyarrow import parquet
@@ -336,7 +339,7 @@ def _write(
     columns = {
         name: values for name, values in columns.items() if any(x is not None for x in values)
     }
-    # Without this column, the end-of-sequence token shows which completions ended.
+    # If this column is missing, a completion counts as ended if it has the end-of-sequence token.
     if any(value is None for value in columns.get("ended", ())):
         del columns["ended"]
     table = pyarrow.table(columns)

@@ -1,6 +1,6 @@
-"""Rollout formats of ten frameworks: identification by file names and fields, and parsing of rows.
+"""Identify the rollout formats of ten frameworks by file names and fields, and parse their rows.
 
-The formats are those of the frameworks' code in August 2026.
+The formats match the frameworks' code of August 2026.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import json_lines, natural_order, parsed_row
 from grpo_ustat.terminal.streams import single_line
 
-# Columns that every file from `convert` has.
+# Columns that are in every file that `convert` writes.
 OUTPUT_COLUMNS = {"prompt_id", "reward"}
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
 EVALUATION = "of an evaluation"
-# The error follows in parentheses.
+# The messages below add the error in parentheses.
 NOT_AS_WRITTEN = "its row is not as the framework writes it"
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
@@ -46,13 +46,14 @@ OPENING_ROLE = r"^(?:system|developer|user)"
 TEMPLATE_ENDS = [
     re.compile(end, re.DOTALL)
     for end in (
-        # The role on a line of its own, or after a special token: ChatML, Gemma, Granite.
+        # Role alone on its line or after a special token: ChatML, Gemma, Granite.
         rf"(?:^|\n|{SPECIAL_TOKEN})[ \t]*(?P<rest>assistant|model){THOUGHTS}",
-        # The role before a special token (Llama, Phi-4), or within a special token (Phi-3, Zephyr).
+        # Role before a special token (Llama, Phi-4), or inside a special token (Phi-3, Zephyr).
         rf"(?P<rest>(?:assistant|model){SPECIAL_TOKEN}){THOUGHTS}",
         rf"(?P<rest>(?i:[<\[][|｜]assistant[|｜][>\]])){THOUGHTS}",
-        # The role directly after the question, because a special token was removed: Llama, with a
-        # blank line after the role; Phi-4 and gpt-oss, if the text begins with another role.
+        # Role directly after the question because a special token was removed. Llama puts a blank
+        # line after the role. Phi-4 and gpt-oss are recognised if the text begins with another
+        # role.
         rf"[^\s/'\"(-](?P<rest>assistant)\n\n{THOUGHTS}",
         rf"{OPENING_ROLE}.*[^\s/'\"(-](?P<rest>assistant){THOUGHTS}",
         rf"{OPENING_ROLE}\s*\n.*(?P<rest>assistant){THOUGHTS}",
@@ -61,7 +62,7 @@ TEMPLATE_ENDS = [
 ]
 # Names of the form {sample}_{rollout}_{output}.
 VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_\d+")
-# Maximum number of characters of an id; texts are longer.
+# Maximum number of characters in an id; longer values are taken as texts.
 MAX_ID_LENGTH = 200
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
@@ -81,12 +82,12 @@ class File:
         # State after the previous line, for formats whose lines depend on the previous line.
         self.before = dict[str, Any]()
         self.absolute_path = absolute(path)
-        # The folder serves as the name of the run.
+        # The folder path is used as the name of the run.
         self.run, self.stem = str(self.absolute_path.parent), path.stem
 
     @cached_property
     def content(self) -> Any:
-        """Rows of a Parquet file, or the content of a pickle that is loaded as plain data."""
+        """Rows of a Parquet file, or the content of a pickle, loaded as plain data only."""
         if self.path.suffix == ".parquet":
             from pyarrow import parquet
 
@@ -95,10 +96,10 @@ class File:
 
         try:
             return torch.load(self.path, weights_only=True, map_location="cpu")
-        # Many kinds of errors are raised for damaged files and for files with other data.
+        # torch raises many kinds of errors for damaged files and for files with other data.
         except Exception as error:
             raise DamagedFile(
-                f"{self.path} holds more than plain data ({single_line(error, 120)}), so reading "
+                f"{self.path} has more than plain data ({single_line(error, 120)}), so reading "
                 "this pickle might run code: save dictionaries of lists"
             ) from error
 
@@ -119,7 +120,7 @@ class File:
 
     @cached_property
     def rewards(self) -> tuple[list[str], dict[str, float]]:
-        """Columns of a table that may contain rewards, and weights of the columns of rewards."""
+        """Names of columns that may contain rewards, and default weights of the reward columns."""
         rows = self.content
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         names, nulls = reward_columns(columns, TRL_COLUMNS)
@@ -128,10 +129,10 @@ class File:
 
     @property
     def is_evaluation(self) -> bool:
-        """True if the file is in a folder of an evaluation.
+        """True if the file is in a folder for evaluation.
 
-        This is decided by the nearest parent folder with a word for evaluation or training in its
-        name. Folders up to the parent of the source are considered.
+        The nearest parent folder with a word for evaluation or training in its name decides. The
+        search ends at the parent of the source.
         """
         source, folder = self.options.source, self.absolute_path.parent
         top = folder if source is None or source.is_file() else absolute(source)
@@ -155,21 +156,21 @@ class Format:
     parse: Callable[[Any, File], Fields | list[Fields]] = field(repr=False)
     # Glob pattern of the framework's files below a source folder.
     pattern: str
-    # Regular expression for the end of a file's path; empty if the pattern suffices. It excludes
-    # copies and earlier attempts with other names, such as 5_old.jsonl.
+    # Regular expression for the end of a file's path, which excludes copies and earlier attempts
+    # with different names, such as 5_old.jsonl; empty if the pattern suffices.
     path_end: str = ""
-    # Fields that identify a row of the framework; empty if the file name identifies the format.
+    # Fields that identify a row as the framework's; empty if the file name identifies the format.
     fields: frozenset[str] = frozenset()
     # Remark for the user.
     note: str = ""
-    # True if the framework ignores null rewards in the sum of rewards.
+    # True if the framework leaves null rewards out of the sum of rewards.
     skips_null: bool = False
 
     def read(self, path: Path, options: Options) -> Iterator[Rollout]:
         """Yield the rollouts of a file.
 
-        A row in another format becomes a rollout with a fault, so that the row is counted and the
-        remaining rows are read.
+        A row in a different format becomes a rollout with a fault. The row is therefore counted,
+        and reading continues with the next row.
         """
         file = File(path, options)
         for place, row in file.rows():
@@ -213,10 +214,10 @@ TRL_COLUMNS = {
 
 
 def _trl(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of GRPOTrainer's log: one completion with a column per reward function.
+    """Parse a row of the GRPOTrainer log: one completion, with one column per reward function.
 
-    Token ids and the policy's step are present only if `grpo_ustat.integrations.trl.record` was one
-    of the reward functions.
+    Token ids and `policy_step` are present only if `grpo_ustat.integrations.trl.record` was one of
+    the reward functions.
     """
     (names, weights), written_by, step = file.rewards, row.get("policy_step"), row.get("step")
     return dict(
@@ -232,10 +233,10 @@ def _trl(row: Mapping[str, Any], file: File) -> Fields:
 def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
     """Parse a line of `log_batched_dict_as_jsonl`, which is one completion.
 
-    A value may be wrapped in a list of one item. A sequence contains prompt, completion and
-    padding; a mask marks the generated tokens. Groups are not logged, but the completions of a
-    prompt are consecutive and `idx` numbers the lines. With dynamic sampling, `filtered_rewards` is
-    the reward of the row.
+    A value may be wrapped in a list with one item. A sequence contains prompt, completion and
+    padding, and a mask marks the generated tokens. Groups are not logged, but completions of the
+    same prompt are on consecutive lines, and `idx` numbers the lines. With dynamic sampling, the
+    row's reward is in `filtered_rewards`.
     """
     row = {k: x[0] if isinstance(x, list) and len(x) == 1 else x for k, x in packed.items()}
     file.before["idx"] = idx = int(row.get("idx", file.before.get("idx", -1) + 1))
@@ -248,7 +249,7 @@ def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
     return dict(
         group=str(idx // size) if size else json.dumps(tokens[:start]), sample=str(idx),
         step=file.stem.rpartition("step")[2], policy_version=file.stem,
-        untrained="sample_loss_mask is 0: it was left out" if is_left_out else "",
+        untrained="sample_loss_mask is 0: the row was left out of the loss" if is_left_out else "",
         prompt_ids=tokens[:start], completion_ids=tokens[start:], loss_mask=mask[start:],
         logprobs=None if logprobs is None else logprobs[start:length],
         rewards=(row, {reward_field: 1.0}),
@@ -258,9 +259,9 @@ def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
 def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
     """Parse a line of `FileMonitor.log_episodes`, which is one episode.
 
-    Each trace is a chain of nodes, and the policy wrote the sampled nodes. The reward is a weighted
-    sum of rewards. Folder `all` contains all rollouts that arrived, and folder `effective` the
-    rollouts that were trained on. Each launch has a run id.
+    Each trace is a chain of nodes, and the policy wrote the nodes marked as sampled. The reward is
+    a weighted sum of rewards. Folder `all` contains all received rollouts, and folder `effective`
+    contains the rollouts that were trained on. Each launch of a run has its own run id.
     """
     parts = file.absolute_path.parts
     rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
@@ -274,7 +275,9 @@ def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
         untrained=EVALUATION if is_evaluation else "",
     )  # fmt: skip
     if not episode["traces"]:
-        return [common | {"untrained": common["untrained"] or "it failed before any trace"}]
+        return [
+            common | {"untrained": common["untrained"] or "it failed before it wrote any trace"}
+        ]
     return [
         common | _prime_trace(trace, episode, common["untrained"], f" trace {k}")
         | ({"sample": str(trace["id"])} if trace.get("id") else
@@ -286,10 +289,10 @@ def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
 def _prime_trace(
     trace: Mapping[str, Any], episode: Mapping[str, Any], untrained: str, at: str
 ) -> Fields:
-    """Parse the trace of one agent.
+    """Parse the trace of a single agent.
 
-    The prompt ends before the first token of the policy. A node has log-probabilities of its
-    sampled tokens only, or of all its tokens.
+    The prompt ends before the first token that the policy wrote. A node has log-probabilities for
+    its sampled tokens only or for all its tokens.
     """
     tokens, mask, logprobs, are_logged = list[int](), list[int](), list[float](), True
     for node in trace["nodes"]:
@@ -298,7 +301,7 @@ def _prime_trace(
         node_mask = [int(sampled and bool(x)) for x in node.get("mask") or [sampled] * len(ids)]
         values = iter(node.get("logprobs") or ())
         if node.get("logprobs") and len(node["logprobs"]) == len(node_mask) != sum(node_mask):
-            # This node has log-probabilities of all its tokens.
+            # This node has log-probabilities for all its tokens.
             logprobs += [float(x) for x in values]
         else:
             logprobs += [float(next(values, math.nan)) if is_kept else 0.0 for is_kept in node_mask]
@@ -323,7 +326,7 @@ def _prime_trace(
     reasons = [call.get("finish_reason") for call in trace.get("calls") or ()]
     group = (episode.get("group") or {}).get("id")
     if isinstance(group, list | dict):
-        raise TypeError("group.id is no name")
+        raise TypeError("group.id is not a name")
     group = json.dumps(tokens[:start]) if group is None else group
     return dict(
         at=at, group=f"{group}/{agent['name']}" if "name" in agent else str(group),
@@ -336,7 +339,7 @@ def _prime_trace(
 
 
 def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a line of `save_traces`, which is one completion; the files are appended to."""
+    """Parse a line that `save_traces` appended to a file: one completion."""
     step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
     return dict(
         group=str(row["prompt_idx"]),
@@ -351,9 +354,9 @@ def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _slime(sample: Mapping[str, Any], file: File) -> Fields:
-    """Parse a sample of `--save-debug-rollout-data`, a pickle read with `weights_only=True`.
+    """Parse a sample from a `--save-debug-rollout-data` pickle, read with `weights_only=True`.
 
-    The names of evaluation files have `eval_` before the number, as in `save_debug_rollout_data`.
+    slime's `save_debug_rollout_data` puts `eval_` before the number in names of evaluation files.
     """
     before, number = file.stem.rstrip("0123456789"), file.content.get("rollout_id")
     tokens, group = list(sample["tokens"]), sample["group_index"]
@@ -365,7 +368,7 @@ def _slime(sample: Mapping[str, Any], file: File) -> Fields:
     untrained = {"failed": "it failed", "aborted": "it was aborted"}.get(status or "", "")
     untrained = EVALUATION if before.endswith("eval_") else untrained
     if not untrained and sample.get("remove_sample"):
-        untrained = "remove_sample is set: it was left out"
+        untrained = "remove_sample is set: the sample was left out"
     return dict(
         group=json.dumps(prompt_ids) if group is None else str(group),
         run=str(Path(file.run, before)), step=str(number), untrained=untrained,
@@ -379,9 +382,9 @@ def _slime(sample: Mapping[str, Any], file: File) -> Fields:
 
 
 def template_end(prompt: str) -> str:
-    r"""Return the word at the end of a prompt that a chat template wrote, else "".
+    r"""Return the word with which a chat template ended a prompt, or "" if no template wrote it.
 
-    A chat template ends with this word on a line of its own or next to a special token.
+    A chat template puts this word alone on the last line or next to a special token.
 
     >>> template_end("user\nHow many?\nassistant\n"), template_end("Who is the assistant")
     ('assistant', '')
@@ -390,23 +393,23 @@ def template_end(prompt: str) -> str:
 
 
 def _rollout_name(name: str) -> str:
-    """Return the part of verl's row name that all outputs of a rollout have in common."""
+    """Return the part of verl's row name that all outputs of a rollout share."""
     match = VERL_NAME.fullmatch(name)
     return match["rollout"] if match else name
 
 
 def _verl(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of {global_steps}.jsonl in `trainer.rollout_data_dir`.
+    """Parse a row from {global_steps}.jsonl in `trainer.rollout_data_dir`.
 
-    The texts have no special tokens, so rows are never token-exact. If a chat template wrote the
-    prompt, the logged prompt also differs from the prompt that the model read. Files in
+    verl logs texts without special tokens, so rows are never token-exact. If a chat template wrote
+    the prompt, the logged prompt also differs from the prompt that the model read. Files in
     `trainer.validation_data_dir` have the same format.
     """
     step, uid = str(row.get("step", file.stem)), str(row.get("uid") or "")
     if rest := template_end(row["input"]):
         raise ConfigError(
             f"{file.path} {file.place}: the prompt ends in {rest}, so a chat template wrote it; "
-            "verl logs it without special tokens, so the model read another text: log tokens with "
+            "verl logs no special tokens, so the model read a different text: log tokens with "
             "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
             "(docs/verl.md)"
         )
@@ -415,16 +418,16 @@ def _verl(row: Mapping[str, Any], file: File) -> Fields:
         group=match["sample"] if match else uid or row["input"], step=step,
         possible_ids=short_values(row) | {"uid": _rollout_name(uid)},
         sample=uid if match else None, policy_version=f"step {step}",
-        untrained=f"{EVALUATION}, by the name of its folder" if file.is_evaluation else "",
+        untrained=f"{EVALUATION}, according to its folder's name" if file.is_evaluation else "",
         prompt=row["input"], completion=row["output"], rewards=(row, {"score": 1.0}),
     )  # fmt: skip
 
 
 def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of {global_steps}.parquet from `integrations.verl_record`.
+    """Parse a row from {global_steps}.parquet, which `integrations.verl_record` writes.
 
-    The row is one completion. It has the sampler's log-probabilities if verl keeps them, and the
-    first and the last `global_step` of the weights that wrote the completion.
+    The row is one completion, with the first and the last `global_step` of the weights that wrote
+    it. If verl keeps the sampler's log-probabilities, the row contains them.
     """
     first, last = row["min_global_steps"], row["max_global_steps"]
     return dict(
@@ -439,10 +442,10 @@ def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _areal(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row of rollout/{version}/{task_id}.jsonl, to which AReaL appends.
+    """Parse a row that AReaL appended to rollout/{version}/{task_id}.jsonl.
 
-    Texts contain special tokens, and their lengths are logged. Evaluations are in eval-rollout/. A
-    resumed run restarts the numbering of tasks.
+    Texts contain special tokens, and AReaL logs their lengths. Evaluations are in eval-rollout/. A
+    resumed run numbers its tasks from the start again.
     """
     run, head, tail = (
         file.absolute_path.parent.parent,
@@ -460,7 +463,7 @@ def _areal(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Fields]:
-    """Parse a line of a log to which ms-swift appends; its columns are lists.
+    """Parse a line that ms-swift appended to its log: one list per column.
 
     A line with the same step as the previous line is from an evaluation. A line with an earlier
     step is from a resumed run.
@@ -490,9 +493,9 @@ def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Fields]:
 
 
 def _skyrl(_: Mapping[str, Any], file: File) -> Fields:
-    """Refuse SkyRL's dumped batches."""
+    """Refuse a batch that SkyRL dumped."""
     raise ConfigError(
-        f"{file.path}: a batch that SkyRL dumps is a pickle without rewards and prompt ids: write "
+        f"{file.path}: batches that SkyRL dumps are pickles without rewards and prompt ids: write "
         "token-exact rows in the on_step_end of a TrainingCallback instead (docs/measuring.md)"
     )
 
@@ -508,7 +511,7 @@ FORMATS = {
         Format(
             "nemo_rl", _nemo_rl, "**/train_data_step*.jsonl", r"/train_data_step\d+\.jsonl",
             frozenset({"token_ids", "token_loss_mask", "input_lengths", "rewards"}),
-            note="no end reason is logged: the end token shows which completions ended",
+            note="finish reasons are not logged: a completion with the end token has ended",
         ),
         Format(
             "prime_rl", _prime_rl, "**/traces.jsonl",
@@ -545,22 +548,22 @@ FORMATS = {
 
 
 def absolute(path: Path) -> Path:
-    """Return the absolute path without resolving links.
+    """Return the absolute path without resolving symbolic links.
 
-    The names of the folders in the path may indicate an evaluation.
+    The links are kept because folder names in the path may indicate an evaluation.
     """
     return Path(os.path.abspath(path))
 
 
 def parse_length(value: Any, name: str, largest: int) -> int:
-    """Return a logged length, after a check that it is a whole number from 0 to `largest`."""
+    """Return a logged length; raise an error unless it is a whole number from 0 to `largest`."""
     if not isinstance(value, int | float) or value not in range(largest + 1):
         raise ValueError(f"{name} is not a whole number from 0 to {largest}")
     return int(value)
 
 
 def short_values(row: Any) -> dict[str, str | int]:
-    """Return the short texts and whole numbers in a row by field; unpack lists of one item."""
+    """Return the short texts and whole numbers in a row, keyed by field; unpack one-item lists."""
     if not isinstance(row, dict):
         return {}
     single = {
@@ -575,7 +578,7 @@ def short_values(row: Any) -> dict[str, str | int]:
 
 
 def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
-    """Find packed files at or below the source that would match a format after unpacking."""
+    """Find compressed files at or below the source that would match a format if unpacked."""
     paths = [source] if source.is_file() else sorted(source.rglob("*"), key=natural_order)
     names = [framework.pattern.rpartition("/")[2] for framework in formats]
     return [
@@ -585,11 +588,12 @@ def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
 
 
 def files_of(source: Path, framework: Format) -> Sequence[Path]:
-    """Find the files of a framework: the source itself, or files in a source folder.
+    """Find the files of a framework: the source itself, or files below it if it is a folder.
 
-    A source file counts if its name or its fields match the format. In a folder, files whose names
-    match are considered, in natural order. They count if the first row has the fields of the format
-    or cannot be read. If no first row has these fields, all files with matching names count.
+    A source file is returned if its name or its fields match the format. In a folder, only files
+    with matching names are considered, in natural order. A file is returned if its first row has
+    the fields of the format or cannot be read. If no file has these fields, all files with matching
+    names are returned.
     """
     if source.is_file():
         is_named = source.match(framework.pattern.rpartition("/")[2])
@@ -608,7 +612,7 @@ def files_of(source: Path, framework: Format) -> Sequence[Path]:
 def split_by_name(
     source: Path, framework: Format, paths: Sequence[Path]
 ) -> tuple[Sequence[Path], Sequence[Path]]:
-    """Split files into files whose names match the framework exactly, and all other files.
+    """Separate the files with names that the framework uses from all other files.
 
     A single file may have any name.
     """
@@ -618,8 +622,8 @@ def split_by_name(
     exact = [path for path in paths if path_end.search(absolute(path).as_posix())]
     if not exact:
         raise ConfigError(
-            f"{source} holds {len(paths)} files, such as {paths[0].name}, with names that "
-            f"{framework.name} does not use, so several may be attempts of one step: name a single "
+            f"{source} contains {len(paths)} files, such as {paths[0].name}, with names that "
+            f"{framework.name} does not use, so some may repeat the same step: name a single "
             "file"
         )
     return exact, [path for path in paths if path not in exact]
@@ -638,7 +642,7 @@ def format_of(source: Path) -> Format | None:
 def first_fields(path: Path) -> set[str] | None:
     """Return the names of the fields in the first row of a file; None if it cannot be read.
 
-    A pickle is not loaded, but searched for the names of slime's fields.
+    A pickle is not loaded. Its bytes are searched for the names of slime's fields.
     """
     fields: Iterable[str] = ()
     try:
@@ -659,14 +663,14 @@ def first_fields(path: Path) -> set[str] | None:
 
 
 def detect(source: Path) -> Format:
-    """Return the format of a file or folder, based on file names and the fields of first rows."""
+    """Identify the format of a file or folder from file names and the fields of first rows."""
     if source.is_file() and not source.stat().st_size:
         raise ConfigError(f"{source} is empty: name a file with rollouts")
     if source.is_dir() and not any(path.is_file() for path in source.rglob("*")):
-        raise ConfigError(f"{source} holds no file: name a folder with rollouts")
+        raise ConfigError(f"{source} contains no files: name a folder with rollouts")
     if source.is_file() and (first_fields(source) or set()) >= OUTPUT_COLUMNS:
         raise ConfigError(
-            f"{source} is converted already (it has prompt_id): use it with grpo-ustat mse "
+            f"{source} is already converted (it has prompt_id): use it with grpo-ustat mse "
             f"pool={source} model=CHECKPOINT, or grpo-ustat advise {source}"
         )
     if framework := format_of(source):

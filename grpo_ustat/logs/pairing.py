@@ -1,8 +1,8 @@
-"""Pairing of a file of completions with a checkpoint, and the number of updates between them.
+"""Pair a file of completions with a checkpoint, and count the updates between them.
 
-After K updates TRL writes completions_K, with the batch that was sampled after K - 1 updates. So
-checkpoint-500 wrote the completions of file 501. In the same way, global_step_(K-1) wrote the
-completions of verl's K.jsonl.
+After K updates TRL writes completions_K. This file contains the batch that was sampled after K - 1
+updates. For example, the policy in checkpoint-500 wrote the completions in completions_00501. In
+verl, the policy in global_step_(K-1) wrote the completions in K.jsonl.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True)
 class Pairing:
-    """File of completions with the checkpoint that is nearest to the policy that wrote it."""
+    """Completions file, and the checkpoint that is nearest to the policy that wrote the file."""
 
     file: str
-    # Number of updates of the policy that wrote the rows.
+    # Number of updates that the policy had received when it wrote the rows.
     policy_step: int
     checkpoint: Path
     checkpoint_step: int
 
     @property
     def is_exact(self) -> bool:
-        """True if the checkpoint is the policy that wrote the rows."""
+        """True if the policy in the checkpoint wrote the rows."""
         return self.policy_step == self.checkpoint_step
 
     @property
     def between(self) -> str:
-        """Number of updates between policy and checkpoint, in words; see `updates_between`."""
+        """Distance from the checkpoint to the policy, in words; see `updates_between`."""
         return updates_between(self.policy_step, self.checkpoint_step)
 
     def line(self) -> str:
         """Return a line that names the file and the checkpoint.
 
-        If there are updates between them, the line also gives TRL settings that prevent this.
+        If a different policy wrote the file, the line also gives the number of updates between the
+        two policies and, if they help, TRL settings that avoid the mismatch.
         """
         name = self.checkpoint.name
         if self.is_exact:
@@ -61,7 +62,7 @@ class Pairing:
             return line
         file = -(-save_steps // logging_steps) * logging_steps
         return (
-            f"{line}; to log completions of a checkpoint, use logging_steps=1, or save_steps="
+            f"{line}; to log a checkpoint's completions, use logging_steps=1, or save_steps="
             f"{file - 1} (checkpoint-{file - 1} writes completions_{file:05d})"
         )
 
@@ -75,8 +76,9 @@ def pairing_of(
 
     Args:
         file: name of the file.
-        policy_step: number of updates of the policy that wrote the file; None if unknown.
-        checkpoints: checkpoints of the run by number of updates.
+        policy_step: number of updates that the policy had received when it wrote the file; None if
+            unknown.
+        checkpoints: the run's checkpoints, keyed by number of updates.
 
     Returns:
         The pair, or None if the policy is unknown or there is no checkpoint.
@@ -88,7 +90,7 @@ def pairing_of(
 
 
 def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
-    """Return the number of updates between a policy and the nearest checkpoint; 0 if unknown.
+    """Return the distance in updates from a policy to the nearest checkpoint; 0 if unknown.
 
     >>> updates_away(39, (20, 40)), updates_away(None, (20, 40)), updates_away(39, ())
     (1, 0, 0)
@@ -99,8 +101,8 @@ def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
 
 
 def run_folder_of(path: Path) -> Path:
-    """Return the folder of the TRL run that wrote a file; it contains the run's checkpoints."""
-    # Path.resolve would replace links by their targets, which may have other names.
+    """Return the folder of the TRL run that wrote a file; the run's checkpoints are in it."""
+    # Path.resolve would follow symbolic links, and their targets may have different names.
     folder = Path(os.path.abspath(path)).parent
     return folder.parent if folder.name == "completions" else folder
 
@@ -117,10 +119,10 @@ def updates_between(policy_step: int, checkpoint_step: int) -> str:
 
 
 def logged_policy_step(path: Path) -> int | None:
-    """Return the number of updates of the policy that wrote a Parquet file, or None if unknown.
+    """Return the update count of the policy that wrote a Parquet file, or None if unknown.
 
-    The sources, in this order, are the metadata that `convert` writes, the `policy_step` column
-    that `record` logs in TRL, and the number in the name of TRL's file minus one.
+    The first source that is present is used: the metadata that `convert` writes, the `policy_step`
+    column that `record` logs in TRL, or the number in TRL's file name minus one.
     """
     from pyarrow import parquet
 
@@ -146,11 +148,12 @@ def pairing_of_file(path: Path) -> Pairing | None:
 def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
     """Return the Parquet file that is the fewest updates away from a checkpoint.
 
-    If several files are equally near, or if there are no checkpoints, the last of them is returned.
+    If several files are equally near, the last of these files is returned. If there are no
+    checkpoints, the last file is returned.
 
     Args:
-        files: one or more files in the order of training.
-        checkpoints: numbers of updates of the checkpoints.
+        files: one or more files, in training order.
+        checkpoints: update counts of the checkpoints.
     """
     if not checkpoints:
         return files[-1]
@@ -160,16 +163,17 @@ def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
 
 
 def model_to_name(path: Path) -> str:
-    """Return the override that selects the model that wrote a Parquet file, as far as it is known.
+    """Return the `model=` override that selects the policy that wrote a Parquet file.
 
-    The information comes from the file and from the folders beside it.
+    If no checkpoint is known to be that policy, the override contains the placeholder FOLDER and a
+    description of the checkpoint to use.
     """
     pairing, step, version = pairing_of_file(path), logged_policy_step(path), _version(path)
     if pairing is not None and pairing.is_exact:
         return shlex.quote(f"model={pairing.checkpoint}")
     if step is not None:
         near = "" if pairing is None else f" (the nearest checkpoint is {pairing.checkpoint})"
-        return f"model=FOLDER, the checkpoint of {step} updates that wrote them{near}"
+        return f"model=FOLDER, the checkpoint after {step} updates, which wrote them{near}"
     named = "" if version is None else f", policy_version {version}"
     return f"model=FOLDER, the checkpoint that wrote them{named}"
 
@@ -187,9 +191,9 @@ def _version(path: Path) -> str | None:
 
 
 def checkpoint_step(model: str) -> int | None:
-    """Return the number of updates of a checkpoint from its path; None if no folder has a number.
+    """Parse the update count of a checkpoint from its path; return None if no folder has a number.
 
-    The number may be in the name of a parent folder, as for verl's merged models.
+    For verl's merged models, the number is in the name of a parent folder.
 
     >>> checkpoint_step("out/checkpoint-500/"), checkpoint_step("global_step_8/actor/huggingface")
     (500, 8)
@@ -206,7 +210,7 @@ def other_policy_sentence(path: Path, model: str) -> str:
     return (
         f"WARNING: these completions were written {updates_between(written, scoring)} the policy "
         f"that scores them: checkpoint-{written} wrote {path.name}, and the model is checkpoint-"
-        f"{scoring}. All numbers here use scores of another policy's completions, and such scores "
+        f"{scoring}. All numbers here use scores of another policy's completions, and these scores "
         "are not 0 on average."
     )
 

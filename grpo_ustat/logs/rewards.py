@@ -1,4 +1,4 @@
-"""Statistics from rewards only: zero-variance groups by group size, and reward variances."""
+"""Statistics that need only rewards: zero-variance groups by group size, and reward variances."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOG_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 @dataclass(frozen=True)
 class RewardGroups:
-    """Rewards of the completions, by prompt."""
+    """Rewards of completions, grouped by prompt."""
 
     # Name of the column with the rewards.
     column: str
     # Finite rewards of each prompt, at least two per prompt.
     groups: Sequence[Array]
-    # Number of prompts that are left out because they have one completion.
+    # Number of prompts that are left out because they have only one completion.
     single: int
     # Names of all columns in the file.
     columns: Sequence[str] = ()
@@ -40,8 +40,8 @@ def read_rewards(path: Path, column: str | None = None) -> RewardGroups:
     Args:
         path: Parquet, CSV or JSON Lines file with a column that identifies the prompt (`prompt_id`,
             `prompt`, `group_id`, `group` or `question`) and a column of rewards.
-        column: name of the column of rewards. None: `reward`, or else the only numeric column that
-            is not a known column of a log.
+        column: name of the column of rewards. None: `reward` if it exists, otherwise the only
+            numeric column that is not a known column of a log.
     """
     columns = read_columns(path)
     check_rollouts(path, columns.get("prompt_ids", columns.get("prompt")), columns)
@@ -110,7 +110,7 @@ def expected_zero_variance(groups: Sequence[Array], size: int) -> Interval | Non
 
 
 def share_text(share: Interval) -> str:
-    """Format a share with its interval, in percent.
+    """Format a share and its interval in percent.
 
     >>> share_text(Interval(0.25, 0.1, 0.5))
     '25 % [10 %, 50 %]'
@@ -120,7 +120,7 @@ def share_text(share: Interval) -> str:
 
 
 def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
-    """Describe the rewards in lines: their number, the zero-variance groups, and the variances.
+    """Return lines with the number of rewards, the shares of zero-variance groups, and variances.
 
     Args:
         rewards: rewards by prompt.
@@ -131,7 +131,9 @@ def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
     span = (
         f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
     )
-    single = f"; {rewards.single} prompts with one completion are left out" * bool(rewards.single)
+    single = f"; {rewards.single} prompts with only one completion are left out" * bool(
+        rewards.single
+    )
     lines = [
         f"{len(groups)} prompts with {span} completions each, rewards of {rewards.column}{single}."
     ]
@@ -153,6 +155,6 @@ def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
         between = f"{max(float(means_P.var(ddof=1)) - noise, 0.0):.3g}"
     lines.append(
         f"Mean reward {means_P.mean():.3g}; variance within prompts {within_P.mean():.3g}, "
-        f"of the prompts' expected rewards {between}."
+        f"variance of prompts' expected rewards {between}."
     )
     return lines

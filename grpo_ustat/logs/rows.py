@@ -28,7 +28,7 @@ from grpo_ustat.records import MAX_REWARD, is_number
 from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
 
-# Columns that contain no rewards: TRL's columns, then ours.
+# Columns that contain no rewards: TRL's columns, then this package's columns.
 KNOWN_COLUMNS = (
     "step", "prompt", "completion", "advantage",
     "prompt_id", "completion_index", "length", "ended", "answer", "extracted",
@@ -46,7 +46,7 @@ MIN_COMPLETIONS = 4
 
 
 class DamagedFile(ConfigError):
-    """Error for a file that cannot be read at all, although other files may be readable."""
+    """Error for a file that cannot be read at all; other files may still be readable."""
 
 
 @dataclass
@@ -54,29 +54,30 @@ class Rollout:
     """A completion as it was logged."""
 
     path: Path
-    # Position in the file for messages, such as `line 3`.
+    # Position in the file, such as `line 3`, for use in messages.
     place: str
     # Name of the group in the framework, unique within a run and a policy.
     group: str = ""
     # NaN if the row has no reward.
     reward: float = math.nan
-    # Training run: a folder, with anything that distinguishes several runs in the folder.
+    # Identifier of the training run: its folder, plus whatever distinguishes several runs in that
+    # folder.
     run: str = ""
     # Training step that used the completion; None: not logged.
     step: str | None = None
-    # Name of the row within its run, given by the framework; None: no name.
+    # Name that the framework gave the row within its run; None: no name.
     sample: str | None = None
-    # Unit, such as a step, whose rows are appended to a file together. If the name of a row occurs
-    # twice in a batch, a resumed run has written the batch again. None: files are not appended to,
-    # or names are never repeated.
+    # Set of rows, such as a step, that the framework appends to a file together. If a row name
+    # occurs twice in a batch, a resumed run has written the batch again. None: the framework does
+    # not append to files, or it never repeats a name.
     batch: str | None = None
-    # True if the file contains all rows that arrived, and another file contains the trained rows.
+    # True if the file contains all received rows and another file contains the rows trained on.
     arrived: bool = False
     # Reason why the framework did not train on the row; empty if it did.
     untrained: str = ""
     # Reason why the row cannot be used; empty if it can be used.
     fault: str = ""
-    # Reason why the row was left out; empty if it was kept or if this is not decided yet.
+    # Reason why the row was left out; empty if it was kept or is still undecided.
     left_out: str = ""
     # Remark for the user, shown if the row is kept.
     note: str = ""
@@ -95,13 +96,13 @@ class Rollout:
     length: int | None = None
     # Version of the weights that wrote the completion; None: not logged.
     policy_version: str | None = None
-    # Number of updates of these weights since the start of training; None: unknown.
+    # Number of updates that led to these weights since the start of training; None: unknown.
     policy_step: int | None = None
-    # Text or list of messages; None: not logged. Completions that were read from a table are texts,
-    # and so are prompts of a table with token ids.
+    # Text or list of messages; None: not logged. Completions read from a table are texts. If the
+    # table has token ids, its prompts are also texts.
     prompt: Any = None
     completion: Any = None
-    # Short texts and whole numbers in the row, by field; some of them may be ids.
+    # Short texts and whole numbers in the row, keyed by field; some of the values may be ids.
     possible_ids: dict[str, str | int] = field(default_factory=dict)
 
     @property
@@ -112,12 +113,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Options:
-    """Reading options, which give information that a framework does not log."""
+    """Options for reading logs; they supply information that a framework does not log."""
 
-    # Number of completions per prompt, for rows without a group.
+    # Number of completions per prompt, used if rows do not name their group.
     group_size: int | None = None
-    # Name of the reward if there are several, or several names with weights, such as
-    # `right=1,form=0.5`.
+    # Name of the reward to use if rows have several, or a weighted sum, such as `right=1,form=0.5`.
     reward: str | None = None
     # Version of the policy whose rollouts are kept; None: the last version.
     version: str | None = None
@@ -125,7 +125,7 @@ class Options:
     source: Path | None = None
 
     def weights(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the weight of each requested reward; a name in `names` is never split.
+        """Return the weight of each requested reward; do not parse a request that is in `names`.
 
         >>> Options(reward="right,form=0.5").weights(["right", "form"])
         {'right': 1.0, 'form': 0.5}
@@ -170,7 +170,7 @@ def reward_of(
         values: rewards by name.
         options: reading options; `reward` gives the weights.
         default_weights: weights by name, used if there is no `--reward`.
-        skips_null: True if the framework ignores null rewards in the sum.
+        skips_null: True if the framework leaves null rewards out of the sum.
 
     Returns:
         The fields `reward` and `note` of a `Rollout`, or its `fault` if there is no reward.
@@ -191,13 +191,13 @@ def reward_of(
     note = ""
     if skips_null and 0 < len(null) < len(weights):
         weights = {name: weight for name, weight in weights.items() if name not in null}
-        note = f"reward {', '.join(null)} is null and not in the sum, as in the framework"
+        note = f"reward {', '.join(null)} is null and left out of the sum, as the framework does"
     total = sum(weight * as_float(rewards[name]) for name, weight in weights.items() if weight)
     return {"reward": total if weights else math.nan, "note": note}
 
 
 def as_float(value: Any) -> float:
-    """Return a logged reward; NaN if it is not a number, infinity if no float is so large."""
+    """Return a logged reward; NaN if it is not a number, infinity if a float cannot hold it."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -207,7 +207,7 @@ def as_float(value: Any) -> float:
 def reward_columns(
     columns: Mapping[str, list[Any]], other_columns: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Find columns that may contain rewards, except columns of ids and `other_columns`.
+    """Find columns that may contain rewards, ignoring columns of ids and `other_columns`.
 
     Returns:
         Columns in which most non-null values are numbers, and columns that contain only nulls.
@@ -230,12 +230,12 @@ def default_weights(
     """Return weight 1 for the only column of rewards.
 
     The result is empty if `--reward` is given or if all rewards are null. If there is no column of
-    rewards, a ValueError is raised, as for a row in another format.
+    rewards, a ValueError is raised, and the reader treats the row as one in another format.
     """
     if options.reward is not None or (nulls and not names):
         return {}
     if not names:
-        raise ValueError("there is no column of numbers, and so no rewards")
+        raise ValueError("no column contains numbers, so there are no rewards")
     if len(names) > 1:
         raise ConfigError(
             f"{place} has several columns of numbers, {', '.join(names)}: name the rewards with "
@@ -254,7 +254,7 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
             columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
         else:
             if path.suffix == ".csv":
-                # Files from Excel begin with a byte-order mark.
+                # CSV files from Excel begin with a byte-order mark, which `utf-8-sig` removes.
                 rows = csv_rows(path.read_text(encoding="utf-8-sig"))
             else:
                 rows = [row for _, row in json_lines(path)]
@@ -270,11 +270,11 @@ def read_columns(path: Path) -> dict[str, list[Any]]:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read all rows of a table with rollouts of one policy, in the order of the table."""
+    """Read all rows of a table whose rollouts are from one policy, in table order."""
     columns = read_columns(path)
     _check_turns(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
-    # In the completions of a study all steps are null.
+    # In the completions that a study writes, all steps are null.
     if set(columns.get("step", ())) == {None}:
         del columns["step"]
     steps = columns.get("step", [0])
@@ -310,9 +310,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
             pairs = zip(columns[name], columns["completion_ids"], strict=True)
             _refuse(path, name, [per_token_fault(value, len(ids)) for value, ids in pairs])
         logprobs = columns.get("logprobs", ())
-        # Log-probabilities of some rows do not show which policy wrote the remaining rows.
+        # If only some rows have log-probabilities, the policy that wrote the other rows is unknown.
         if any(logprobs):
-            nulls = ["is null, other rows have it" if value is None else None for value in logprobs]
+            nulls = [
+                "is null, but other rows have values" if value is None else None
+                for value in logprobs
+            ]
             _refuse(path, "logprobs", nulls)
         fields = ["prompt", "completion", "ended", *TOKEN_COLUMNS, *tokens]
         for name in ("prompt", "completion"):
@@ -334,9 +337,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def check_columns(path: Path) -> None:
-    """Refuse a Parquet file that lacks the columns of rollouts.
+    """Raise an error if a Parquet file lacks a column that a study of rollouts needs.
 
-    The KNOWN_COLUMNS are not read, except for the prompts if other columns may contain ids.
+    Only columns outside KNOWN_COLUMNS are read. If some of them may contain ids, the prompts are
+    read too.
     """
     from pyarrow import parquet
 
@@ -358,14 +362,14 @@ def check_columns(path: Path) -> None:
 def _check_turns(
     path: Path, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Refuse a table whose rows are turns; see `check_rollouts` and `check_turn_numbers`."""
+    """Raise an error if the rows are turns; see `check_rollouts` and `check_turn_numbers`."""
     check_rollouts(path, prompts, columns)
     if prompts is not None:
         check_turn_numbers(path, "prompt", prompts, columns)
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
-    """Return the column of rewards; refuse a table that lacks a column that a study needs."""
+    """Return the name of the reward column; raise an error if a column for a study is missing."""
     names, _ = reward_columns(columns, set(KNOWN_COLUMNS))
     texts = [name for name in ("prompt", "completion") if name not in columns]
     tokens = [name for name in TOKEN_COLUMNS if name not in columns]
@@ -375,7 +379,7 @@ def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
         instead = f" (or {' and '.join(other)})" if len(fewer) == len(other) else ""
         missing.append(" and ".join(fewer) + instead)
     if not names:
-        missing.append("a column of rewards, which are numbers")
+        missing.append("a numeric column of rewards")
     if missing:
         raise ConfigError(
             f"{path} cannot be scored; missing: {', and '.join(missing)}; found "
@@ -391,7 +395,7 @@ def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
 
 
 def _refuse(path: Path, field: str, faults: Sequence[str | None]) -> None:
-    """Raise an error for the first faulty row of a field, with the number of other faulty rows."""
+    """Raise an error with the first faulty row of a field and the number of other faulty rows."""
     rows = [row for row, fault in enumerate(faults) if fault]
     if rows:
         more = f", and {len(rows) - 1} more rows are faulty" if len(rows) > 1 else ""
@@ -403,8 +407,8 @@ def _refuse(path: Path, field: str, faults: Sequence[str | None]) -> None:
 def step_rollouts(path: Path) -> int | None:
     """Return the number of rollouts per step in the run that wrote a file; None if unknown.
 
-    The sources are the metadata that `convert` writes, or the number of rows of the last step in
-    TRL's log, which contains whole batches.
+    The number is read from the metadata that `convert` writes. Without this metadata, the rows of
+    the last step are counted, because TRL logs whole batches.
     """
     from pyarrow import parquet
 
@@ -414,7 +418,8 @@ def step_rollouts(path: Path) -> int | None:
         if noted is not None:
             return int(noted)
         if not {"step", "advantage"} <= set(schema.names) or "completion_index" in schema.names:
-            # A log with completion_index is from our training, which logs some groups per step.
+            # A log with completion_index is from `grpo-ustat train`, which logs only some groups
+            # per step.
             return None
         steps = parquet.read_table(path, columns=["step"])["step"].to_pylist()
     except (OSError, ValueError):
@@ -444,18 +449,18 @@ def ids_fault(value: Any) -> str | None:
 
 
 def per_token_fault(value: Any, length: int) -> str | None:
-    """Return the reason why a value is invalid, or None if it is null or one number per token."""
+    """Return the reason why a value is invalid; None if it is null or has one number per token."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != length:
-        count = len(value) if isinstance(value, list) else "no list"
-        return f"has {count} numbers, the completion {length} tokens"
+        count = len(value) if isinstance(value, list) else "no list of"
+        return f"has {count} numbers, but the completion has {length} tokens"
     wrong = [number for number in value if not is_number(number)]
     return f"holds {wrong[0]!r:.20}, not a finite number" if wrong else None
 
 
 def prompt_fault(value: Any) -> str | None:
-    """Return the reason why a value cannot be the prompt in a study; None if it can be."""
+    """Return the reason why a study cannot use a value as the prompt; None if it can."""
     if isinstance(value, str):
         return None if value else "is empty"
     fault = _conversation_fault(value)
@@ -465,13 +470,13 @@ def prompt_fault(value: Any) -> str | None:
 
 
 def completion_fault(value: Any) -> str | None:
-    """Return the reason why a value is not a completion by the policy only; None if it is."""
+    """Return the reason why a value is not text or a single assistant message; None if it is."""
     if isinstance(value, str):
         return None
     fault = _conversation_fault(value)
     if fault is None and [message["role"] for message in value] != ["assistant"]:
         roles = ", ".join(message["role"] for message in value)
-        return f"holds messages of {roles}, not a single one of the assistant"
+        return f"contains messages with the roles {roles}, not a single assistant message"
     return fault
 
 
@@ -485,10 +490,10 @@ def _conversation_fault(value: Any) -> str | None:
         return "has no messages"
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return "has a message without role"
+            return "has a message without a role"
         if not isinstance(message.get("content"), str):
-            return f"has a message of the {message['role']} whose content is not text"
+            return f"has a message with role {message['role']} whose content is not text"
         others = [k for k, x in message.items() if k not in ("role", "content") and x is not None]
         if others:
-            return f"has a message with {', '.join(others)} beside role and content"
+            return f"has a message with {', '.join(others)} besides role and content"
     return None

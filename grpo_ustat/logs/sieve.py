@@ -1,14 +1,14 @@
-"""Selection of the rows of one policy, without copies, and their groups.
+"""Select the rows of one policy, remove copies, and group the rows by prompt.
 
 Each step marks the rows that it leaves out with a reason and returns the remaining rows. The steps
-are, in this order: remove copies, replace rows that a resumed run wrote again, choose one run,
-choose one policy, form groups.
+run in this order: remove copies, keep a single attempt if a resumed run wrote a batch again, choose
+one run, choose one policy, and form groups.
 
-Definition of a copy: **two rows are the same sample if the framework gives both the same name and
-they are bit-identical. If the framework does not name rows, they are the same sample if a complete
-group with equal content is also in another file. Equal completions of a group in one file are
-separate samples, and all of them count.** (Two samples of a short answer have the same tokens, and
-possibly the same log-probabilities.)
+Definition of a copy: **two rows are the same sample if they have the same name in the framework and
+are bit-identical. If the framework does not name rows, a row is a copy if its complete group also
+occurs in another file. Equal completions of a group in one file are separate samples, and all of
+them count.** (Two samples of a short answer can have the same tokens and even the same
+log-probabilities.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.pairing import updates_away
 from grpo_ustat.logs.rows import MIN_COMPLETIONS, Rollout
 
-COPY = "a copy of a row that is counted"
+COPY = "a copy of another row that is counted"
 
 
 def remaining_rows(rows: Sequence[Rollout]) -> list[Rollout]:
@@ -33,7 +33,7 @@ def remaining_rows(rows: Sequence[Rollout]) -> list[Rollout]:
 
 
 def copy_digest(row: Rollout) -> bytes:
-    """Compute a digest of all fields that are equal in two copies."""
+    """Compute a digest of all fields that copies of a row have in common."""
     shared = (
         row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
         row.completion_ids or row.completion, row.logprobs, row.reward,
@@ -44,7 +44,7 @@ def copy_digest(row: Rollout) -> bytes:
 def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
     """Leave out copies, as defined in the module docstring.
 
-    If a run logs which rows it trained on, all other rows are left out too.
+    If a run logs the rows that it trained on, all its other rows are left out too.
     """
     contents = [copy_digest(row) for row in rows]
     shipped: dict[str, set[str | bytes]] = {}
@@ -79,8 +79,9 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
 def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
     """Leave out rows of a batch that a resumed run wrote again.
 
-    A repeated name starts a new attempt at the batch. The last attempt with at least half as many
-    rows as the largest attempt is kept, because an attempt that has just begun is incomplete.
+    A repeated name starts a new attempt at the batch. The last attempt that has at least half as
+    many rows as the largest attempt is kept. A later attempt with fewer rows is assumed to have
+    just begun.
     """
     attempts: dict[tuple[str, str], list[dict[str, Rollout]]] = {}
     for row in rows:
@@ -95,7 +96,7 @@ def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
         for row in (row for attempt in batch_attempts[:last] for row in attempt.values()):
             row.left_out = "written again later: the run was resumed before it"
         for row in (row for attempt in batch_attempts[last + 1 :] for row in attempt.values()):
-            row.left_out = "written again, but with less than half as many rows as before"
+            row.left_out = "written again with less than half as many rows as the largest attempt"
     return remaining_rows(rows)
 
 
@@ -116,7 +117,7 @@ def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
 
 
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
-    """Return the median number of rollouts per training step; None if no step is logged.
+    """Return the median number of rollouts per training step; None if steps are not logged.
 
     If most groups have the same size, the median is rounded to a multiple of this size, because a
     few rows may be missing.
@@ -138,10 +139,10 @@ def of_one_policy(
 ) -> list[Rollout]:
     """Keep the rows of policy `version`, or of the last policy with a complete batch.
 
-    Rows in groups of one are not counted here. A policy has a complete batch if it has at least
-    half as many rows as the policy with the most rows, because a step that has just begun has few
-    rows. If the run has checkpoints, the policy that is the fewest updates away from a checkpoint
-    is kept; of several such policies, the last.
+    A batch counts as complete if its policy has at least half as many rows as the policy with the
+    most rows, because a step that has just begun has few rows. Groups with a single row do not
+    count here. If the run has checkpoints, the complete policy that is the fewest updates away from
+    a checkpoint is kept. If several policies are equally near, the last of these is kept.
     """
     groups = Counter((row.policy_version, row.group) for row in rows)
     sizes: Counter[str | None] = Counter()
@@ -169,7 +170,7 @@ def of_one_policy(
         complete, key=lambda name: (-updates_away(steps[name], checkpoints), _age(name))
     )
     is_nearest = version is None and checkpoints and steps[chosen] is not None
-    nearest = " as the nearest to a checkpoint" if is_nearest else ""
+    nearest = " because it is nearest to a checkpoint" if is_nearest else ""
     for row in rows:
         if row.policy_version != chosen:
             row.left_out = (
@@ -179,7 +180,7 @@ def of_one_policy(
 
 
 def _age(version: str | None) -> tuple[list[int], str]:
-    """Return a sort key for versions of the policy: the numbers in the version, then its text."""
+    """Return a sort key for a policy version: the numbers in the version, then the whole text."""
     return [int(number) for number in re.findall(r"\d+", version or "")], version or ""
 
 
@@ -187,8 +188,8 @@ def in_groups(rows: Sequence[Rollout]) -> list[list[Rollout]]:
     """Group the completions by prompt.
 
     A group within a step must have a single prompt. Groups with the same prompt are merged. Prompts
-    with fewer completions than `mse` needs are left out. If no prompt has enough, only prompts with
-    a single completion are left out.
+    with fewer completions than `mse` needs are left out. If no prompt has that many, only prompts
+    with a single completion are left out.
     """
     groups: dict[tuple[str | None, str], list[Rollout]] = {}
     for row in rows:

@@ -1,10 +1,10 @@
-"""Refusal of rows that are turns of one rollout and not independent samples for a question.
+"""Refuse rows that are turns of one rollout rather than independent samples for a question.
 
-The log of an agent may have a row for each turn, with the reward of the whole rollout. The prompt
-of a later turn contains the earlier turns, so each row would count as a separate question. Such a
-log is recognised by its content. In a usable log a prompt has several completions, so it occurs in
-several rows with the same id, or with several ids. The turns of one rollout have different prompts,
-and each prompt extends the previous prompt or occurs with no other id.
+An agent's log may have one row per turn, each with the reward of the whole rollout. The prompt of a
+later turn contains the earlier turns, so each row would count as a separate question. The content
+of the rows reveals this. In a usable log a prompt has several completions, so the prompt occurs in
+several rows with the same id or with different ids. The turns of one rollout have different
+prompts. Each of these prompts extends the previous prompt or occurs under only one id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 
-# Names of columns with the id of a rollout in verl-agent, rLLM, SkyRL, AReaL and ROLL.
+# Names of rollout-id columns in verl-agent, rLLM, SkyRL, AReaL and ROLL.
 ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?|sessions?|conversations?|dialogs?|dialogues?|"
     r"interactions?|requests?|eids?|uids?)(_?(id|ids|uid|uuid|idx|index|key|no|num|number))?"
@@ -26,10 +26,11 @@ TURN_NAME = re.compile(
     r"(turn|round|(env|episode|traj|trajectory|rollout|agent)_step)s?(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
-# Names of columns with the number of a turn. It excludes names such as `turns`, which may count the
-# turns of a rollout, and `step_id`, which may count training steps.
+# Names of columns that number the turns of a rollout. Plural names such as `turns` are excluded,
+# because such a column may contain the number of turns in a rollout. `step_id` is excluded because
+# it may count training steps.
 SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
-# Names of columns with an index that may start from 0 in each group.
+# Names of index columns; an index may restart from 0 in each group.
 INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
 # Fields that never contain ids of rollouts.
@@ -40,7 +41,7 @@ CONTENT = frozenset(
 
 
 def is_id(name: str) -> bool:
-    """Return True if a column has the name of an id or of a turn number, and so has no rewards.
+    """Return True if a column's name marks it as an id or a turn number and not as a reward.
 
     >>> [is_id(name) for name in ("trajectory_id", "turn", "sample_idx", "accuracy", "turn_reward")]
     [True, True, True, False, False]
@@ -51,7 +52,7 @@ def is_id(name: str) -> bool:
 def check_rollouts(
     place: object, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Refuse rows that are turns of one rollout.
+    """Raise an error if the rows are turns of one rollout.
 
     Args:
         place: source of the rows, for messages.
@@ -76,14 +77,14 @@ def check_rollouts(
 def check_turn_numbers(
     place: object, name: str, groups: Sequence[object], columns: Mapping[str, Sequence[object]]
 ) -> None:
-    """Refuse groups in which rows have different turn numbers.
+    """Raise an error if rows of a group have different turn numbers.
 
-    If a log contains only rewards, or has the question as the prompt of each turn, only the turn
-    number distinguishes turns from rollouts.
+    Some logs contain only rewards, or repeat the question as the prompt of every turn. In these
+    logs only the turn number distinguishes turns from rollouts.
 
     Args:
         place: source of the rows, for messages.
-        name: name of the column with the groups.
+        name: name of the column that identifies the group.
         groups: group of each row.
         columns: values of all rows by column name.
     """
@@ -101,7 +102,7 @@ def check_turn_numbers(
 
 
 def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
-    """Return prompts in a form that can be compared and hashed; None if their types differ."""
+    """Convert prompts to comparable and hashable values; return None if their types differ."""
     if len({type(prompt) for prompt in prompts}) != 1:
         return None
     if isinstance(prompts[0], str):
@@ -119,9 +120,11 @@ def _extends(later: Any, earlier: Any) -> bool:
 
 
 def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
-    """Return the column of ids that reveals turns of rollouts, with an example, or "".
+    """Describe an example from the id column that reveals turns of rollouts, or return "".
 
-    A column reveals them if most of the ids with several rows belong to a rollout of several turns.
+    A column named like a rollout id reveals turns if at least half of the ids that have several
+    rows belong to rollouts of several turns. For any other column, all of these ids must do so, and
+    there must be at least two.
     """
     numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
     for name, values in ids.items():
@@ -136,7 +139,7 @@ def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | Non
         ids_of = Counter(
             key for places in rows.values() for key in {keys[row] for row in places if keys}
         )
-        # Skip an index within groups: every prompt then has a row with each index.
+        # Skip an index within groups, for which every prompt has a row with each index value.
         if INDEX_NAME.fullmatch(name.lower()) and set(ids_of.values()) == {len(rows)}:
             continue
         rollouts = []
@@ -154,12 +157,12 @@ def _evidence_of_ids(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | Non
 def _are_turns(
     prompts: Sequence[Any] | None, ids_of: Mapping[Any, int], is_named: bool, is_counted: bool
 ) -> bool:
-    """Return True if the rows with one id are turns of a rollout.
+    """Return True if the rows that share an id are turns of a rollout.
 
     Args:
-        prompts: prompts of the rows; None: not logged.
-        ids_of: number of ids with which each prompt occurs.
-        is_named: True if the column has a name for the id of a rollout.
+        prompts: prompts of these rows; None: not logged.
+        ids_of: number of different ids under which each prompt occurs.
+        is_named: True if the column's name is that of a rollout id.
         is_counted: True if another column numbers the turns of the rollout.
     """
     if prompts is None:
@@ -174,7 +177,7 @@ def _are_turns(
 
 
 def _are_distinct(values: Sequence[Any], places: Sequence[int]) -> bool:
-    """Return True if the values in the rows `places` are all present and all different."""
+    """Return True if the values in rows `places` are all different and none of them is missing."""
     distinct = {values[row] for row in places}
     return None not in distinct and len(distinct) == len(places)
 
@@ -182,8 +185,8 @@ def _are_distinct(values: Sequence[Any], places: Sequence[int]) -> bool:
 def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
     """Describe the column that numbers turns, or return "" if there is none.
 
-    With such a column most prompts of later turns extend the prompt of an earlier turn. If the rows
-    have different rollout ids, they are not turns.
+    In such a column, at least half of the prompts of later turns extend the prompt of an earlier
+    turn. Rows are not turns if each row has a different rollout id.
     """
     named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
     if keys is None or any(_are_distinct(values, range(len(keys))) for values in named):
@@ -204,14 +207,15 @@ def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] |
             for value, key in turns if value > first
         ]  # fmt: skip
         if later and 2 * sum(later) >= len(later):
-            return f"by {name} their prompts extend those of earlier rows"
+            return f"ordered by {name}, their prompts extend prompts of earlier rows"
     return ""
 
 
 def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Find, for each key, the other keys that are prefixes of the key.
+    """For each key, find the other keys that are prefixes of it.
 
-    In sorted order a key comes after its prefixes, and only keys with the same prefix lie between.
+    In sorted order a key comes after its prefixes, and all keys between a prefix and the key also
+    begin with this prefix.
     """
     prefixes: dict[Any, list[Any]] = {}
     stack: list[Any] = []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_run() -> Run:
-    """Return the function that executes a run; importing it here defers the import of torch."""
+    """Return the function that executes a run; it is imported here to defer the import of torch."""
     from grpo_ustat.mse.study import run
 
     return run
@@ -29,7 +29,7 @@ def show_costs(points: Sequence[PlannedRun]) -> None:
 
 
 def preload(config: MseConfig) -> Sequence[str]:
-    """Return the modules that local workers of a study import."""
+    """Return the modules that a study's local workers import."""
     samples = config.sampling_workers > 1 and not config.imports_pool
     return ["grpo_ustat.mse.pool"] if samples else []
 

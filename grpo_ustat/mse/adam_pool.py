@@ -1,12 +1,13 @@
-"""Pools in the metric of AdamW's step.
+"""Build pools in the metric of AdamW's step.
 
-The completions of a pool are scored once more, with each entry in units of the square root of v;
-see `policy.scores.metric` and `mse.second_moments`.
+The completions of a pool are scored once more, with each gradient entry divided by the square root
+of v; see `policy.scores.metric` and `mse.second_moments`.
 
-Closed forms are unbiased only in a metric that does not depend on the completions. Otherwise,
-entries that these completions moved most would get too little weight. Therefore the questions at
-even and odd positions form two halves, each half is measured with v of the other half, and the
-result is the mean over both. If the number of questions is odd, the last one is left out.
+Closed forms are unbiased only in a metric that does not depend on the scored completions.
+Otherwise, entries in which these completions have large gradients would get too little weight.
+Therefore the questions at even and at odd positions form two halves. Each half is scored with the v
+of the other half, and the result is the mean over both halves. If the number of questions is odd,
+the last question is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.runs.files import atomic_write
 
-# Fields of `GroupGradients` that are stored in the file of a half.
+# Fields of `GroupGradients` that are stored for each half.
 SUMS = ("squares", "means", "squared_means")
 
 
@@ -47,10 +48,10 @@ def adam_pool(
 ) -> tuple[ScorePool, WorkCost, float]:
     """Score the completions of a pool in the metric of AdamW's step.
 
-    Intermediate results stay in `folder`, so that an interrupted study can continue.
+    Intermediate results are stored in `folder`, so that an interrupted study can continue.
 
     Args:
-        plain: Pool of these completions, made by `build_pool`.
+        plain: Pool of the completions in the Euclidean metric, from `build_pool`.
         plain_folder: Folder of the plain pool.
         folder: Folder of the new pool.
 
@@ -101,9 +102,10 @@ def group_gradients(
     group_size: int,
     temperature: float,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the leave-one-out gradients of the N // G disjoint groups of a question's completions.
+    """Yield the leave-one-out gradients of a question's N // G disjoint groups of completions.
 
-    The gradients are on the CPU. A group with equal rewards, whose gradient is 0, is skipped.
+    The gradients are on the CPU. Groups with equal rewards are skipped, because their gradient is
+    0.
     """
     for first in range(0, len(rewards_N) - group_size + 1, group_size):
         index = np.arange(first, first + group_size)
@@ -137,7 +139,7 @@ def _keep_gradients(
         sums.add(group_gradients(policy, rollouts, rewards_N, group_size, temperature))
     if not sums.squares:
         raise ConfigError(
-            f"study.metric=adam: AdamW has no second moments, because in {sums.questions} "
+            f"study.metric=adam: all of AdamW's second moments are 0, because in {sums.questions} "
             f"questions no group of study.adam_group_size={group_size} has two different rewards; "
             "raise study.questions or use study.metric=euclidean"
         )
@@ -155,7 +157,7 @@ def _file(store: PoolStore, half: int) -> Path:
 
 
 def _read_half(store: PoolStore, half: int, groups: int, count: int) -> GroupGradients:
-    """Read the sums of one half of `count` questions with `groups` groups each."""
+    """Read the sums of one half of `count` questions, with `groups` groups per question."""
     file = _file(store, half)
     try:
         tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""Result of a study whose rewards are all equal: counts of outcomes instead of errors."""
+"""Result of a study in which all rewards are equal: counts of outcomes instead of errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def equal_rewards_result(
     """Return the content of `result.json`, without measurements of the gradient.
 
     Args:
-        left_out: Numbers of excluded questions by reason.
+        left_out: Number of excluded questions by reason.
     """
     parts = [part for parts in equal.stored for part in parts]
     cost = sum((part.work_cost for part in parts), WorkCost())
@@ -62,8 +62,8 @@ def equal_rewards_result(
 def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCounts:
     """Count the completions that were cut, contained no answer, were wrong or were right.
 
-    Each completion counts once if the reward of the data set is 0 or 1. Answers in an imported pool
-    are not extracted.
+    If the data set's reward is 0 or 1, each completion is counted in exactly one category. Answers
+    are not extracted from an imported pool.
     """
     first = equal.stored[0][0]
     reward = float(weighted_sum(first.rewards_NF[0], np.array(config.weights)))
@@ -107,7 +107,7 @@ def equal_rewards_sentence(counts: CompletionCounts, cut_at: int | None) -> str:
     """
     at = "" if cut_at is None else f" at max_completion_length={cut_at}"
     of = "of the others " * bool(counts.cut)
-    # Phrases for one completion and for several.
+    # Phrases for one completion, and for several completions.
     phrases = {
         "cut": (f"was cut{at}", f"were cut{at}"),
         "no_answer": (f"{of}contains no answer", f"{of}contain no answer"),

@@ -1,9 +1,9 @@
-"""Pools from saved rollouts: a Parquet file with prompts, completions and rewards.
+"""Build pools from saved rollouts: a Parquet file with prompts, completions and rewards.
 
 `logs.rows` reads the rows. Texts are tokenised again, and conversations are formatted with the
-chat template of the model, as in TRL. Each completion that ended gets an end token (see
-`EndTokens`). The model must be the policy that wrote the completions, because it computes their
-scores.
+model's chat template, as in TRL. An end token is added to each completion that ended (see
+`EndTokens`). The model must be the policy that wrote the completions, because the model computes
+their scores.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from grpo_ustat.policy.tokenizer import encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.streams import single_line, tell
 
-# In nats per token; for smaller gaps, differences between temperatures are only rounding.
+# In nats per token. If the gap is smaller, differences between temperatures are only rounding.
 MIN_LOGPROB_GAP = 0.002
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-# Maximum number of completions whose log-probabilities are compared with the model's.
+# Maximum number of completions for which logged and computed log-probabilities are compared.
 MAX_CHECKED_COMPLETIONS = 64
 
 
@@ -54,12 +54,12 @@ def import_pool(
 ) -> tuple[ScorePool, WorkCost, list[Prompt], Rollouts]:
     """Score the rollouts in the Parquet file `config.pool`.
 
-    The first `study.questions` prompts are kept, with the same number of completions each (see
-    `_trim_groups`). The terminal shows how many rows are left out. Scores stay in `folder` and are
+    The first `study.questions` prompts are kept, all with the same number of completions (see
+    `_trim_groups`). The number of rows left out is printed. Scores are stored in `folder` and are
     not computed again.
 
     Raises:
-        EqualRewards: If all rewards are equal, so that nothing is scored.
+        EqualRewards: If all rewards are equal. Nothing is scored then.
     """
     logged = logged_rollouts(config)
     # `config.imports_pool` guarantees this.
@@ -71,7 +71,7 @@ def import_pool(
         policy = replace(policy, special_tokens=False)
     elif config.prompt.template_options:
         raise ConfigError(
-            f"prompt.template_options={config.prompt.template_options} apply to chat templates, "
+            f"prompt.template_options={config.prompt.template_options} are for chat templates, "
             f"but the prompts of {config.pool} are texts: leave the options out"
         )
     groups: dict[str, list[Rollout]] = {}
@@ -116,7 +116,7 @@ def import_pool(
 
 
 def repeated_sentence(rollouts: list[Rollout]) -> str:
-    """Return a sentence, after a space, on identical completions of a prompt; "" if none.
+    """Return a space and a sentence on identical completions of a prompt; "" if none are identical.
 
     >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:42]
     ' 2 of the 3 completions occur repeatedly, '
@@ -134,7 +134,7 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
 
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
-    """Read the rows of `config.pool`; the log or `study.cut_at` says which completions ended."""
+    """Read the rows of `config.pool`, and check that it is known which completions ended."""
     # `config.imports_pool` guarantees this.
     assert config.pool is not None
     path, cut_at = Path(config.pool), config.study.cut_at
@@ -158,7 +158,7 @@ def logged_rollouts(config: MseConfig) -> list[Rollout]:
     if not has_ended and cut_at is None and not rollouts[0].is_exact:
         raise ConfigError(
             f"{path} has no column ended, and study.cut_at=null: the score of a completion depends "
-            "on whether it wrote its end token. Set study.cut_at to the number of tokens at which "
+            "on whether it wrote its end token. Set study.cut_at to the length in tokens at which "
             "completions were cut (TRL's max_completion_length, e.g. study.cut_at=256), or add the "
             "column"
         )
@@ -166,7 +166,7 @@ def logged_rollouts(config: MseConfig) -> list[Rollout]:
 
 
 def _check_template(policy: Policy, config: MseConfig) -> None:
-    """Refuse conversations if the model has no chat template to format them."""
+    """Raise an error if the model has no chat template to format conversations."""
     if policy.tokenizer.chat_template is None:
         raise ConfigError(
             f"{config.pool}: prompts are conversations, but {config.model.name} has no chat "
@@ -177,9 +177,9 @@ def _check_template(policy: Policy, config: MseConfig) -> None:
 
 
 def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
-    """Return the text that the model read before its answer.
+    """Return the text that the model read before it wrote its answer.
 
-    It is the prompt, or the conversation formatted with the chat template.
+    This is the prompt or, for a conversation, the messages formatted with the chat template.
     """
     if isinstance(rollout.prompt, str):
         return rollout.prompt
@@ -202,11 +202,11 @@ def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
 
 
 def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[str, list[Rollout]]:
-    """Return the first `study.questions` prompts, with the same number of completions each.
+    """Return the first `study.questions` prompts, each with the same number of completions.
 
-    Among the sizes that at least half of the prompts reach, the one that keeps the most completions
-    is chosen. So a few small groups are dropped instead of trimming all other groups. The number of
-    dropped prompts and completions is printed.
+    Of the group sizes that at least half of the prompts reach, the size that keeps the most
+    completions is chosen. So a few small groups are dropped, and the other groups are not trimmed
+    to their size. The numbers of dropped prompts and completions are printed.
     """
     questions, needed = config.study.questions, MIN_COMPLETIONS
     if config.compares_by_groups:
@@ -251,10 +251,11 @@ def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[st
 def _tokenise(
     prompts: list[Prompt], groups: list[list[Rollout]], policy: Policy, config: MseConfig
 ) -> Rollouts:
-    """Tokenise prompts and completions, and add an end token to each completion that ended.
+    """Tokenise prompts and completions, and add end tokens to completions that ended.
 
-    Without a column `ended`, completions of at least `study.cut_at` tokens count as cut. The tokens
-    come from the text. If the policy had split it differently, their number may differ slightly.
+    Without a column `ended`, completions with at least `study.cut_at` tokens count as cut. If only
+    texts were logged, the policy may have written slightly more or fewer tokens than the tokeniser
+    finds.
     """
     exact = groups[0][0].is_exact
     if exact:
@@ -281,7 +282,7 @@ def _tokenise(
             if not ids or not prompt_ids[p]:
                 empty = "completion" if prompt_ids[p] else "prompt"
                 raise ConfigError(
-                    f"{place}: the {empty} has no tokens and cannot be scored: drop the row"
+                    f"{place}: the {empty} has no tokens, so it cannot be scored: drop the row"
                 )
             if limit is not None and len(prompt_ids[p]) + len(ids) > limit:
                 raise ConfigError(
@@ -322,9 +323,9 @@ def _padded(
     policy: Policy,
     config: MseConfig,
 ) -> Rollouts:
-    """Collect the tokens of all completions in one array and mark those that the policy wrote.
+    """Collect all completions' tokens in one array, and mark the tokens that the policy wrote.
 
-    The sampler's log-probabilities are added if they are known for every completion.
+    The sampler's log-probabilities are added if the log contains them.
     """
     flat = [rollout for group in groups for rollout in group]
     tokens = np.zeros((ended_PN.size, max(map(len, completion_ids))), dtype=np.int64)
@@ -358,7 +359,7 @@ def _padded(
 
 
 def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseConfig) -> None:
-    """Refuse token ids that the model does not have."""
+    """Raise an error if a token id is not in the model's vocabulary."""
     size = len(policy.model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
     for rollout in chain.from_iterable(groups):
         largest = max(*(rollout.prompt_ids or [0]), *(rollout.completion_ids or [0]))
@@ -370,11 +371,11 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
 
 
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
-    """Refuse rollouts that the model did not write, or wrote at another temperature.
+    """Raise an error if the model did not write the rollouts or if the temperature was different.
 
-    The first is concluded if the model's log-probabilities differ much from the logged ones, the
-    second if they differ less than half as much at another temperature. At most
-    MAX_CHECKED_COMPLETIONS completions are checked.
+    The model is assumed not to have written the rollouts if its log-probabilities differ too much
+    from the logged log-probabilities. A different temperature is assumed if the difference is less
+    than half as large at that temperature. At most MAX_CHECKED_COMPLETIONS completions are checked.
     """
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))
@@ -392,7 +393,7 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
         )
         return
     cause = (
-        f"they were sampled at another temperature: use temperature={nearest}"
+        f"they were sampled at a different temperature: use temperature={nearest}"
         if other
         else "another checkpoint wrote them, or the prompts were formatted differently"
     )
@@ -405,11 +406,11 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
 
 
 class EndTokens:
-    """End token of completions that were logged as texts.
+    """End tokens for completions that were logged as texts.
 
-    After a plain prompt it is the end-of-sequence token of the tokenizer. In a conversation, or
-    after a text formatted with the chat template, it is the token with which the template ends a
-    turn. For some models this is another token (Gemma's `<end_of_turn>`, Phi's `<|end|>`).
+    After a plain prompt, the end token is the tokenizer's end-of-sequence token. In a conversation,
+    or after a text formatted with the chat template, it is the token with which the template ends a
+    turn. Some models end turns with a different token (Gemma's `<end_of_turn>`, Phi's `<|end|>`).
 
     Args:
         policy: Model that wrote the completions.
@@ -430,19 +431,19 @@ class EndTokens:
                 self.of_turns = written[0] if written[0] in ends else only
 
     def closed(self, ids: list[int], prompt: str, is_turn: bool, place: str) -> list[int]:
-        """Return the tokens of a completion that ended, up to its end token.
+        """Return the tokens of a completion that ended, up to and including its end token.
 
-        The end token is added if the text has none.
+        If the text contains no end token, one is appended.
 
         Args:
             ids: Tokens of the text.
             prompt: Text that the model read.
             is_turn: True if the prompt was logged as a conversation.
-            place: File and row, for messages.
+            place: File and row, for use in error messages.
         """
         for stop in (k + 1 for k, token in enumerate(ids) if token in self.policy.end_tokens):
             if not str(self.policy.tokenizer.decode(ids[stop:], skip_special_tokens=True)).strip():
-                # The rest comes from the template or is padding.
+                # The remaining tokens come from the template or are padding.
                 return ids[:stop]
         is_turn = is_turn or bool(self.opening and self.opening in prompt)
         end = self.of_turns if is_turn else self.of_texts

@@ -1,15 +1,16 @@
-"""Monte Carlo as in the paper: fresh rollouts, real gradients, distance to a reference gradient.
+"""Monte Carlo estimates as in the paper: squared distances of gradients to a reference gradient.
 
-A replicate draws the largest group for each question and splits it into disjoint groups of the
-smaller sizes, so the curves of all baselines and sizes come from the same rollouts. The reference
-is the mean of H independent blocks from a separate random stream. With replicates ghat_r and
-blocks ref_h,
+For each question, a replicate draws fresh rollouts for a group of the largest size. This group is
+split into disjoint groups of the smaller sizes, so the curves of all baselines and sizes use the
+same rollouts. The reference gradient is the mean of H independent blocks from a separate random
+stream. With gradients ghat_r of the replicates and ref_h of the blocks,
 
     MSE    = mean_r ||ghat_r||^2 - 2 mean_{r,h} <ghat_r, ref_h> + mean_{h != k} <ref_h, ref_k>
     bias^2 = mean_{r != s} <ghat_r, ghat_s> - (the same cross term) + (the same last term)
 
-No product pairs a vector with itself. So the noise of the reference (and, in bias^2, of the
-replicates) does not add a bias, and both estimates may be slightly negative.
+No mean over two indices includes the product of a vector with itself. So noise in the reference
+does not bias the MSE, and noise in the reference and in the replicates does not bias bias^2. Both
+estimates can be slightly negative.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from grpo_ustat.records import BaselineContext, Prompt, Rollouts
 from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.terminal.progress import Progress
 
-# Maximum number of completions scored in one batch.
+# Maximum number of completions to score in one batch.
 MAX_ROWS = 512
-# Size of a gradient sketch, a prime number; gradients of smaller models are kept in full.
+# Size of gradient sketches, a prime number; gradients of smaller models are stored completely.
 SKETCH_SIZE = 262139
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """Reference gradient in H blocks, and the inputs of the baselines."""
+    """Reference gradient in H blocks, and inputs for the baselines."""
 
     blocks_HD: np.ndarray
     context: BaselineContext
@@ -64,7 +65,7 @@ class _Reference:
 
 @dataclass(frozen=True)
 class _Replicates:
-    """Replicates of one worker: squared norms, products with the blocks, sums of gradients."""
+    """One worker's replicates: squared norms, inner products with the blocks, sums of gradients."""
 
     squared: dict[tuple[str, int], list[float]]
     products_H: dict[tuple[str, int], list[np.ndarray]]
@@ -78,10 +79,10 @@ def monte_carlo(
     group_sizes: Sequence[int],
     prompts: list[Prompt],
 ) -> tuple[dict[tuple[str, int], GradientError], WorkCost]:
-    """Compute errors by (baseline, group size) from `budget.replicates` replicates, and their cost.
+    """Estimate errors by (baseline, group size) from `budget.replicates` replicates, and the cost.
 
     Args:
-        sampling: Sampling settings of all processes.
+        sampling: Sampling settings for all processes.
         options: Options by baseline name.
     """
     needs = frozenset().union(*(BASELINES[name].needs for name in options))
@@ -129,10 +130,10 @@ def _reference(
 
 
 def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
-    """Estimate the extra squared error from an estimated v instead of V, 1/P^2 sum_x (A_v - A_V).
+    """Estimate the extra squared error due to an estimate v of V, 1/P^2 sum_x (A_v - A_V).
 
-    The estimate is unbiased given v, because the completions of the reference are independent of v.
-    Its expectation over the draws behind v is D/K.
+    The estimate is unbiased given v, because the reference completions are independent of v. With v
+    from K completions per prompt, its expectation over v is proportional to 1/K.
     """
     # The third argument, ||g||^2, is not used here.
     moments = norm_moments(q_PN, rewards_PN, np.zeros(len(q_PN)))
@@ -143,11 +144,11 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
 def _context(
     items: list[list[Prompt]], sampling: StudySampling, size: int, needs: frozenset[str]
 ) -> Iterator:
-    """Estimate the inputs of baselines other than the group, from separate completions.
+    """Estimate baseline inputs that are not computed from the group, using separate completions.
 
-    At a fixed policy, a running mean converges to the mean reward over all questions. Only the
-    extra error from the oracle's estimated V is subtracted later; the estimate of b* is used
-    without a correction.
+    The running mean is set to the mean reward over all questions, to which it converges at a fixed
+    policy. The extra error due to the estimated V of the oracle is subtracted later. The estimate
+    of b* is used without a correction.
     """
     policy, engine, task = start_sampler(sampling)
     sampler = sampling.sampler
@@ -194,8 +195,8 @@ def _gradients(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute `sum_{p,i} w_cpi s_pi` for every c, [C, D] float64, and squared score norms [P, G].
 
-    For a model with more than 262 139 parameters, the sums are unbiased sketches with 262 139
-    numbers. The error of an inner product is then about 0.2 % of the product of the norms.
+    For a model with more than 262 139 parameters, each sum is replaced by an unbiased sketch with
+    262 139 numbers. The error of an inner product is then about 0.2 % of the product of the norms.
     """
     count, size = rollouts.mask_PGT.shape[:2]
     sketch = Sketch(parameter_sizes(policy.model), SKETCH_SIZE)
@@ -210,7 +211,7 @@ def _gradients(
         scores = score_rollouts(
             policy, rollouts, index, temperature, weights_KB=weights, pooled=sketch
         )
-        # It is set because of `pooled`.
+        # `pooled_KR` is set because `pooled` was given.
         assert scores.pooled_KR is not None
         total_CD += scores.pooled_KR.cpu().numpy()
         squared.append(scores.sq_norm_B.cpu().numpy().reshape(-1, size))
@@ -243,7 +244,7 @@ def _replicate(
         group_context = replace(
             context,
             lengths_PG=rollouts.lengths_PG,
-            # A study has no earlier steps.
+            # A study has no earlier training steps.
             history=np.zeros((2, 3)),
             rewards_PGF=rewards_PGF,
             reward_weights_F=task.reward_weights_F,
@@ -275,7 +276,7 @@ def group_weights(
     context: BaselineContext,
     options: Mapping[str, float],
 ) -> np.ndarray:
-    """Compute the weights of estimates from disjoint groups, [L // G, P, L], 0 outside each group.
+    """Compute completion weights for estimates from disjoint groups, [L // G, P, L], 0 elsewhere.
 
     Args:
         rewards_PL: Rewards of L completions for each of P prompts.
@@ -303,14 +304,14 @@ def curve(
     sum_sq: float,
     excess: float = 0.0,
 ) -> GradientError:
-    """Compute MSE, bias^2 and variance of R replicates against H reference blocks.
+    """Compute MSE, bias^2 and variance from R replicates and H reference blocks.
 
     Args:
         squared_R: Squared norms, ||ghat_r||^2.
         products_RH: Inner products <ghat_r, ref_h>.
         gram_HH: Inner products <ref_h, ref_k>.
         sum_sq: Squared norm of the sum, ||sum_r ghat_r||^2.
-        excess: Extra error from an estimated V, subtracted from the MSE.
+        excess: Extra error due to an estimated V, which is subtracted from the MSE.
     """
     count, grad_sq = len(squared_R), _off_diagonal(gram_HH)
     cross = float(products_RH.mean())

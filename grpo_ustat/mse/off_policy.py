@@ -1,12 +1,13 @@
-"""Scores of rollouts sampled by another policy: an earlier checkpoint or another sampler.
+"""Score rollouts that a different policy sampled: an earlier checkpoint or a different sampler.
 
-This module also scores rollouts for losses with a penalty towards a reference model.
+This module also scores rollouts for losses with a penalty on the distance to a reference model.
 `measurements.off_policy` measures the efficiency of all these rollouts.
 
-The completions of a pool are scored once more by the current policy, with the tokens weighted as in
-the loss (`estimators.token_weights`). This takes one more backward pass per kind of vector. The
-scores are compared with an unbiased estimate of the current policy's gradient: from its own
-completions if it can write some, otherwise from the same completions with exact importance ratios.
+The current policy scores the completions of a pool once more, with the tokens weighted as in the
+loss (`estimators.token_weights`). This requires one more backward pass per kind of vector. The
+scores are compared with an unbiased estimate of the current policy's gradient. This estimate is
+computed from the current policy's completions or, for a logged pool, from the same completions with
+exact importance ratios.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
-# Minimum effective share of the completions with exact importance ratios.
+# Minimum effective share of completions (effective sample size) with exact importance ratios.
 MIN_EFFECTIVE = 0.2
 
 
 def check_tokenizers(config: MseConfig) -> None:
-    """Refuse policies whose vocabulary differs from that of `model`, before anything is sampled."""
+    """Before sampling, raise an error if another policy's vocabulary differs from `model`'s."""
     for key in ("scored_by", "reference"):
         place = getattr(config.study, key)
         if place is None:
@@ -67,8 +68,8 @@ def check_tokenizers(config: MseConfig) -> None:
         if vocabulary != theirs:
             raise ConfigError(
                 f"study.{key}={place} and {config.model.name} have different vocabularies "
-                f"({len(theirs)} and {len(vocabulary)} tokens), so one cannot score the "
-                f"completions of the other: use a checkpoint of {config.model.name}"
+                f"({len(theirs)} and {len(vocabulary)} tokens), so neither can score the "
+                f"other's completions: use a checkpoint of {config.model.name}"
             )
 
 
@@ -79,14 +80,14 @@ def rescored_pool(
     rollouts: Sequence[Rollouts],
     folder: Path,
 ) -> tuple[Rescored, WorkCost]:
-    """Score the study's completions at `study.scored_by`, or with `study.corrections`.
+    """Score the study's completions by `study.scored_by` or with `study.corrections`.
 
     Args:
-        pool: Pool of the study, drawn by `model` or read from a file.
+        pool: Pool of the study, sampled from `model` or read from a file.
         prompts: Questions of the study.
-        rollouts: Completions of each question, in order, with the sampler's log-probabilities if
-            a file has them.
-        folder: Folder of the run, where the scores are stored.
+        rollouts: Completions of each question, in order; they include the sampler's
+            log-probabilities if these were logged.
+        folder: Run folder, in which the scores are stored.
     """
     study = config.study
     is_logged = config.imports_pool and all(logged.logprobs_PGT is not None for logged in rollouts)
@@ -151,7 +152,7 @@ def _scored(
 ) -> tuple[dict[TokenWeights, list[WeightedPart]], WorkCost]:
     """Score the completions of each question with each kind of token weights.
 
-    Scores that are already in the folder are not computed again.
+    Scores that the folder already contains are not computed again.
     """
     study, at_hand = config.study, replace(config, model=config.later_model)
     reference_weights = weights_fingerprint(config.reference_model.model_name_or_path)
@@ -175,7 +176,7 @@ def _scored(
         logprobs, _ = share(_logprobs, items, workers, title, rewards_PN.size, options, temperature)
         return [logprobs_NT for _, logprobs_NT in sorted(logprobs, key=lambda pair: pair[0])]
 
-    # None stands for the log-probabilities of the current policy, which are computed later.
+    # None means the log-probabilities of the current policy, which are computed later.
     written: list[Array | None] = [None] * len(items)
     reference = written
     if config.imports_pool:
@@ -209,7 +210,7 @@ def _scored(
 def stored_completions(
     config: MseConfig, prompts: Sequence[Prompt], pool: Path, size: int
 ) -> list[Rollouts]:
-    """Read the first completions of each question from the folder of a pool, without texts."""
+    """Read each question's first `size` completions from a pool folder, without texts."""
     policy = configured_policy(config.policy_options)
     stored = PoolStore(pool, draws_of(config)).completions(prompts, size)
     return [
@@ -235,7 +236,7 @@ def _question_logprobs(policy: Policy, rollouts: Rollouts, temperature: float) -
     if prompt.kind != "imported" and read != rollouts.prompt_tokens:
         raise ConfigError(
             f"the policy that wrote the completions and study.scored_by or study.reference "
-            f"tokenise {prompt.id} differently ({len(rollouts.prompt_tokens[0])} and "
+            f"tokenise prompt {prompt.id} differently ({len(rollouts.prompt_tokens[0])} and "
             f"{len(read[0])} tokens): use models with the same tokenizer"
         )
     width = rollouts.mask_PGT.shape[-1]
@@ -285,20 +286,20 @@ def weighted_part(
     """Score one question's completions with token weights.
 
     Args:
-        policy: Policy whose scores are computed.
+        policy: Policy that computes the scores.
         sampler: Settings of the sampler that wrote the completions.
         own_NT, old_NT, reference_NT: Log-probabilities under this policy, under the policy that
-            wrote the completions, and under the reference.
+            wrote the completions, and under the reference model.
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
-    # Overflows are refused below.
+    # Overflows raise an error below.
     with np.errstate(over="ignore", invalid="ignore"):
         factors_VT = np.concatenate([
             token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)
             for kind in weights.kinds
         ])  # fmt: skip
-    # Vectors whose factors are all 0 have score 0.
+    # Vectors in which all factors are 0 have score 0.
     counted = np.flatnonzero(factors_VT.any(axis=1))
     gram_VV = np.zeros((len(factors_VT), len(factors_VT)))
     features_VR = np.zeros((len(factors_VT), sketch.dimension), np.float32)
@@ -339,7 +340,7 @@ def weighted_part(
 
 
 def _pool_of(pool: ScorePool, weights: TokenWeights, parts: Sequence[WeightedPart]) -> ScorePool:
-    """Return the pool with scores from weighted tokens."""
+    """Return the pool with its scores replaced by scores of weighted tokens."""
     features_PVR = np.stack([part.features_VR for part in parts])
     return ScorePool(
         rewards_PN=np.stack([part.rewards_N for part in parts]),

@@ -1,4 +1,4 @@
-"""Costs of a planned study: its samples, scores and stored pools."""
+"""Costs of a planned study: sampling, scoring and stored pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_ustat.runs.status import PlannedRun
 
 
 def plan(planned: PlannedRun) -> Plan:
-    """Return the plan of a study with its costs."""
+    """Return the plan of a study, including its costs."""
     config: MseConfig = planned.config
     device, ranks, workers = config.launch.device, config.launch.num_processes, shared_by(config)
     expected, completions = study_cost(config), config.budget.pool_completions
@@ -27,7 +27,7 @@ def plan(planned: PlannedRun) -> Plan:
         else "One process needs this memory; vLLM also uses the share "
         f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization}."
     )
-    # Workers share a GPU that is given by its index.
+    # Workers share one GPU if the device is given with an index.
     gpus = workers if device == "cuda" else ranks
     return Plan(
         command="mse",
@@ -58,7 +58,7 @@ def plan(planned: PlannedRun) -> Plan:
 
 
 def shared_by(config: MseConfig) -> int:
-    """Return the number of processes that share a study: its ranks or its local workers."""
+    """Return the number of processes that share a study's work: ranks or local workers."""
     ranks = config.launch.num_processes
     return ranks if ranks > 1 else config.sampling_workers
 
@@ -66,15 +66,16 @@ def shared_by(config: MseConfig) -> int:
 def study_cost(config: MseConfig) -> Cost:
     """Compute the cost of a study with N completions per question.
 
-    For each question, monte_carlo adds `replicates` groups of the largest size, the
-    `reference_completions`, and the `value_completions` if a baseline needs them.
+    For each question, the method monte_carlo adds `replicates` groups of the largest size and
+    `reference_completions` completions. It also adds `value_completions` completions if a baseline
+    needs them.
     """
     budget = config.budget
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size
     # Number of policies that write completions.
     policies = 1 if config.study.scored_by is None else 2
     pools = policies
-    # The inner products of K kinds of vectors take as much space as K^2 pools.
+    # Inner products between K kinds of vectors take as much space as K^2 pools.
     if config.measured.is_off_policy:
         kinds = {loss.tokens: len(loss.kinds) for loss in config.measured.off_policy}
         pools += sum(count**2 for tokens, count in kinds.items() if tokens is not None)

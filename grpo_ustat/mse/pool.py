@@ -1,4 +1,4 @@
-"""Score pool: N scored completions per question, made by several workers and kept on disk."""
+"""Score pool: N scored completions per question, computed by several workers and stored on disk."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.terminal.progress import Notice
 
-# See `_chunks_to_sample`.
+# Chunk limits; see `_chunks_to_sample`.
 MAX_BATCHES_A_CHUNK, MIN_CHUNKS = 4, 16
 
 
 class EqualRewards(Exception):
-    """All rewards of a pool are equal, so there is no gradient to measure.
+    """Raised if all rewards of a pool are equal, so that there is no gradient to measure.
 
     Args:
         prompts: Prompts of the pool.
-        stored: Stored parts of each prompt.
+        stored: Stored parts for each prompt.
     """
 
     def __init__(self, prompts: list[Prompt], stored: list[list[Completions]]):
@@ -70,31 +70,32 @@ def build_pool(
 ) -> tuple[ScorePool, WorkCost]:
     """Sample, score and store the missing completions of all prompts, and return the pool.
 
-    Questions are sampled in chunks that depend only on the configuration, and scored one by one. So
-    the pool does not depend on the number of processes or on interruptions. Several studies may
-    fill a pool at the same time; if one of them stored a shorter part of a question, the rest is
-    made in another round. Nothing is scored as long as all rewards are equal; see `_score_chunks`.
+    Questions are sampled in chunks that depend only on the configuration, and are scored one by
+    one. So the pool does not depend on the number of processes or on interruptions. Several studies
+    can fill a pool at the same time. If another study has stored fewer completions for a question,
+    the missing completions are drawn in another round. Nothing is scored as long as all rewards are
+    equal; see `_score_chunks`.
 
     Args:
-        completions: Number of completions per question, N; None for `budget.pool_completions`.
+        completions: Number of completions per question, N; None: `budget.pool_completions`.
 
     Returns:
         The pool and its total cost.
 
     Raises:
-        EqualRewards: If all completions have been drawn and have the same reward.
+        EqualRewards: If all completions have been drawn and all rewards are equal.
     """
     size = completions or config.budget.pool_completions
     return read_pool(_fill(config, prompts, folder, size), prompts, size, config.weights)
 
 
 def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
-    """Fill a pool like `build_pool`, but only with this job's part of the chunks.
+    """Fill a pool as `build_pool` does, but only with this job's share of the chunks.
 
-    Several jobs may fill the same folder at the same time.
+    Several jobs can fill the same folder at the same time.
 
     Returns:
-        Number of prompts, over all parts, whose completions are complete.
+        Number of prompts in the whole pool that have all their completions.
     """
     size = config.budget.pool_completions
     store = _fill(config, prompts, folder, size)
@@ -102,10 +103,10 @@ def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
 
 
 def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> PoolStore:
-    """Add the missing completions of this job's part of the pool, and return the store.
+    """Add the completions that are missing in this job's share of the pool, and return the store.
 
-    If one worker saw only equal rewards and another saw different ones, the completions of the
-    first worker are drawn again (identically) and scored.
+    If one worker saw only equal rewards while another worker saw different rewards, the first
+    worker's completions are drawn again (identically) and scored.
     """
     store = PoolStore(folder, draws_of(config))
     main_only(store.open)
@@ -134,10 +135,10 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
 
 
 def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
-    """Return the set of distinct rewards of unscored completions, or None if scoring is needed.
+    """Return the distinct rewards of unscored completions, or None if scoring is needed.
 
     The set has one element, or none if there are no completions. Scoring is needed if rewards
-    differ or if scored parts exist; in the latter case unscored copies are deleted.
+    differ or if scored parts exist. If scored parts exist, unscored parts are deleted.
     """
     if store.kind == SCORED:
         store.delete_unscored()
@@ -154,9 +155,9 @@ def _complete_questions(store: PoolStore, prompts: list[Prompt], size: int) -> i
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about the model and the prompts, known before sampling."""
+    """Facts about the model and the prompts that are known before sampling."""
 
-    # Number of parameters in a score.
+    # Number of parameters with respect to which scores are computed.
     parameters: int
     # Mean number of tokens per prompt.
     prompt_tokens: float
@@ -168,11 +169,11 @@ def model_facts(
     weights: int | None = None,
     one_completion: int | None = None,
 ) -> ModelFacts:
-    """Count parameters and tokens, and refuse a policy that does not fit on its GPU.
+    """Count parameters and tokens; raise an error if the policy does not fit on its GPU.
 
     Args:
         weights: Size of the policy in bytes; None if unknown.
-        one_completion: Additional bytes for scoring one completion; None if unknown.
+        one_completion: Additional bytes needed to score one completion; None if unknown.
     """
     device = torch.device(own_device(options.device))
     is_there = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
@@ -202,7 +203,7 @@ def _greedy(items: list[list[Prompt]], sampling: StudySampling) -> Iterator[Work
 def greedy_rewards_with_cost(
     sampler: SamplerOptions, engine: Engine, task: Task, prompts: list[Prompt]
 ) -> tuple[Array, WorkCost]:
-    """Draw greedy completions and return their rewards, [P], and their cost."""
+    """Draw greedy completions, and return their rewards, [P], and their cost."""
     greedy = Sampling.of(sampler, "greedy", greedy=True)
     rollouts, cost = sample_with_cost(engine, prompts, 1, greedy)
     rewards_P1F, judge_cost = reward_completions(task, rollouts)
@@ -211,7 +212,7 @@ def greedy_rewards_with_cost(
 
 
 def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]:
-    """Compute the rewards of all completions, [P, G, F], and count those that were not judged."""
+    """Compute the rewards of all completions, [P, G, F], and count answers that were not judged."""
     rewards_PGF = rewards(task, rollouts)
     return rewards_PGF, WorkCost(**task.take_counts())
 
@@ -224,16 +225,17 @@ def _chunks_to_sample(
     size: int,
     kind: str = SCORED,
 ) -> list[tuple[int, list[int]]]:
-    """List (first missing completion, questions) for chunks with missing completions of this kind.
+    """List (first missing completion, questions) for each chunk that lacks completions of a kind.
 
-    Jobs split a pool by whole chunks. The assignment does not depend on the content of the pool, so
-    completions added by other jobs do not move a chunk from one part to another. A chunk contains
-    the completions that fit into one batch. On an accelerator, where waiting completions replace
-    finished ones, it may contain up to MAX_BATCHES_A_CHUNK times as many, as long as each part has
-    MIN_CHUNKS chunks for its devices.
+    Jobs divide the chunks of a pool among themselves. The assignment does not depend on the content
+    of the pool, so completions added by other jobs do not move a chunk from one job to another. A
+    chunk contains the completions that fit into one batch. On an accelerator, finished completions
+    in a batch are replaced by waiting completions. A chunk may then contain up to
+    MAX_BATCHES_A_CHUNK times as many completions, as long as each job has at least MIN_CHUNKS
+    chunks.
 
     Args:
-        job: Tuple (k, n); this job makes part k of n.
+        job: Tuple (k, n): this job fills part k of n.
     """
     part, parts = job
     most = math.ceil(len(prompts) / (MIN_CHUNKS * parts))
@@ -261,13 +263,14 @@ def _score_chunks(
 ) -> Iterator[WorkCost | Notice]:
     """Sample, score and store the missing completions of each chunk; see `_chunks_to_sample`.
 
-    If many completions of the first chunk were cut, a notice is yielded.
+    If many completions in the first chunk were cut, a notice is yielded.
 
     Args:
         items: Chunks from `_chunks_to_sample`.
-        seen: Set of the rewards so far, at most one (see `_rewards_so_far`). As long as no other
-            reward occurs here or in the folder, chunks are stored unscored and kept in memory. When
-            another reward occurs, they are scored in order. None: chunks are scored immediately.
+        seen: Set with at most one reward, the only reward so far (see `_rewards_so_far`). As long
+            as no different reward occurs in these chunks or in the folder, chunks are stored
+            unscored and kept in memory. When a different reward occurs, these chunks are scored in
+            order. None: chunks are scored immediately.
     """
     policy, engine, task = start_sampler(sampling)
     sampler = sampling.sampler
@@ -286,7 +289,7 @@ def _score_chunks(
         rewards_PNF, judge_cost = reward_completions(task, rollouts)
         seconds = chunk_cost.seconds_generate / len(chunk_prompts)
         costs_P = [question_cost(rollouts, row, seconds) for row in range(len(chunk_prompts))]
-        # The cost of judging the chunk is assigned to its first question.
+        # The cost of judging a chunk is assigned to the chunk's first question.
         costs_P[0] += judge_cost
         sampled = (first, rollouts, rewards_PNF, costs_P)
         if seen is not None:
@@ -300,7 +303,8 @@ def _score_chunks(
                 unscored.append(sampled)
                 yield WorkCost(rollouts=rewards_PNF[..., 0].size)
                 continue
-            # Earlier completions of these questions are unscored, so all are drawn again.
+            # Earlier completions of these questions are unscored, so all completions are drawn
+            # again.
             if first:
                 return
             seen = None
@@ -323,25 +327,25 @@ def _score_chunks(
 def read_pool(
     store: PoolStore, prompts: list[Prompt], size: int, weights: Sequence[float] = (1.0,)
 ) -> tuple[ScorePool, WorkCost]:
-    """Read the pool of all prompts, with `size` completions each, and its cost.
+    """Read the pool of all prompts, with `size` completions per prompt, and its cost.
 
-    Inner products between separately scored parts come from the sketches. To save memory, files are
-    read one question at a time into preallocated arrays.
+    Inner products between separately scored parts are estimated from the sketches. To save memory,
+    files are read one question at a time into preallocated arrays.
 
     Args:
         size: Number of completions per question, N.
-        weights: Weights of the reward functions in their sum.
+        weights: Weights of the reward functions in the total reward.
 
     Raises:
-        EqualRewards: If all completions have the same reward from every reward function.
+        EqualRewards: If every reward function gave all completions the same reward.
     """
     count, cost, gaps = len(prompts), WorkCost(), list[np.ndarray | None]()
     seen: set[tuple[float, ...]] = set()
     packages: Counter[str] = Counter()
-    # Sums of a single part stay float32; sums over several parts are accumulated in float64.
+    # A single part's sums stay float32; sums over several parts are accumulated in float64.
     wide = np.float64 if any(len(spans) > 1 for spans in store.parts(prompts)) else np.float32
     arrays: dict[str, np.ndarray] = {}
-    # Number of complete questions.
+    # Number of questions with all completions.
     complete = 0
     for row, parts in enumerate(store.completions(prompts, size)):
         complete += sum(len(part.rewards_N) for part in parts) == size
@@ -376,7 +380,8 @@ def read_pool(
             gram_NN[inside, inside] = part.gram_NN
             arrays["centred_sums_FR"][row] += part.centred_sums_FR
             if len(scored) > 1:
-                # The mean reward of a part differs from the mean over all parts.
+                # Each part was centred at its own mean reward, which differs from the mean over all
+                # parts.
                 lead_F1 = centred_FN[:, inside].mean(axis=1, keepdims=True)
                 arrays["centred_sums_FR"][row] += lead_F1 * part.score_sum_R
             start = inside.stop
@@ -410,10 +415,11 @@ def sample_with_cost(
 ) -> tuple[Rollouts, WorkCost]:
     """Sample rollouts with `engine.sample` and measure their cost.
 
-    The cost does not count the rollouts, because progress counts a completion when it is scored.
+    The cost does not include the number of rollouts, because a completion is counted when it is
+    scored.
 
     Args:
-        key: Argument `first` or `step` of `engine.sample`.
+        key: Argument `first` or `step` for `engine.sample`.
     """
     start = time.perf_counter()
     rollouts = engine.sample(prompts, size, sampling, **key)

@@ -1,4 +1,4 @@
-"""Records of one question in a pool: its completions, scored or not."""
+"""Records for one question in a pool: scored or unscored completions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from grpo_ustat.distributed.workers import WorkCost
 
 @dataclass(frozen=True, kw_only=True)
 class Completions:
-    """N completions of one question with their rewards, without scores."""
+    """N completions of one question and their rewards, without scores."""
 
     rewards_N: np.ndarray
     lengths_N: np.ndarray
     ended_N: np.ndarray
-    # Tokens, padded with 0.
+    # Token ids, padded with 0.
     tokens_NT: np.ndarray
     # Fields of `WorkCost`, in order.
     cost: np.ndarray
-    # Versions of the packages used, from `scored_with`; None until the record is written.
+    # Package versions from `scored_with`; None until the record is written.
     packages: str | None = None
     # Mean absolute difference between the sampler's and the model's log-probabilities (nats per
-    # token) over some completions, and their number of tokens; None if the model was the sampler.
+    # token) over some completions, and number of tokens in these completions; None if the model was
+    # the sampler.
     sampler_gap: np.ndarray | None = None
-    # Rewards from the reward functions after the first one; None if there are none.
+    # Rewards from all reward functions except the first; None if there is only one function.
     further_rewards_NF: np.ndarray | None = None
 
     @property
@@ -42,7 +43,7 @@ class Completions:
 
     @property
     def work_cost(self) -> WorkCost:
-        """Cost as a `WorkCost`."""
+        """The cost as a `WorkCost`."""
         counts, seconds = self.cost[:5].astype(int), self.cost[5:]
         return WorkCost(*counts.tolist(), *seconds.tolist())
 
@@ -55,10 +56,10 @@ class Part(Completions):
     gram_NN: np.ndarray
     # Sketches of the scores.
     features_NR: np.ndarray
-    # Larger sketches of `sum_i (z_i - zbar) s_i` and `sum_i s_i`; zbar is the part's mean reward.
+    # Larger sketches of `sum_i (z_i - zbar) s_i` and `sum_i s_i`, with zbar the part's mean reward.
     centred_sum_R: np.ndarray
     score_sum_R: np.ndarray
-    # `centred_sum_R` for the reward functions after the first one; None if there are none.
+    # `centred_sum_R` for all reward functions except the first; None if there is only one function.
     further_centred_sums_FR: np.ndarray | None = None
 
     @property
@@ -71,13 +72,14 @@ class Part(Completions):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedPart(Completions):
-    """N completions of one question, scored with token weights; see `mse.off_policy`."""
+    """N completions of one question that were scored with token weights; see `mse.off_policy`."""
 
-    # Inner products and sketches of the vectors, one kind after the other.
+    # Inner products and sketches of the vectors; all vectors of one kind come before the next kind.
     gram_VV: np.ndarray
     features_VR: np.ndarray
-    # Seven numbers. Sums over tokens: importance ratios rho, their squares, and the token count.
-    # Over completions, with products of rho: log of the largest product, sum of the products
-    # divided by the largest, and sum of the squares of these. Last: the sum over tokens of
-    # `rho - 1 - log rho`.
+    # Seven numbers. The first three are sums over tokens: importance ratios rho, squared ratios,
+    # and the token count. The next three are computed from each completion's product of rho: the
+    # log of the largest product, the sum of all products divided by the largest product, and the
+    # sum of squares of these quotients. The last number is the sum over tokens of `rho - 1 - log
+    # rho`.
     drift: np.ndarray

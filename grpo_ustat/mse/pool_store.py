@@ -1,12 +1,13 @@
-"""Stored pools: one file per question and part, so that studies can resume, extend and reuse them.
+"""Stored pools, which studies can resume, extend and reuse: one file per question and part.
 
 A pool folder contains `pool.json`, which records the settings of its completions, and one
-safetensors file per question and part. A part has the completions `first ... first + count` of a
-question, with their rewards, squared norms, inner products and sketches. Adding completions adds
-parts; stored completions are never sampled or scored again.
+safetensors file per question and part. A part has `count` completions of a question from index
+`first` on, with their rewards, squared norms, inner products and sketches. New completions are
+added as new parts. Stored completions are never sampled or scored again.
 
-As long as all rewards are equal there is no gradient, so nothing is scored, and parts are stored as
-unscored files with another suffix. Once a scored part exists, unscored parts count as missing.
+As long as all rewards are equal, there is no gradient and nothing is scored. Parts are then stored
+unscored, in files with a different suffix. Once a scored part exists, unscored parts count as
+missing.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ MAX_SAMPLED_COMPLETIONS = 2000
 SCORED, UNSCORED = ".safetensors", ".unscored"
 # File name of a part: question, index of the first completion, number of completions.
 PART = re.compile(r"([0-9a-f]+)-(\d+)-(\d+)")
-# Values as they are typed on a command line.
+# Values as a user types them on the command line.
 SPELT = {None: "null", True: "true", False: "false"}
-# Packages that a completion and its score depend on.
+# Packages on which completions and scores depend.
 SCORING_PACKAGES = ("torch", "transformers")
 
 
@@ -70,7 +71,7 @@ Stored = TypeVar("Stored", bound=Completions)
 
 
 def draws_of(config: MseConfig) -> dict[str, Any]:
-    """Return the settings that determine the completions and scores of a pool.
+    """Return the settings that determine a pool's completions and scores.
 
     Studies with equal settings share a pool.
     """
@@ -82,7 +83,7 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
         draws["dataset"].pop(key, None)
     if adapter_base(model_folder(config.model.model_name_or_path)) is not None:
         draws["merge_adapters"] = config.study.merge_adapters
-    # Weights of reward functions are left out, because a pool does not store the weighted sum.
+    # Reward weights are left out, because a pool does not store the weighted sum.
     return draws | {
         "rollout": config.rollout.name,
         "tf32": config.computes_tf32,
@@ -97,10 +98,10 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
 def prompt_date(
     pool: Path, output_root: Path | None = None, draws: Mapping[str, Any] | None = None
 ) -> datetime:
-    """Return and store the time whose date a chat template writes into the prompts of a pool.
+    """Return and store the time for chat templates that write a date into a pool's prompts.
 
-    It is the time when this pool was started. If a pool with the same draws exists below the output
-    root, its time is used, because its completions will be reused.
+    This is the time at which the pool was started. If the output root contains a pool with the same
+    draws, that pool's time is used, because its completions will be reused.
     """
     kept = [pool / PROMPT_DATE]
     if output_root is not None:
@@ -115,16 +116,16 @@ def prompt_date(
 
 
 def _pools_below(root: Path) -> list[Path]:
-    """List the files pool.json in the run folders of all studies below an output root."""
+    """List the files pool.json in the run folders of all studies in an output root."""
     return sorted((root.resolve() / "mse").glob("*/*/pool/pool.json"))
 
 
 class PoolStore:
-    """Files of one pool folder.
+    """Files in one pool folder.
 
     Args:
-        folder: Pool folder, which need not exist.
-        draws: Settings from `draws_of`; empty to read parts with any settings.
+        folder: Pool folder; it may be missing.
+        draws: Settings from `draws_of`; if empty, parts with any settings can be read.
     """
 
     def __init__(self, folder: Path, draws: dict[str, Any]):
@@ -132,11 +133,11 @@ class PoolStore:
 
     @cached_property
     def _mark(self) -> str:
-        """Fingerprint of the settings, which is stored in each part."""
+        """Fingerprint of the settings; each part stores it."""
         return fingerprint(self.draws)
 
     def open(self) -> None:
-        """Create the folder, or check that it was made with the same policy and settings."""
+        """Create the folder, or check that its pool has the same policy and settings."""
         note = self.folder / "pool.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,7 @@ class PoolStore:
                 )
 
     def _marks(self) -> set[str | None]:
-        """Return the fingerprints of the settings stored in the readable parts."""
+        """Return the settings' fingerprints that the readable parts contain."""
         marks: set[str | None] = set()
         for path in [*self._files(SCORED), *self._files(UNSCORED)]:
             with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
@@ -204,13 +205,13 @@ class PoolStore:
 
     @property
     def kind(self) -> str:
-        """Kind of parts in use: scored if any scored part exists, otherwise unscored."""
+        """Kind of the parts in use: scored if any scored part exists, otherwise unscored."""
         return SCORED if any(self._files(SCORED)) else UNSCORED
 
     def unscored_rewards(self) -> set[tuple[float, ...]]:
-        """Return the distinct rewards in unscored parts, as tuples over reward functions.
+        """Return the distinct rewards in unscored parts, as tuples with one entry per function.
 
-        Damaged parts are skipped; `read` reports them.
+        Damaged parts are skipped here and reported by `read`.
         """
         seen: set[tuple[float, ...]] = set()
         for path in self._files(UNSCORED):
@@ -219,14 +220,14 @@ class PoolStore:
         return seen
 
     def delete_unscored(self) -> None:
-        """Delete the unscored parts, which will be made again as scored parts."""
+        """Delete the unscored parts; scored parts will replace them."""
         for path in self._files(UNSCORED):
             path.unlink(missing_ok=True)
 
     def parts(self, prompts: Sequence[Prompt], kind: str = SCORED) -> list[list[tuple[int, int]]]:
-        """List (first, count) of the gapless stored parts from 0 on, in order, for each question.
+        """List, for each question, (first, count) of stored parts that follow each other from 0 on.
 
-        The folder, which may contain tens of thousands of files, is scanned only once.
+        The folder is scanned only once, because it may contain tens of thousands of files.
         """
         spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for path in self._files(kind):
@@ -237,7 +238,7 @@ class PoolStore:
     def stored_completions(
         self, prompts: Sequence[Prompt], size: int, kind: str = SCORED
     ) -> list[int]:
-        """Return the number of stored completions among the first `size`, for each question."""
+        """Return, for each question, the number of stored completions among the first `size`."""
         stored_P: list[int] = []
         for spans in self.parts(prompts, kind):
             stored = max((first + count for first, count in spans if first < size), default=0)
@@ -251,11 +252,11 @@ class PoolStore:
         return stored_P
 
     def has_part(self, prompt: Prompt, first: int, count: int) -> bool:
-        """Return True if exactly this part is stored and scored."""
+        """Return True if a scored part with exactly these completions is stored."""
         return self._path(prompt, first, count).exists()
 
     def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
-        """List the files with the first `size` completions of each question, with their counts."""
+        """List (file, count) of each part that is within a question's first `size` completions."""
         kind = self.kind
         return [
             (self._path(prompt, first, count, kind), count)
@@ -265,7 +266,7 @@ class PoolStore:
         ]
 
     def write(self, prompt: Prompt, first: int, part: Completions) -> None:
-        """Write one part atomically, scored or unscored."""
+        """Write a scored or unscored part atomically."""
         kind = SCORED if isinstance(part, Part | WeightedPart) else UNSCORED
         path = self._path(prompt, first, len(part.rewards_N), kind)
         arrays = {key: value for key, value in vars(part).items() if value is not None}
@@ -287,9 +288,10 @@ class PoolStore:
     def completions(
         self, prompts: Sequence[Prompt], size: float = math.inf
     ) -> Iterator[list[Completions]]:
-        """Yield the list of stored parts of each question, in order.
+        """Yield, for each question, the list of its stored parts in order.
 
-        Only parts that begin below `size` are read. All parts are scored, or all are unscored.
+        Only parts with `first` below `size` are read. Either all parts are scored or all are
+        unscored.
         """
         kind = self.kind
         record = Part if kind == SCORED else Completions
@@ -320,7 +322,7 @@ class PoolStore:
 
 
 def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
-    """Return the mean gap over the tokens of all parts; None if the model was the sampler."""
+    """Return the mean gap over all parts, weighted by tokens; None if the model was the sampler."""
     if gaps[0] is None:
         return None
     gap_K, tokens_K = np.array(gaps).T
@@ -328,7 +330,7 @@ def mean_sampler_gap(gaps: Sequence[np.ndarray | None]) -> float | None:
 
 
 def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
-    """Return the distinct rewards, as tuples over reward functions.
+    """Return the distinct rewards, as tuples with one entry per reward function.
 
     >>> distinct_rewards(np.array([[0.0, 1.0], [0.0, 1.0]]))
     {(0.0, 1.0)}
@@ -337,7 +339,7 @@ def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
 
 
 def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str]:
-    """Read the part in a file, its metadata, and the digest of its arrays."""
+    """Return the part in a file, the file's metadata, and the digest of the part's arrays."""
     with safe_open(path, framework="numpy") as file:
         facts = file.metadata() or {}
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -347,11 +349,11 @@ def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str
 def reuse_pool(
     output_root: Path, draws: dict[str, Any], folder: Path, prompts: list[Prompt], size: int
 ) -> str:
-    """Reuse completions of the same policy from another study below the same output root.
+    """Reuse completions of the same policy from another study in the same output root.
 
     The pool with the most usable completions is chosen. Its files are hard-linked if the file
-    system supports it and copied otherwise, so each run folder stays complete if the other is
-    deleted.
+    system supports links, and otherwise copied. So each run folder stays complete if the other one
+    is deleted.
 
     Args:
         draws: Settings of this study; see `draws_of`.
@@ -359,7 +361,7 @@ def reuse_pool(
         size: Number of completions per prompt, N.
 
     Returns:
-        A line on the reused completions; "" if there are none.
+        A line on the reused completions; "" if no completions are reused.
     """
     root = output_root.resolve()
     if root not in folder.resolve().parents:
@@ -398,7 +400,7 @@ def scored_with() -> str:
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
-    """Return a checksum of the names, dtypes, shapes and bytes of arrays."""
+    """Return a checksum over the arrays' names, dtypes, shapes and bytes."""
     total = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
         total.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -407,7 +409,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans (first, count) that follow each other from 0 on without gaps.
+    """Return the spans (first, count) that follow each other without gaps, beginning at 0.
 
     >>> _gapless([(0, 4), (0, 8), (4, 2), (8, 8)])
     [(0, 4), (4, 2)]
@@ -428,10 +430,11 @@ def _stem(prompt: Prompt) -> str:
 def leave_sample(
     sampling: StudySampling, prompts: list[Prompt], pool: Path, folder: Path, is_imported: bool
 ) -> None:
-    """Write completions.parquet with the first completions of all or evenly spaced questions.
+    """Write completions.parquet with each question's first completions.
 
-    If the file cannot be written, the study continues without it. Answers in imported completions
-    are not extracted.
+    If there are more than MAX_SAMPLED_COMPLETIONS questions, only evenly spaced questions are
+    written. If the file cannot be written, the study continues without it. Answers are not
+    extracted from imported completions.
     """
     prompts = prompts[:: -(-len(prompts) // MAX_SAMPLED_COMPLETIONS)]
     count, store = MAX_SAMPLED_COMPLETIONS // len(prompts), PoolStore(pool, {})

@@ -1,4 +1,4 @@
-"""Content of a study's `result.json`: summary, policy, metric and cost beside the measurements."""
+"""Content of a study's `result.json`: measurements, summary, policy, metric and cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}
 
 
 def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> Request:
-    """Return the closed-form request for the curves of this study."""
+    """Return the request for closed forms at this study's curves."""
     questions = len(pool.rewards_PN)
     points = [
         CurvePoint(name, size, "all_questions_once", questions)
@@ -62,10 +62,10 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
 
 
 def of_population(config: MseConfig, request: Request) -> Request:
-    """Return the closed-form request for new questions, which a training step draws.
+    """Return the request for closed forms for new questions, which a training step draws.
 
-    If baselines without a closed form are compared, it includes curves at `study.rollouts` rollouts
-    for the other baselines.
+    If the study compares baselines without a closed form, the request also includes the other
+    baselines' curves at `study.rollouts` rollouts.
     """
     rollouts = config.study.rollouts
     points = [
@@ -93,11 +93,12 @@ def study_result(
 
     Args:
         study: Pool and settings of the study.
-        pool_cost, replicate_cost: Costs of the pool and of Monte Carlo.
-        moved: Shift of G* in AdamW's metric (see `second_moments`); None in another metric.
-        left_out: Numbers of excluded questions by reason.
-        remarks: Sentences on the pool, added to the summary.
-        measured: Records of all measurements by name.
+        pool_cost, replicate_cost: Cost of the pool, and cost of Monte Carlo replicates.
+        moved: Sensitivity of G* to the shrinkage in AdamW's metric (see `second_moments.shift`);
+            None for other metrics.
+        left_out: Number of excluded questions by reason.
+        remarks: Sentences on the pool to add to the summary.
+        measured: Records of all measurements, keyed by name.
     """
     total_cost = pool_cost + replicate_cost
     pool, population = study.pool, study.population
@@ -149,17 +150,18 @@ def study_cost(cost: WorkCost) -> parts.StudyCost:
 def precision(config: MseConfig) -> parts.Precision:
     """Return the precision of the scores.
 
-    With TF32 the record includes two relative errors measured on three policies: the median error
-    of a squared score norm over completions, and the largest error of the sum of these norms.
+    With TF32 the record includes two relative errors that were measured on three policies: the
+    median error of a completion's squared score norm, and the largest error of the sum of these
+    norms.
     """
     error = TF32_ERROR if config.computes_tf32 else None
     return parts.Precision(weights=config.model.dtype, tf32=config.computes_tf32, tf32_error=error)
 
 
 def metric_text(config: MseConfig) -> str:
-    """Return sentences, after a space, on a metric other than Euclidean over all parameters.
+    """Return a space and sentences on the metric if it is not Euclidean over all parameters.
 
-    The result is "" for the Euclidean metric over all parameters.
+    For the Euclidean metric over all parameters, the result is "".
     """
     text = ""
     if config.study.metric == "adam":
@@ -183,7 +185,7 @@ def metric_text(config: MseConfig) -> str:
 
 
 def tf32_text(config: MseConfig) -> str:
-    """Return a sentence, after a space, on the error of TF32; "" without TF32."""
+    """Return a space and a sentence on the error due to TF32; "" without TF32."""
     if not config.computes_tf32:
         return ""
     norm, total = TF32_ERROR["norm"], TF32_ERROR["sum_of_norms"]
@@ -201,9 +203,9 @@ def _metric(
     population: ClosedForm,
     moved: float | None,
 ) -> parts.Metric:
-    """Return the norm in which gradients were measured, and the tails of the score norms.
+    """Return the norm in which gradients were measured, and statistics on tails of score norms.
 
-    The tails are over all completions.
+    The distribution of score norms is over all completions.
     """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
@@ -233,7 +235,7 @@ def _metric(
 def policy_facts(
     config: MseConfig, own_PN: Array, lengths_PN: Integers, pool_cost: WorkCost
 ) -> parts.PolicyFacts:
-    """Compute accuracy, mean length and share of cut completions of the policy.
+    """Compute the policy's accuracy, mean completion length, and share of cut completions.
 
     Args:
         own_PN: Rewards from the first reward function.

@@ -1,4 +1,4 @@
-"""Sampler of a study's completions, and its distance from the model that scores them."""
+"""Sampler of a study's completions, and its difference from the model that scores them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from grpo_ustat.records import Rollouts
 from grpo_ustat.rollout.engine import Engine, LocalEngine, make_engine
 from grpo_ustat.tasks.base import Task
 
-# Largest difference between a sampler and the same model due to rounding, in nats per token.
+# Largest difference in log-probabilities that rounding explains, in nats per token.
 MAX_LOGPROB_GAP = 0.05
 # The running vLLM engine, if there is one.
 _STARTED_ENGINES: dict[str, tuple[list[Any], Policy, Engine]] = {}
 
 
 def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
-    """Return the configured policy, the engine that samples from it, and the task that judges.
+    """Return the configured policy, an engine that samples from it, and the task that judges.
 
     vLLM is started once per process, when completions are first needed. The same engine then
-    extends the pool, draws replicates, and serves the next study of a sweep over the same model.
-    This is possible because the weights do not change during a study.
+    extends the pool, draws replicates, and samples for the next study of a sweep over the same
+    model. This is possible because studies do not change the weights.
     """
     options, sampler = sampling.policy, sampling.sampler
     if sampler.rollout.name == "local":
@@ -41,7 +41,7 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
         )
     needs = [options, sampler.rollout, sampler.rows, sampler.max_completion_length]
     if "vllm" not in _STARTED_ENGINES or _STARTED_ENGINES["vllm"][0] != needs:
-        # Free the memory of the old engine for the next one.
+        # Free the memory of the old engine for the new engine.
         _STARTED_ENGINES.clear()
         policy = configured_policy(options)
         check_vllm_reads(policy.model, sampler.rollout.name, f"model={options.model.name}")
@@ -51,7 +51,7 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
 
 
 def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:
-    """Return the mean absolute difference of policy's and sampler's log-probabilities, per token.
+    """Return the mean absolute difference in log-probability between policy and sampler per token.
 
     Args:
         rollouts: Rollouts with `logprobs_PGT`.
@@ -72,9 +72,9 @@ def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperatu
 
 
 def sampler_text(name: str, gap: float) -> str:
-    """Return a sentence, after a space, on the distance between sampler and scoring model.
+    """Return a space and a sentence on the difference between the sampler and the scoring model.
 
-    If the distance exceeds rounding, the sentence is a warning.
+    If rounding does not explain the difference, the sentence is a warning.
 
     >>> sampler_text("vllm", 0.0004)
     " The log-probabilities of the sampler vllm differ from the model's by 0.0004 nats per token."
@@ -87,6 +87,6 @@ def sampler_text(name: str, gap: float) -> str:
     return (
         f" WARNING: the log-probabilities of the sampler {name} differ from the model's by "
         f"{gap:.2g} nats per token, but rounding explains at most {MAX_LOGPROB_GAP}. The "
-        "completions come from another distribution than the scored one, so this result is "
+        "completions come from a different distribution than the scored one, so this result is "
         "biased; use rollout=local or model.dtype=float32."
     )

@@ -1,4 +1,4 @@
-"""Scores of a question's completions as a part of a pool, with checks of results and memory."""
+"""Score a question's completions as a part of a pool, and check results and memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, Prompt, Rollouts
 
-# Number of completions per part on which sampler and model are compared.
+# Number of completions per part on which the sampler and the model are compared.
 COMPARED_COMPLETIONS = 4
 
-# Maximum number of tokens per completion in the comparison with plain differentiation.
+# Maximum number of tokens per completion when scores are compared with plain differentiation.
 CHECKED_TOKENS = 64
 
 
 def score_sketches(budget: StudyBudget, policy: Policy) -> tuple[Sketch, Sketch]:
-    """Return a sketch for single scores and a larger sketch for sums of scores."""
+    """Return a sketch for individual scores and a larger sketch for sums of scores."""
     sizes = parameter_sizes(policy.model)
     features = Sketch(sizes, budget.feature_sketch)
     return features, Sketch(sizes, budget.gradient_sketch, signs=features.signs)
@@ -59,7 +59,7 @@ def completions_of(
     sampler: SamplerOptions,
     cost: WorkCost,
 ) -> Completions:
-    """Return one question's completions as an unscored part; for the arguments see `score_part`."""
+    """Return a question's completions as an unscored part; `score_part` explains the arguments."""
     gap, count = None, len(rewards_NF)
     if sampler.rollout.name != "local" and rollouts.logprobs_PGT is not None:
         read = row * count + np.unique(np.linspace(0, count - 1, COMPARED_COMPLETIONS).astype(int))
@@ -89,13 +89,13 @@ def score_part(
     """Score one question's completions.
 
     Args:
-        policy: Policy whose scores are computed.
+        policy: Policy that computes the scores.
         rollouts: Completions of several questions.
         row: Index of the question in `rollouts`.
-        rewards_NF: Rewards of its completions from all reward functions.
+        rewards_NF: Rewards of the question's completions from all reward functions.
         sketches: Sketches from `score_sketches`.
-        cost: Cost of the completions so far, to which the cost of scoring is added.
-        metric: Metric of the scores; None for Euclidean.
+        cost: Cost of sampling the completions; the cost of scoring is added to it.
+        metric: Metric of the scores; None for the Euclidean metric.
     """
     start = time.perf_counter()
     count = len(rewards_NF)
@@ -110,13 +110,13 @@ def score_part(
         pooled=sketches[1],
         metric=metric,
     )
-    # They are set because of `gram`, `features` and `pooled`.
+    # These fields are set because `gram`, `features` and `pooled` were given.
     assert scores.gram_BB is not None
     assert scores.features_BR is not None and scores.pooled_KR is not None
     sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
     dtype = str(policy.model.dtype).removeprefix("torch.")
     finite_NN = np.isfinite(gram_NN)
-    # A score that is not finite also makes the inner products of all others invalid.
+    # If one score is not finite, its inner products with all other scores are not finite either.
     for i in [*np.flatnonzero(~finite_NN.diagonal()), *np.flatnonzero(~finite_NN.all(axis=1))]:
         raise ConfigError(
             f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
@@ -137,7 +137,7 @@ def score_part(
 def stored_rollouts(
     policy: Policy, prompt: Prompt, parts: list[Completions]
 ) -> tuple[Rollouts, np.ndarray]:
-    """Return the stored completions of one prompt as rollouts, and their rewards, [N, F]."""
+    """Return a prompt's stored completions as rollouts, and their rewards, [N, F]."""
     length = max(part.tokens_NT.shape[1] for part in parts)
     tokens_NT = np.concatenate(
         [np.pad(part.tokens_NT, ((0, 0), (0, length - part.tokens_NT.shape[1]))) for part in parts]
@@ -157,15 +157,15 @@ def stored_rollouts(
 def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
     """Compare scores with plain differentiation on the two shortest completions.
 
-    At most CHECKED_TOKENS tokens of each completion are used. A batch that does not fit in memory
-    is refused.
+    At most CHECKED_TOKENS tokens of each completion are used. If a batch does not fit in memory, an
+    error is raised.
     """
     check_memory(policy, rows, int(max(map(len, rollouts.prompt_tokens))), rollouts)
     prompt_R = np.repeat(list(map(len, rollouts.prompt_tokens)), rollouts.mask_PGT.shape[1])
     shortest = np.argsort(prompt_R + rollouts.lengths_PG.ravel(), kind="stable")[:2]
     few = pack(rollouts, shortest, policy.pad_token, policy.model.device)
     columns = few.input_ids_BT.shape[1] - few.width + min(few.width, CHECKED_TOKENS)
-    # If a tool wrote all of these tokens, use the whole completions.
+    # If a tool wrote all these tokens, use the whole completions.
     if not few.completion_mask_BT[:, :columns].any():
         columns = few.input_ids_BT.shape[1]
     masks = (few.attention_mask_BT[:, :columns], few.completion_mask_BT[:, :columns])
@@ -178,18 +178,18 @@ def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
 
 
 def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:
-    """Estimate the number of rows with `tokens` tokens that fit in free memory for scoring."""
+    """Estimate how many rows of `tokens` tokens fit in free memory during scoring."""
     free, row = free_bytes(policy.model.device), score_bytes(policy.model, tokens, by_layer)
     return free // row
 
 
 def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
-    """Refuse a batch whose activations do not fit in memory."""
+    """Raise an error if the activations of a batch do not fit in memory."""
     tokens = prompt_tokens + rollouts.mask_PGT.shape[-1]
     fit = rows_that_fit(policy, tokens, by_layer=LayerByLayer(causal(policy.model)).fits)
     if rows > fit:
         raise ConfigError(
             f"scoring {rows} completions of up to {tokens} tokens at once does not fit in memory, "
-            f"which has room for {fit}: build the pool in parts, first with a smaller "
+            f"which has room for {fit} completions: build the pool in parts, first with a smaller "
             "budget.pool_completions and then with larger ones on the same pool=DIR"
         )

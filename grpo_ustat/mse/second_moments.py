@@ -1,13 +1,13 @@
-r"""Limit v of AdamW's second moments, estimated from a pool for n rollouts in groups of G.
+r"""Estimate the limit v of AdamW's second moments from a pool, for n rollouts in groups of G.
 
-The gradient ghat of a step is the mean of B = n/G leave-one-out gradients u. Each u comes from a
-group of G completions of a separate prompt. For each entry j,
+A step's gradient estimate ghat is the mean of B = n/G leave-one-out gradients u. Each u is computed
+from a group of G completions for a different prompt. For each entry j,
 
     v_j = E ghat_j^2 = (grad J)_j^2 + Var ghat_j = E u_j^2 / B + (1 - 1/B) (grad J)_j^2
     n Var ghat_j = G Var u_j = G C1_j + C2_j + C3_j/(G-1)
 
-The contribution of the prompts, G C1_j, grows with G and is not proportional to the noise of one
-rollout. Therefore v depends on n and G.
+The variance between prompts, G C1_j, grows with G, while C2_j does not depend on G. Therefore v
+depends on both n and G.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import torch
 from grpo_ustat.estimators.intervals import Interval
 
 Entries = dict[str, torch.Tensor]
-# See `GroupGradients.second_moments`.
+# Weight of the shrinkage, in questions; see `GroupGradients.second_moments`.
 PRIOR_QUESTIONS = 1.0
-# See `shift`.
+# Alternative weight, for a sensitivity check; see `shift`.
 OTHER_PRIOR_QUESTIONS = 1 / 3
-# See `is_uncertain`.
+# Limits for the sensitivity; see `is_uncertain`.
 MAX_SHIFT, MAX_INTERVAL_SHARE = 0.2, 0.3
 
 
 @dataclass
 class GroupGradients:
-    """Sums over questions x of gradients u_xk of disjoint groups k, by parameter name.
+    """Sums over questions x of the gradients u_xk of disjoint groups k, by parameter name.
 
-    Gradients of single questions are not kept.
+    Gradients of individual questions are not stored.
     """
 
     # Number of groups per question, K >= 2.
     groups: int
-    # Number of questions so far, m.
+    # Number of questions added so far, m.
     questions: int = 0
     # Sums over questions of mean_k u_xk^2, mean_k u_xk and (mean_k u_xk)^2.
     squares: Entries = field(default_factory=dict)
@@ -46,9 +46,9 @@ class GroupGradients:
     squared_means: Entries = field(default_factory=dict)
 
     def add(self, gradients: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        """Add a question, given the gradients of its groups whose rewards differ.
+        """Add a question, given the gradients of those groups in which rewards differ.
 
-        The gradients of all other groups are 0.
+        In all other groups the gradient is 0.
         """
         self.questions += 1
         mean: Entries = {}
@@ -63,12 +63,13 @@ class GroupGradients:
     def parts(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return unbiased estimates of (grad J)_j^2, C1_j and the variance of u_j given the prompt.
 
-        The estimates are for all entries j of a parameter. The variance given the prompt is
-        C2_j/G + C3_j/(G (G-1)).
+        Each estimate is a tensor over all entries j of the parameter. The variance given the prompt
+        is C2_j/G + C3_j/(G (G-1)).
 
-        Groups share no completions, and groups of the same question have the same expected
-        gradient g. So the product of the means of two questions has expectation (grad J)_j^2, and
-        the product of two groups of the same question has expectation g_j^2.
+        Groups share no completions, and groups of the same question have the same expected gradient
+        g. So the product of the mean gradients of two questions has the expectation (grad J)_j^2.
+        The product of the gradients of two groups of the same question has the conditional
+        expectation g_j^2.
         """
         m, k = self.questions, self.groups
         squares, squared_means = self.squares[name], self.squared_means[name]
@@ -79,14 +80,14 @@ class GroupGradients:
     def second_moments(
         self, name: str, prompts: int, prior: float = PRIOR_QUESTIONS
     ) -> torch.Tensor:
-        """Estimate v for the entries of a parameter, for steps with B = `prompts` groups.
+        """Estimate v for all entries of a parameter, for steps with B = `prompts` groups.
 
-        The estimate is unbiased except for two changes. A negative estimate of (grad J)_j^2 is
-        replaced by 0, and v_j is shrunk towards the mean over the parameter with the weight of
-        `prior` questions. Without shrinkage, an entry with almost no gradient in these questions
-        (e.g. of a token that was never sampled) would have almost no second moment, and a few
-        completions of other questions would dominate the error. AdamW avoids this because it adds
-        the current gradient to v before the step.
+        The estimate is unbiased except for two modifications. A negative estimate of (grad J)_j^2
+        is replaced by 0. In addition, v_j is shrunk towards the mean over the parameter's entries,
+        which counts as much as `prior` questions. Without shrinkage, an entry with almost no
+        gradient in these questions (for example for a token that was never sampled) would have
+        almost no second moment. A few completions of other questions would then dominate the error.
+        AdamW avoids this problem because it adds the current gradient to v before the step.
         """
         grad_sq = self.parts(name)[0].clamp(min=0)
         v = self.squares[name] / self.questions / prompts + (1 - 1 / prompts) * grad_sq
@@ -98,15 +99,16 @@ def _add(sums: Entries, name: str, value: torch.Tensor) -> None:
 
 
 def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
-    """Return the change of log(G* - 1) if the shrinkage of v has a third of its weight.
+    """Return the change in log(G* - 1) when the weight of the shrinkage of v is reduced to a third.
 
     The weight of the shrinkage is a convention, so v is known well enough only if the result hardly
-    depends on it. G* - 1 = sqrt(C3/C1) is approximated, up to a constant factor, by the square root
-    of the variance of u given the prompt divided by C1. Both are computed on each half in the
-    metric of the other half. The result is NaN if an estimate is not above 0.
+    depends on this weight. G* - 1 = sqrt(C3/C1) is approximated, up to a constant factor, by the
+    square root of W/C1, with W the variance of u given the prompt. W and C1 are computed on each
+    half of the questions in the metric estimated from the other half. The result is NaN if an
+    estimate of W or C1 is not positive.
 
     Args:
-        halves: Gradients of two halves of the questions.
+        halves: Group gradients of the two halves of the questions.
         prompts: Number of prompts per step, B.
     """
     logs: list[float] = []
@@ -126,13 +128,15 @@ def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
 def is_uncertain(moved: float, best: Interval) -> bool:
     """Return True if the interval of G* for AdamW's step is likely to cover less than 90 %.
 
-    True if the size of the `shift`, `moved`, is NaN, exceeds 0.2, or exceeds 0.3 times the distance
-    between the estimate of log(G* - 1) and the lower end of its interval.
+    The result is True if the absolute `shift` (`moved`) is NaN, exceeds 0.2, or exceeds 0.3 times
+    the distance between the estimate of log(G* - 1) and the lower end of its interval. It is False
+    if the lower end of the interval of G* is not above 1.
 
     The limits were chosen by simulation with `scripts/benchmarks/error_rates.py adam` (10 policies,
     four sizes, 200 studies per case). The result is True in 84 % of studies if coverage is below
-    87 % (at least 65 % in each case), and in 33 % of studies if coverage is at least 90 %. It can
-    be True although G* is known well: v may be uncertain but nearly the same for all entries.
+    87 % (at least 65 % in each case), and in 33 % of studies if coverage is at least 90 %. The
+    result can be True even if G* is known well, because v may be uncertain but nearly the same for
+    all entries.
     """
     if not best.low > 1:
         return False
@@ -141,7 +145,7 @@ def is_uncertain(moved: float, best: Interval) -> bool:
 
 
 def uncertain_text(moved: float, best: Interval) -> str:
-    """Return a warning, after a space, if `is_uncertain`; otherwise ""."""
+    """Return a space and a warning if `is_uncertain`; otherwise return ""."""
     if not is_uncertain(moved, best):
         return ""
     by = f" by {math.expm1(moved):+.0%}" if math.isfinite(moved) else ""

@@ -1,4 +1,4 @@
-"""Gradient-MSE study, from the configuration to `result.json`, tables and figures."""
+"""Gradient-MSE study: from the configuration to `result.json`, tables and figures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
 from grpo_ustat.terminal.console import Console, wrapped
 from grpo_ustat.terminal.progress import waiting
 
-# Maximum number of sentences on losses on the terminal; tables and page have all losses.
+# Maximum number of sentences on losses on the terminal; the tables and the page have all losses.
 MAX_LOSS_SENTENCES = 3
 
 
@@ -78,8 +78,9 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     """Run the study, or show the finished study in the folder.
 
     Returns:
-        Mean squared error of the first curve at the first group size; None if all rewards are
-        equal, or if `study.part` requests only a part of the pool (which leaves no run folder).
+        Mean squared error of the first curve at the first group size. None if all rewards are
+        equal, or if `study.part` requests only a part of the pool. In the second case no run folder
+        remains.
     """
     console = Console(quiet=not is_main())
     if config.study.part is not None:
@@ -88,7 +89,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         return None
     result = main_only(folder.result)
     if result is None:
-        # Another process may have finished the study in the meantime.
+        # Another process may have finished the study while this process waited for the lock.
         with folder.lock():
             result = main_only(folder.result) or _complete_study(config, folder)
     else:
@@ -120,7 +121,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 
 def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
-    # Unusable settings are refused before anything is sampled and before a run folder exists.
+    # Unusable settings raise an error before anything is sampled and before a run folder exists.
     measurements(config.study.measurements)
     if config.imports_pool:
         logged_rollouts(config)
@@ -151,7 +152,7 @@ def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def fill_part(config: MseConfig) -> str:
-    """Fill part `study.part` of the pool, and return a text on the progress of the pool."""
+    """Fill the part `study.part` of the pool, and return text on the progress of the pool."""
     # `config.fills_part` guarantees this.
     assert config.pool is not None
     pool = Path(config.pool)
@@ -164,13 +165,13 @@ def fill_part(config: MseConfig) -> str:
     )
     if complete < len(prompts):
         return f"{text}, and {len(prompts) - complete} remain for other parts"
-    return f"{text}; run the same command without study.part for the study"
+    return f"{text}; run the same command without study.part to run the study"
 
 
 def study(config: MseConfig, folder: Path) -> StudyResult:
     """Build the pool, make all measurements, and return the result.
 
-    If all rewards are equal, there is nothing to measure.
+    If all rewards are equal, the result contains no measurements.
     """
     left_out, moved, rollouts = {}, None, None
     pool_folder = folder / "pool"
@@ -262,10 +263,10 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
 
 
 def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt], dict[str, int]]:
-    """Return the prompts of the study, and the numbers of excluded questions by reason.
+    """Return the study's prompts, and the number of excluded questions by reason.
 
-    Too few or too long prompts are refused. If the chat template writes a date, it is the first day
-    of the pool; without a pool, it is today.
+    Too few prompts or too long prompts raise an error. If the chat template writes a date, this is
+    the day on which the pool was started or, without a pool, today.
     """
     tokenizer, moment = configured_tokenizer(config.model), None
     if pool is not None and reads_clock(tokenizer):
@@ -285,7 +286,7 @@ def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt],
 def _pool(
     config: MseConfig, prompts: list[Prompt], pool_folder: Path
 ) -> tuple[ScorePool, WorkCost]:
-    """Return the pool, with greedy rewards if a baseline needs them, and its cost."""
+    """Return the pool and its cost; the pool has greedy rewards if a baseline needs them."""
     greedy_P = None
     if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
         greedy_P = greedy_rewards(config.sampling, prompts)

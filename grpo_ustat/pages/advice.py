@@ -1,4 +1,4 @@
-"""Advice to keep, raise or lower the group size, with its cost and interval."""
+"""Advice to keep, raise or lower the group size, with the cost of the current size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_ustat.estimators.scaling import GroupSizeCosts, ScalingLaw, noise_shar
 from grpo_ustat.pages.tables import percent
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
-# A group size is kept if the upper end of the interval of its extra error is at most this.
+# A group size is kept if the upper end of the interval of its extra error is at most this value.
 TOLERABLE_EXTRA_ERROR = 0.3
 
 
@@ -19,23 +19,23 @@ TOLERABLE_EXTRA_ERROR = 0.3
 class Advice:
     """Advice on the group size."""
 
-    # `keep`, `raise`, `lower`, `choose` (no group size was given to judge) or `not enough data`.
+    # `keep`, `raise`, `lower`, `choose` (if no group size was given) or `not enough data`.
     verdict: str
     # Answer in one or two sentences.
     sentence: str
-    # Further lines: other sizes, scope of the intervals, unknown quantities.
+    # Further lines on other sizes, the scope of the intervals, and unknown quantities.
     details: list[str]
-    # Command to copy, or another next step in words.
+    # Next step: a command to copy, or a description in words.
     next: str
-    # Numbers of the sentence by name, for programs.
+    # Numbers in the sentence, keyed by name, for use by programs.
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
 def rollouts_in_groups(group_size: int | None, rollouts: int) -> int:
-    """Return the number of rollouts, or a nearby number that the group size divides.
+    """Return the number of rollouts, or a nearby number that is a multiple of the group size.
 
-    If the group size does not divide the given number, the result is the group size times a power
-    of 2, nearest to the given number on a log scale.
+    If the group size does not divide the given number, the result is the group size times the power
+    of 2 that brings it nearest to the given number on a log scale.
 
     >>> rollouts_in_groups(8, 256), rollouts_in_groups(6, 256), rollouts_in_groups(512, 256)
     (256, 192, 512)
@@ -52,15 +52,16 @@ def group_size_advice(
 ) -> tuple[str, str, dict[str, Any]]:
     """Decide whether another group size has a smaller error at the same number of rollouts.
 
-    The advice is "raise" or "lower" only if the interval of the extra error at `group_size` lies
-    above 0. This interval is simultaneous over all sizes and accounts for the choice of the best
-    one; see `ScalingLaw.extra_error`. The advice is "keep" if the best size is decided and
-    `group_size` is the best one, or if the interval contains 0 and ends at or below 30 %.
+    The extra error at `group_size` has an interval that is simultaneous over all sizes and accounts
+    for the choice of the best size; see `ScalingLaw.extra_error`. The advice is "raise" or "lower"
+    only if this interval lies above 0. "Keep" requires that the data determine the best size. It is
+    then given if `group_size` is the best size, or if the interval contains 0 and its upper end is
+    at most 30 %.
 
     Args:
-        law: Scaling law with the sampling errors of C1, C2 and C3.
-        gstar: G* with its interval, as shown to the user.
-        group_size: Group size in use; None if there is none to judge.
+        law: Scaling law, including the sampling errors of C1, C2 and C3.
+        gstar: G* and its interval, as shown to the user.
+        group_size: Group size in use; None if unknown.
         rollouts: Number of rollouts per training step, n.
 
     Returns:
@@ -87,8 +88,8 @@ def group_size_advice(
         )
         return CHOOSE, sentence, numbers
     if costs.tolerance is None:
-        # Even if the best size is not decided, some size may be significantly better than the
-        # one in use.
+        # Even if the best size is undecided, some size may have a significantly smaller error than
+        # the size in use.
         best = max(costs.extra, key=lambda size: _surely_worse(law, group_size, size))
         if not _surely_worse(law, group_size, best) > 0:
             best = costs.best
@@ -132,13 +133,13 @@ def group_size_advice(
 
 
 def _three_numbers(name: str, interval: Interval) -> dict[str, float | None]:
-    """Return the three numbers of an interval by name; None if a number is not finite."""
+    """Return an estimate and its interval's ends by name; None if a number is not finite."""
     values = (value if math.isfinite(value) else None for value in interval)
     return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
 
 
 def _surely_worse(law: ScalingLaw, group_size: int, reference: int) -> float:
-    """Return the lower end of the extra error at `group_size`; -inf if there is none."""
+    """Return the lower end of the extra error at `group_size`; -inf if it has no lower end."""
     low = law.extra_error(group_size, reference).low
     return low if math.isfinite(low) else -math.inf
 
@@ -146,11 +147,11 @@ def _surely_worse(law: ScalingLaw, group_size: int, reference: int) -> float:
 def pair_advice(gstar: Interval) -> str:
     """Return a sentence for num_generations = 2, where only C2 + C3 can be estimated.
 
-    For any policy, groups of 3 have at most the error of pairs, because C3 >= 2 C1; see
-    `estimators.groups`. This needs no data.
+    For any policy, the error with groups of 3 is at most the error with pairs, because C3 >= 2 C1;
+    see `estimators.groups`. No data are needed for this statement.
 
     Args:
-        gstar: Interval from the lower end of the lower bound of G* to the upper end of its upper
+        gstar: Interval for G* from the lower end of its lower bound to the upper end of its upper
             bound.
 
     >>> pair_advice(Interval(math.nan, 2.42, math.inf))
@@ -164,7 +165,7 @@ def pair_advice(gstar: Interval) -> str:
 
 
 def other_sizes(costs: GroupSizeCosts) -> str:
-    """Return a line with the extra error of each admissible size up to 64.
+    """Return a line with the extra error of each admissible size up to 64 or twice the best size.
 
     >>> from grpo_ustat.estimators.intervals import Interval
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
@@ -182,14 +183,15 @@ def other_sizes(costs: GroupSizeCosts) -> str:
 
 
 def noise_text(scale: Interval, rollouts: int) -> str:
-    r"""Return a sentence on the noise of a step and one on doubling or halving the rollouts.
+    r"""Return a sentence on a step's noise and a sentence on doubling or halving the rollouts.
 
-    With the optimal step length, the first-order improvement of a step is proportional to
-    1 / (1 + n_c/n) (McCandlish et al., arXiv 1812.06162). So 2n rollouts give
-    2 (n + n_c) / (2n + n_c) times the progress of n rollouts.
+    With the optimal step length, the improvement per step is proportional to 1 / (1 + n_c/n)
+    (McCandlish et al., arXiv 1812.06162). So a step with 2n rollouts makes 2 (n + n_c) / (2n + n_c)
+    times the progress of a step with n rollouts.
 
     Args:
-        scale: Noise scale n_c, in rollouts. If its lower end is not above 0, the result is "".
+        scale: Noise scale n_c, in rollouts. If the lower end of its interval is not above 0, the
+            result is "".
         rollouts: Number of rollouts per training step, n.
 
     >>> print(noise_text(Interval(5200, 2800, 12000), 256).replace(". ", ".\n"))

@@ -1,4 +1,4 @@
-"""Caveats on the numbers of a run, one sentence each, for its summary and the terminal."""
+"""Caveats on a run's numbers for its summary and the terminal, each in one sentence."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from grpo_ustat.estimators.intervals import Tails, heavy_text
 from grpo_ustat.records import ScorePool
 from grpo_ustat.terminal.streams import percentage
 
-# The beginning of each warning within a summary.
+# Text with which each warning in a summary begins.
 WARNING = " WARNING: "
-# A run reports at once that completions were cut if the share is at least this.
+# If at least this share of completions was cut at the length limit, a run reports it at once.
 OFTEN_CUT_SHARE = 0.1
 
 
 def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
-    """Split the summary of a run into the text before its warnings and a list of the warnings.
+    """Split a run's summary into the text before the warnings and a list of the warnings.
 
     >>> summary_and_warnings("Best G is 8. WARNING: few questions. WARNING: heavy tails.")
     ('Best G is 8.', ['WARNING: few questions.', 'WARNING: heavy tails.'])
@@ -25,17 +25,17 @@ def summary_and_warnings(summary: str) -> tuple[str, list[str]]:
 
 
 def is_warning(note: str) -> bool:
-    """Return True if a note is a warning of `summary_and_warnings`."""
+    """Return True if a note is one of the warnings that `summary_and_warnings` returns."""
     return note.startswith(WARNING.strip())
 
 
 def often_cut(clipped_ratio: float) -> bool:
-    """Return True if enough completions were cut that the run should report it at once."""
+    """Return True if so many completions were cut that a run should report it at once."""
     return clipped_ratio >= OFTEN_CUT_SHARE
 
 
 def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
-    """Return a sentence on the share of cut completions and on the setting to change.
+    """Return a sentence with the share of cut completions and the setting to change.
 
     >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:70]
     '31 % of the first 256 completions were cut at max_completion_length=96'
@@ -51,9 +51,9 @@ def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | 
     """Return a warning if many completions were cut, because they rarely contain an answer.
 
     Args:
-        of: Words before "completions" that say which completions were counted.
-        max_completion_length: Number of tokens at which they were cut; None if another program
-            cut them.
+        of: Words before "completions" that describe the counted completions.
+        max_completion_length: Number of tokens at which completions were cut; None if another
+            program cut them.
     """
     if clipped_ratio <= 0.05:
         return ""
@@ -77,13 +77,14 @@ def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
 
 
 def heavy_warning(completions: Tails, questions: Tails) -> str:
-    """Return a warning if intervals are likely to cover less than 90 %; see `Tails.heavy`.
+    """Return a warning if 95 % intervals probably cover less than 90 %; see `Tails.heavy`.
 
     Intervals for new questions are checked first. There is no warning if no value contributes to
     the variance, for example if all rewards are equal.
 
     Args:
-        completions, questions: Tails of the values over completions and over questions.
+        completions, questions: Tails of the distribution of values over completions and over
+            questions.
     """
     for tails, units, more in (
         (questions, "questions", "study.questions"),
@@ -95,7 +96,7 @@ def heavy_warning(completions: Tails, questions: Tails) -> str:
 
 
 def zero_scores_sentence(pool: ScorePool) -> str:
-    """Return a sentence, after a space, on the number of scores that are exactly 0; "" if none."""
+    """Return a space and a sentence with the number of scores that are exactly 0; "" if it is 0."""
     zero, count = int((pool.sq_norm_PN == 0).sum()), pool.sq_norm_PN.size
     if not zero:
         return ""
@@ -106,15 +107,15 @@ def zero_scores_sentence(pool: ScorePool) -> str:
 
 
 def packages_sentence(packages: dict[str, int], installed: str) -> str:
-    """Return a sentence on completions scored with other package versions; "" if there are none.
+    """Return a sentence on completions that other package versions scored; "" if there are none.
 
-    The sentence also says how to obtain a pool with a single version.
+    The sentence also explains how to obtain a pool in which all completions have one version.
 
     >>> packages_sentence({"torch 2.13.0": 32}, "torch 2.13.0")
     ''
 
     Args:
-        packages: Numbers of completions by the package versions that scored them.
+        packages: Number of completions scored with each set of package versions.
     """
     other = {name: count for name, count in packages.items() if name != installed}
     if not other:

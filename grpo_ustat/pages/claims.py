@@ -1,4 +1,4 @@
-"""Table cells of the claims of a theorem: prediction, measurement, interval, p-value, verdict."""
+"""Table cells for a theorem's claims: prediction, measurement, interval, p-value and verdict."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.pages.tables import number_text
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
-# p-values are shown uncorrected and with Holm's correction over the claims of a run.
+# p-values are shown without correction and with Holm's correction over the claims of a run.
 CLAIM_COLUMNS = (
     "claim", "predicted", "measured", "95 % interval", "p (Holm)", "verdict", "severity",
 )  # fmt: skip
 FAMILY_RULE = (
-    "p: p-value of the hypothesis that the prediction holds; in brackets with Holm's correction "
-    "over the claims of the run. A claim disagrees if the corrected p-value is at most 0.05, so "
-    "that at most 5 % of runs without an error disagree. Intervals are not simultaneous. A claim "
-    "without p was enumerated or not tested. Severity: other outcomes that would also have counted "
+    "p: p-value of the hypothesis that the prediction is true, and in brackets the p-value with "
+    "Holm's correction over the run's claims. A claim disagrees if the corrected p is at most "
+    "0.05, so at most 5 % of runs have a false disagreement. Intervals are not simultaneous. A "
+    "claim without p was enumerated or not tested. Severity: other outcomes that would also count "
     "as agreement."
 )
 VERDICT_WORDS = {
     AGREES: "Theory and measurement agree.",
     DISAGREES: "Theory and measurement disagree in at least one claim.",
-    OPEN: "There is not enough data to say whether theory and measurement agree in every claim.",
+    OPEN: "There is not enough data to decide whether theory and measurement agree in every claim.",
 }
 TITLES = {kind: schema.title for kind, schema in THEOREMS.items()}
 
 
 def claim_cells(claim: dict[str, Any]) -> list[str]:
-    """Return the cells of a claim for `CLAIM_COLUMNS`; a missing value is "".
+    """Return a claim's cells in the order of `CLAIM_COLUMNS`; a missing value is "".
 
-    Pages, the terminal and reports show the same cells.
+    Pages, the terminal and reports all use these cells.
     """
     return [
         claim["what"],
@@ -44,14 +44,14 @@ def claim_cells(claim: dict[str, Any]) -> list[str]:
 
 
 def interval_of_claim(claim: dict[str, Any]) -> str:
-    """Format the interval of a claim; "" if the claim was enumerated."""
+    """Format the interval of a claim; "" if the claim has none because it was enumerated."""
     if claim["low"] is None or claim["high"] is None:
         return ""
     return f"[{number_text(claim['low'])}, {number_text(claim['high'])}]"
 
 
 def p_value_text(claim: dict[str, Any]) -> str:
-    """Format the p-value of a claim, uncorrected and with Holm's correction; "" if it has none.
+    """Format a claim's p-value without and with Holm's correction; "" if the claim has no p-value.
 
     >>> p_value_text({"p_value": 0.0312, "holm_p": 0.312}), p_value_text({"p_value": None})
     ('0.0312 (0.312)', '')

@@ -1,4 +1,4 @@
-"""Common parts of figures: fonts, colours, markers, notes, and files (PDF, SVG, PNG)."""
+"""Common parts of figures: fonts, colours, markers, notes and output files (PDF, SVG, PNG)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import visible
 
 matplotlib.use("Agg")
-# fontTools logs every glyph table.
+# At lower levels fontTools logs every glyph table.
 logging.getLogger("fontTools").setLevel(logging.WARNING)
 
-# Okabe-Ito colours; the markers also differ, for prints in grey.
+# Okabe-Ito colours. The markers also differ, so that lines can be told apart in grey.
 STYLE = {
     "none": ("#D55E00", "s", "vanilla (no baseline)"),
     "leave_one_out": ("#0072B2", "o", "GRPO (leave_one_out)"),
@@ -39,38 +39,38 @@ OTHER_COLOURS = (
     "#88CCEE",
 )  # fmt: skip
 OTHER_MARKERS = "^PX<>*pdh"
-# Width of all figures in inches, which is also their printed width.
+# Width of all figures in inches; they are printed at this width.
 WIDTH = 6.4
 # Font sizes in points; no text is smaller.
 SMALL, LARGE = 8, 9
-# The fixed salt makes files with the same numbers identical.
+# With a fixed salt, equal figures give identical SVG files.
 FONTS: dict[Any, Any] = {
     "pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "grpo_ustat",
     "font.size": LARGE, "axes.titlesize": SMALL, "xtick.labelsize": SMALL,
     "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "figure.titlesize": SMALL,
 }  # fmt: skip
-# Number of characters in the small font that fill the width of a figure.
+# Number of characters per line of small text across the width of a figure.
 LINE_CHARACTERS = 92
 MAX_PANELS_WIDE = 3
 # Height of a row of panels in inches.
 PANEL_HEIGHT, SINGLE_PANEL_HEIGHT = 2.7, 3.8
 UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
-# Maximum number of characters per line and of lines per text.
+# Maximum number of characters per line, and maximum number of lines per text.
 MAX_CHARACTERS, MAX_LINES = 200, 40
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
-    """Return the colour, marker and label of a baseline, which are the same in all figures.
+    """Return a baseline's colour, marker and label, which are the same in all figures.
 
-    Each built-in baseline has a fixed pair of colour and marker. A user's baseline may be missing
-    from the machine that draws it, so a hash of its name selects the pair, from pairs that no
-    built-in baseline uses.
+    Each built-in baseline has a fixed pair of colour and marker. A user-defined baseline may not be
+    installed on the machine that draws the figure, so its pair is selected by a hash of its name
+    among the pairs that no built-in baseline uses.
     """
     if name in STYLE:
         return STYLE[name]
     others = [other for other in BASELINES if other not in STYLE]
     count = len(OTHER_COLOURS)
-    # Each time the colours start again, the markers are shifted against the colours.
+    # Each repetition of the colour list uses markers shifted by one more place.
     shifts = -(-len(others) // count)
     if name in others:
         shift, place = divmod(others.index(name), count)
@@ -89,7 +89,7 @@ def legend_label(name: str) -> str:
 
 
 def series_style(name: str, place: int) -> tuple[str, str]:
-    """Return the colour and marker of a series: by name for a baseline, otherwise by index."""
+    """Return a series' colour and marker, chosen by name for a baseline and otherwise by index."""
     baseline = name.split("baseline=")[-1]
     if name.startswith("baseline=") and baseline in BASELINES:
         return baseline_style(baseline, unbiased=True)[:2]
@@ -97,14 +97,14 @@ def series_style(name: str, place: int) -> tuple[str, str]:
 
 
 def line_style(place: int) -> tuple[str, str]:
-    """Return the colour and marker of the i-th line, for lines that are not baselines."""
+    """Return the colour and marker of line number `place` among lines that are not baselines."""
     styles = [STYLE[name][:2] for name in ("leave_one_out", "none", "oracle", "group_mean")]
     styles += zip(OTHER_COLOURS, OTHER_MARKERS, strict=True)
     return styles[place % len(styles)]
 
 
 def panel_rows(count: int) -> list[int]:
-    """Return the number of panels in each row of a figure: at most three, without empty places.
+    """Return the number of panels in each row of a figure: at most three, with no gaps.
 
     >>> [panel_rows(count) for count in range(1, 8)]
     [[1], [2], [3], [2, 2], [3, 2], [3, 3], [3, 2, 2]]
@@ -117,17 +117,17 @@ def panel_rows(count: int) -> list[int]:
 def panel_figure(
     rows: Sequence[int], heights: Sequence[float] = (1.0,)
 ) -> tuple[Figure, list[list[list[Axes]]]]:
-    """Return a figure and its panels by row; each row fills the width.
+    """Return a figure and its panels by row; each row fills the figure's width.
 
     Args:
         rows: Number of panels in each row.
-        heights: Heights of the axes of a panel from top to bottom, relative to the row height.
+        heights: Heights of a panel's axes from top to bottom, relative to the height of a row.
 
     Returns:
-        The figure, and for each row and panel the axes from top to bottom.
+        The figure, and a list of axes from top to bottom for each panel of each row.
     """
     inches = SINGLE_PANEL_HEIGHT if max(rows) == 1 else PANEL_HEIGHT
-    # The extra 0.6 inches are for a title above the panels and notes below them.
+    # The additional 0.6 inches hold a title above the panels and notes below them.
     size = (WIDTH, 0.6 + inches * sum(heights) * len(rows))
     figure = plt.figure(figsize=size, layout="constrained")
     columns = math.lcm(*rows)
@@ -145,7 +145,7 @@ def panel_figure(
 
 
 def fitted(text: str, count: int) -> str:
-    """Break lines of a text that are wider than a panel.
+    """Break all lines of a text that are wider than a panel.
 
     Args:
         count: Number of panels in a row of the figure.
@@ -154,14 +154,14 @@ def fitted(text: str, count: int) -> str:
 
 
 def legend_above(figure: Figure) -> None:
-    """Add a legend above the panels, with each label once; no legend if there are no labels."""
+    """Add a legend above the panels with each label once; add none if there are no labels."""
     labels: dict[str, Any] = {}
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
         labels |= dict(zip(names, handles, strict=True))
     if not labels:
         return
-    # The legend's line and the gap between labels are about as wide as 8 characters.
+    # The line sample of a label and the gap to the next label take about 8 characters.
     longest = max(map(len, labels)) + 8
     figure.legend(
         list(labels.values()), list(labels), loc="outside upper left", frameon=False,
@@ -172,12 +172,12 @@ def legend_above(figure: Figure) -> None:
 def spaced_ticks(
     candidates: Sequence[float], least: float, most: float, share: float
 ) -> list[float]:
-    """Return ticks for a logarithmic axis whose labels do not overlap: 1 and some candidates.
+    """Choose ticks with labels that do not overlap for a logarithmic axis: 1 and some candidates.
 
     Args:
         candidates: Numbers to choose from; earlier numbers have priority.
         least, most: Ends of the axis.
-        share: Minimum distance between two ticks, as a share of the axis.
+        share: Minimum distance between two ticks, as a share of the axis length.
     """
     gap, ticks = (most / least) ** share, [1.0]
     for x in candidates:
@@ -187,7 +187,7 @@ def spaced_ticks(
 
 
 def log_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """Set a logarithmic axis of group sizes with a labelled tick at each size."""
+    """Make the x-axis logarithmic, with a labelled tick at each group size."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
@@ -204,10 +204,10 @@ def note(figure: Figure, lines: Sequence[str], width: float = WIDTH) -> None:
 
 
 def show_names_as_texts(figure: Figure) -> None:
-    """Make all texts of a figure plain.
+    """Show all texts of a figure literally, without parsing them as formulas.
 
-    Only numeric tick labels are parsed as formulas. Long lines are cut, and invisible characters
-    are spelt out.
+    Numeric tick labels are the exception. Long lines are truncated, and invisible characters are
+    spelt out.
     """
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
@@ -228,7 +228,7 @@ def show_names_as_texts(figure: Figure) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure as PDF, SVG and PNG with the same layout, and close it."""
+    """Write a figure as PDF, SVG and PNG with the same layout, then close the figure."""
     show_names_as_texts(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine(None)

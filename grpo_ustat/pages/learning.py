@@ -1,4 +1,4 @@
-"""Learning curves of reward, held-out accuracy or mean reward, zero-variance groups and lengths."""
+"""Learning curves: reward, held-out accuracy or mean reward, zero-variance groups, and lengths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
 
-# Columns of metrics.jsonl under TRL's names, with their axis labels.
+# Axis labels by column of metrics.jsonl, which uses TRL's names.
 CURVES = {
     "reward": "reward",
     "frac_reward_zero_std": "share of zero-variance groups",
@@ -39,61 +39,62 @@ CURVES = {
     "completions/clipped_ratio": "share of cut completions",
 }
 GSTAR, ERROR = "monitor/gstar", "monitor/mse"
-# Columns that exist if `monitor.gradient_mse_every` is set.
+# Axis labels of columns that exist only if `monitor.gradient_mse_every` is set.
 MONITORED = {
     GSTAR: "best group size G* of the gradient",
     ERROR: "MSE of the leave_one_out gradient",
 }
 LABELS = CURVES | MONITORED
 EVALUATIONS = {name: f"held-out {name}" for name in (ACCURACY, MEAN_REWARD)}
-# Maximum number of points per line, except for evaluations.
+# Maximum number of points per line; lines of evaluations may have more.
 MAX_POINTS = 40
-# Quantities between 0 and 1.
+# Quantities that lie between 0 and 1.
 SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")
 UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
 GSTAR_NOTE = (
-    " G*: 95 % bars over seeds; with one seed, over the prompts of the step. A bar that extends "
-    "beyond the axis has a distant upper end or none."
+    " G*: bars are 95 % intervals over seeds or, with one seed, over prompts or steps. If a "
+    "bar extends beyond the axis, its upper end is off the axis or missing."
 )
 # An interval without an upper end is drawn up to this value.
 NO_UPPER_END = 1e9
-# With more lines, the lines of single seeds would hide the means.
+# In a figure with more lines, the lines of individual seeds would hide the means.
 MAX_LINES_WITH_SEEDS = 6
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Metrics and evaluations of one run."""
+    """Metrics and evaluations of a single run."""
 
-    # Runs of a series differ only in their seeds and are averaged.
+    # Name of the series. Runs of the same series differ only in the seed and are averaged.
     series: str
     # Rows of metrics.jsonl.
     metrics: Sequence[dict[str, Any]]
-    # Rows of eval.csv for one decoding.
+    # Rows of eval.csv for a single decoding method.
     evals: Sequence[dict[str, Any]]
 
 
 def draw_learning(folder: Path) -> None:
-    """Draw `learning.{pdf,svg,png}` of a run folder; a failure only causes a warning."""
+    """Draw a run folder's `learning.{pdf,svg,png}`; if this fails, only warn."""
     try:
         run = RunRecord(folder)
         learning_figure(folder, "learning", [Learning("", run.metrics, run.evals)])
     except Exception as error:
-        # The figure only shows files of the run, so its failure must not end the run.
+        # The figure only displays the run's files, so an error here must not end the run.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         warn(f"{folder}/learning.* could not be drawn; the run continues without it: {reason}")
 
 
 def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """Draw a panel per quantity, to `<name>.{pdf,svg,png}`.
+    """Draw one panel per quantity and save the figure as `<name>.{pdf,svg,png}`.
 
-    Each series has a bold line for its mean and thin lines for its seeds.
+    Each series has a bold line for the mean over seeds. Thin lines show the seeds if there are few
+    series.
 
     Args:
         runs: Runs of one or several series.
 
     Returns:
-        Numbers drawn; see `learning_rows`.
+        Rows with the plotted numbers; see `learning_rows`.
     """
     rows = learning_rows(runs)
     quantities = [evaluation_name(runs), *CURVES]
@@ -118,13 +119,13 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notes for a figure that explain its lines and bands.
+    """Return notes that explain the lines and bands of a figure.
 
     Args:
         rows: See `learning_rows`.
     """
     steps = max((row["steps"] for row in rows), default=1)
-    points = f" Points are means over {steps} steps, except evaluations." if steps > 1 else ""
+    points = f" Points are means over {steps} steps, except for evaluations." if steps > 1 else ""
     monitored = any(row["quantity"] == GSTAR for row in rows)
     gstar = GSTAR_NOTE * monitored
     missing = Counter(row["quantity"] for row in rows if row["mean"] is None)
@@ -134,7 +135,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
             f" Gaps in {LABELS.get(quantity, quantity)}: at {count} point{'s' * (count > 1)} {why}."
         )
     if any(row["seeds"] > 1 for row in rows):
-        thin = " Thin lines: single seeds."
+        thin = " Thin lines: individual seeds."
         if len({row["series"] for row in rows}) > MAX_LINES_WITH_SEEDS:
             thin = " Bands: 95 % t intervals over seeds, conditional on these questions."
         return [
@@ -147,18 +148,17 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """Average each quantity of a series over seeds at each step, with an interval.
+    """Average each quantity of a series over seeds at each step, and compute its interval.
 
-    Only steps that every run of the series has are used, because means over different seeds at
-    different steps would show differences between seeds. A run without any row of a quantity is
-    excluded from its mean. In long runs each point is a mean over several steps, taken within each
-    run first.
+    Only steps that all runs of a series have are used. Otherwise the mean would change from step to
+    step because the set of seeds changes. A run without any row of a quantity is left out of the
+    quantity's mean. In long runs, each run is first averaged over several steps per point.
 
     Returns:
-        Rows of `series`, `quantity`, `step` (last step averaged), `steps` (number of steps),
-        `mean`, `low`, `high` and `seeds`. With one seed, `low` and `high` are None except for
-        evaluations and for G* of a single step. A `mean` of None is a gap: the runs have no number
-        at this step, or their G* is not decided.
+        Rows with `series`, `quantity`, `step` (last step in the average), `steps` (number of steps
+        in the average), `mean`, `low`, `high` and `seeds`. With one seed, `low` and `high` are None
+        except for evaluations and for G*. `mean` is None if the runs have no number at this step or
+        if their G* is undecided. This leaves a gap in the line.
     """
     block, evaluation = _block(runs), evaluation_name(runs)
     rows = []
@@ -187,15 +187,15 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
 
 def evaluation_name(runs: Sequence[Learning]) -> str:
-    """Return the name of the evaluated quantity: held-out accuracy or held-out mean reward."""
+    """Return the displayed name of the evaluated quantity: held-out accuracy or mean reward."""
     return EVALUATIONS[joint_quantity(row["quantity"] for run in runs for row in run.evals)]
 
 
 def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
-    """Return the curves of single runs, for series with several runs.
+    """Return the curves of individual runs, for series with several runs.
 
-    Rows have `series`, `quantity`, `steps` and `values`; the last two are lists over the points of
-    the run.
+    Each row has the keys `series`, `quantity`, `steps` and `values`. `steps` and `values` are lists
+    with one item per point of the run.
     """
     block = _block(runs)
     counts = Counter(run.series for run in runs)
@@ -210,18 +210,18 @@ def seed_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
 
 
 def _block(runs: Sequence[Learning]) -> int:
-    """Return the number of steps averaged in each point."""
+    """Return the number of steps that are averaged per point."""
     longest = max((row["step"] for run in runs for row in run.metrics), default=0)
     return max(1, -(-longest // MAX_POINTS))
 
 
-# Estimate and the ends of its interval; an unknown end is None.
+# Estimate and both ends of its interval; None if an end is unknown.
 Estimate = tuple[float, float | None, float | None]
 UNKNOWN: Estimate = (math.nan, None, None)
 
 
 def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
-    """Return a run's quantity by step: at each evaluation, or averaged over each block of steps."""
+    """Return a run's quantity by step: its evaluations, or averages over blocks of steps."""
     if quantity in EVALUATIONS.values():
         return {row["step"]: (row["mean_reward"], row["low"], row["high"]) for row in run.evals}
     if quantity == GSTAR:
@@ -230,7 +230,7 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
             if len(rows) > 1:
                 curve[step] = _joint_gstar([[row] for row in rows])
             else:
-                # metrics.jsonl has an interval for each single step.
+                # For a single step, use the interval in metrics.jsonl.
                 best, low, high = (rows[0].get(f"{GSTAR}{end}") for end in ("", "_low", "_high"))
                 curve[step] = math.nan if best is None else best, low, high
         blocks_known = {(step - 1) // block for step in curve}
@@ -252,7 +252,7 @@ def _curve(run: Learning, quantity: str, block: int) -> dict[int, Estimate]:
 
 
 def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
-    """Return the rows with C1, C2 and C3 of each block of steps, by the last such step."""
+    """Return each block's rows that have C1, C2 and C3, keyed by the last step of these rows."""
     blocks: dict[int, list[dict[str, Any]]] = {}
     for row in run.metrics:
         if all(row.get(f"monitor/{name}") is not None for name in CONSTANTS):
@@ -261,10 +261,10 @@ def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
 
 
 def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
-    """Compute G* from mean constants over several parts (seeds or steps), with an interval.
+    """Compute G* and an interval from C1, C2 and C3 averaged over several parts (seeds or steps).
 
-    The interval is over the parts. A mean of the parts' G* would be biased, because
-    `1 + sqrt(C3/C1)` is not linear.
+    The interval reflects the variation between parts. Averaging the parts' G* instead would be
+    biased, because `1 + sqrt(C3/C1)` is not linear.
     """
     means_4N = np.stack([monitored_constants(rows).mean(axis=1) for rows in parts], axis=1)
     ratio = ScalingLaw.of_steps(means_4N).constants_ratio()
@@ -278,10 +278,10 @@ def _panel(
     seeds: Sequence[dict[str, Any]],
     names: Sequence[str],
 ) -> None:
-    """Draw one quantity: a line per series, with thin lines for its seeds or with a band.
+    """Draw one quantity: a line per series, with thin lines for the seeds or with a band.
 
-    Bands are clipped to possible values: shares lie in [0, 1], lengths are not negative, rewards
-    have no limits.
+    Bands are clipped to the possible values: [0, 1] for shares, and at least 0 for lengths. Rewards
+    are not clipped.
 
     Args:
         rows: See `learning_rows`.
@@ -296,7 +296,7 @@ def _panel(
         of_series = [row for row in seeds if row["series"] == name]
         for row in of_series:
             axes.plot(row["steps"], row["values"], color=colour, linewidth=0.6, alpha=0.28)
-        # A missing mean leaves a gap in the line.
+        # NaN for a missing mean leaves a gap in the line.
         means = [math.nan if row["mean"] is None else row["mean"] for row in line]
         axes.plot(
             [row["step"] for row in line], means, color=colour,
@@ -314,7 +314,8 @@ def _panel(
             axes.fill_between(
                 [row["step"] for row in band], low, high, color=colour, alpha=0.12, linewidth=0
             )
-    # Ticks are powers of two, from below the intervals to well above most estimates.
+    # The axis begins just below all intervals and ends well above most estimates. Ticks are powers
+    # of two.
     if quantity == GSTAR:
         lows = [max(row["low"], 1.0) for row in rows if row["low"] is not None]
         means = [row["mean"] for row in rows if row["mean"] is not None]
@@ -333,9 +334,9 @@ def _panel(
 
 
 def _gstar_bars(axes: Axes, line: Sequence[dict[str, Any]], colour: str, shift: float) -> None:
-    """Draw the interval of G* at each step, shifted to the right.
+    """Draw the interval of G* at each step, shifted right so that series do not overlap.
 
-    An interval without an upper end extends beyond the axis.
+    An interval without an upper end is drawn beyond the axis.
     """
     for row in line:
         if row["low"] is not None:
@@ -355,13 +356,13 @@ def monitored_constants(rows: Sequence[Mapping[str, Any]]) -> Array:
 def training_noise_sentence(
     metrics: Sequence[Mapping[str, Any]], group_size: int, rollouts: int
 ) -> str:
-    """Return `noise_text` for the monitored steps in the second half of a training run.
+    """Return `noise_text` for the monitored steps in the second half of training.
 
-    The result is "" if there are fewer than 4 such steps.
+    The result is "" if the second half has fewer than 4 monitored steps.
 
     Args:
         metrics: Rows of `metrics.jsonl`.
-        rollouts: Number of rollouts per step of the run, n.
+        rollouts: Number of rollouts per training step, n.
     """
     keys = [f"monitor/{name}" for name in CONSTANTS_AND_GRADIENT]
     rows = [row for row in metrics if all(row.get(key) is not None for key in keys)]

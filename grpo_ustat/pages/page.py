@@ -1,9 +1,10 @@
-"""Self-contained HTML page with the answer, figures, tables and completions; it needs no network.
+"""Self-contained HTML page with answer, figures, tables and completions; it needs no network.
 
-Model output is treated as hostile. Every text passes through jinja2's autoescape, or through a JSON
-block that it cannot close; the script inserts text from this block only as text. The
-Content-Security-Policy allows only the page's own style and script. A figure is embedded as an
-image, in which browsers run no script and load nothing, whatever the SVG contains.
+Model output is treated as hostile. Every text passes through jinja2's autoescape or is encoded in a
+JSON block, and no text can close this block. The script inserts values from the block as text and
+never as HTML. The Content-Security-Policy allows only the page's own style and script. Each figure
+is embedded as an image. Browsers run no script and load no file from an image, whatever the SVG
+contains.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from grpo_ustat.terminal.streams import single_line, visible
 
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
-# Maximum width in pixels of a figure that leaves room for another beside it.
+# Maximum width in pixels of a figure that leaves room for a second figure beside it.
 WIDEST_HALF = 800
 # Maximum width of a figure in points.
 WIDEST_PICTURE = 100_000
@@ -44,18 +45,19 @@ WIDEST_PICTURE = 100_000
 class Figure:
     """A figure."""
 
-    # Title above the figure, also its alternative text.
+    # Title above the figure, also used as alternative text.
     title: str
     # Text of an SVG with a viewBox in points, as matplotlib writes it.
     svg: str
     # Text below the figure.
     caption: str = ""
-    # Path of the CSV file with the figure's numbers, relative to the page; None if there is none.
+    # Path of the CSV file with the figure's numbers, relative to the page; None if no file has
+    # them.
     data: str | None = None
 
     @cached_property
     def width(self) -> int:
-        """Width in pixels at the intended size.
+        """Width of the figure in pixels at its intended size.
 
         Raises:
             ValueError: If the text is not an SVG with a viewBox.
@@ -71,7 +73,7 @@ class Figure:
 
     @property
     def is_wide(self) -> bool:
-        """True if the figure is too wide for another beside it."""
+        """True if the figure is too wide to have another figure beside it."""
         return self.width > WIDEST_HALF
 
     @property
@@ -84,9 +86,9 @@ class Figure:
 def read_figure(
     file: Path, title: str, caption: str = "", data: str | None = None
 ) -> tuple[Figure | None, str]:
-    """Read an SVG figure of a run.
+    """Read an SVG figure from a run folder.
 
-    For `title`, `caption` and `data` see `Figure`.
+    `Figure` describes `title`, `caption` and `data`.
 
     Returns:
         The figure and "", or None and the reason why it cannot be shown.
@@ -101,13 +103,13 @@ def read_figure(
 
 @dataclass(frozen=True)
 class Completions:
-    """Completions that a page lets users search and filter by reward."""
+    """Completions that users can search and filter on a page."""
 
     # Rows with the keys `prompt`, `completion` and `reward`. Further keys, such as `run`, `step`,
     # `advantage`, `length`, `ended`, `prompt_id`, `answer` or `extracted`, are also shown. All rows
     # have the same keys.
     rows: Sequence[Mapping[str, Any]]
-    # Sentence on the selection of these completions.
+    # Sentence that describes how these completions were selected.
     note: str = ""
 
 
@@ -117,16 +119,16 @@ class Page:
 
     # Title of the run or report.
     title: str
-    # Main result, with a line for each kind of run.
+    # Main result, with one line for each kind of run.
     answer: str
     # Next step, usually a shell command; "" if there is none.
     next_step: str = ""
-    # Warnings, and lines on missing parts.
+    # Warnings and other remarks, for example on parts that are missing.
     notes: Sequence[str] = ()
     # Names and values that describe the run.
     facts: Sequence[tuple[str, Cell]] = ()
-    # Figure and table of the main result, side by side between the answer and the next step; None
-    # if missing.
+    # Figure and table of the main result, shown side by side between the answer and the next step;
+    # None if missing.
     lead: Figure | None = None
     overview: Table | None = None
     # Further figures and tables, shown below.
@@ -134,15 +136,15 @@ class Page:
     tables: Sequence[Table] = ()
     # None if there are no completions.
     completions: Completions | None = None
-    # Nested configurations by run name. A single configuration is shown completely; for several,
-    # the page shows the keys that differ and the keys that they share.
+    # Nested configurations by run name. A single configuration is shown completely. For several
+    # configurations, the page shows the keys that differ and the keys that all of them share.
     configurations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # Time, machine and command, shown after the notes; "" if unknown.
     provenance: str = ""
 
 
 def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the keys whose values differ between runs, `key -> run -> value`.
+    """Return the keys whose values differ between runs, in the form `key -> run -> value`.
 
     Args:
         configurations: Nested configurations by run name.
@@ -163,7 +165,7 @@ def differences(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, di
 
 
 def shared_configuration(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the nested configuration of a single run, or the dotted keys that several runs share.
+    """Return a single run's nested configuration, or the dotted keys that several runs share.
 
     >>> shared_configuration({"a": {"seed": 0, "x": {"y": 1}}, "b": {"seed": 1, "x": {"y": 1}}})
     {'x.y': 1}
@@ -194,17 +196,17 @@ def render(page: Page) -> str:
         completions=Markup(completions_json(page.completions)) if page.completions else None,
         configuration=visible(configuration),
     )
-    # ASCII text is the same in all common encodings.
+    # ASCII text has the same bytes in all common encodings.
     return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def provenance_line(what: str, time: str, host: str | None, command: str | None) -> str:
-    """Return a line with the time, machine and command that produced a run or a page.
+    """Return a line with the time, host and command that produced a run or a page.
 
     Args:
         what: First word of the line, a participle such as "made".
         time: Time in ISO format, UTC.
-        host, command: Machine and command; None if unknown.
+        host, command: Host name and command line; None if unknown.
 
     >>> provenance_line("made", "2026-03-01T04:20:59+00:00", "node7", "grpo-ustat mse")
     'made 2026-03-01 04:20 UTC on node7 by `grpo-ustat mse`'
@@ -227,7 +229,7 @@ def _printed(page: Page) -> Iterator[str]:
 
 
 def _explained(text: str) -> Markup:
-    """Return the escaped text, with the meaning of each symbol as a tooltip."""
+    """Escape a text, and add the meaning of each symbol as a tooltip."""
     pieces = (
         escape(piece)
         if meaning is None
@@ -238,7 +240,7 @@ def _explained(text: str) -> Markup:
 
 
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table with a row per run and a column per key whose values differ.
+    """Return a table of the differing keys, with one row per run and one column per key.
 
     If there are more keys than runs, rows and columns are exchanged.
     """
@@ -255,7 +257,7 @@ def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
 def completions_json(completions: Completions) -> str:
     """Encode rows as JSON that is safe in a `script` element: ASCII without `<`, `>` and `&`.
 
-    A prompt that several completions share is written once.
+    A prompt that several completions share is written only once.
 
     Raises:
         ValueError: If the rows have different keys.

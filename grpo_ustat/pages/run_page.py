@@ -1,6 +1,6 @@
-"""Page of a run folder, `report.html`, for finished and unfinished runs.
+"""The page `report.html` of a run folder, for finished and unfinished runs.
 
-The page is made only from the files of the folder, so it is the same on every machine.
+The page depends only on files in the folder, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -37,38 +37,39 @@ PREDICTED_CAPTION = "Lines: predictions; markers: measurements with 95 % interva
 
 
 def nothing_follows(run: RunRecord) -> str:
-    """Return "", for commands without a next step."""
+    """Return "" for commands that suggest no next step."""
     return ""
 
 
 def no_overview(run: RunRecord) -> Table | None:
-    """Return None, for commands without a table of the main result."""
+    """Return None for commands without a table of the main result."""
     return None
 
 
 @dataclass(frozen=True)
 class RunView:
-    """Parts of a page that depend on the command of the run."""
+    """Parts of a page that depend on the command that started the run."""
 
     title: Callable[[RunRecord], str]
-    # Returns the answer in one sentence, or the progress of an unfinished run.
+    # Returns the answer in one sentence, or the progress of a run that has not finished.
     answer: Callable[[RunRecord], str]
-    # Returns names and values of settings and costs.
+    # Returns settings and costs as pairs of name and value.
     facts: Callable[[RunRecord], list[tuple[str, Cell]]]
     tables: Callable[[RunRecord], list[Table]]
     # Returns sentences shown beside the answer.
     notes: Callable[[RunRecord], list[str]]
     # Title, caption and data file of each figure that the command draws, by file name.
     figures: Mapping[str, tuple[str, str, str | None]]
-    # Returns the next command; "" if there is none.
+    # Returns the command to run next; "" if there is none.
     following: Callable[[RunRecord], str] = nothing_follows
-    # Returns the table of the main result; `lead` is the name of its figure, "" if there is none.
+    # Returns the table of the main result. `lead` is the name of the figure beside this table, ""
+    # if there is none.
     overview: Callable[[RunRecord], Table | None] = no_overview
     lead: str = ""
 
 
 def leave_page(folder: RunFolder, view: RunView, result: dict[str, Any] | None = None) -> None:
-    """Write `report.html` of a run; a failure only causes a warning.
+    """Write a run's `report.html`; if this fails, only warn.
 
     Args:
         result: Content of `result.json`, which is written after the page; None if the run is
@@ -78,7 +79,7 @@ def leave_page(folder: RunFolder, view: RunView, result: dict[str, Any] | None =
         final = result and result | {"config_hash": folder.config_hash}
         folder.write(NAME, render(run_page(folder.path, view, final, datetime.now(UTC))))
     except Exception as error:
-        # The page only shows files of the run, so its failure must not end the run.
+        # The page only displays the run's files, so an error here must not end the run.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         warn(f"{folder.path / NAME} could not be written; the run continues without it: {reason}")
 
@@ -92,8 +93,9 @@ def run_page(
     """Return the page of a run folder of `train`, `mse` or `gap`.
 
     Args:
-        result: Content of `result.json`, if the file has not been written yet.
-        now: End of the current launch; None if no launch is running.
+        result: Content for `result.json`, if the file has not been written yet.
+        now: Current time, which counts as the end of the current launch; None if no launch is
+            running.
     """
     run = RunRecord(folder, result=result)
     figures = _figures(run, view.figures)
@@ -146,7 +148,7 @@ def run_page(
 def _figures(
     run: RunRecord, catalogue: Mapping[str, tuple[str, str, str | None]]
 ) -> dict[str, Figure]:
-    """Return all SVG figures of the folder by name, starting with the ones in the catalogue."""
+    """Return the folder's SVG figures by name; figures in the catalogue come first."""
     files = {file.stem: file for file in sorted(run.folder.glob("*.svg"))}
     figures: dict[str, Figure] = {}
     for name in [name for name in catalogue if name in files] + sorted(set(files) - set(catalogue)):
@@ -162,7 +164,7 @@ def _figures(
 
 
 def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
-    """Return wall and worker time, number of starts, commit, versions and configuration hash."""
+    """Return facts on time, starts, commit, versions, configuration hash and folder."""
     result = run.result or {}
     cost = result.get("cost") or {}
     wall, own_time = history.wall_seconds(run.launches, now), []
@@ -198,7 +200,7 @@ def _provenance(run: RunRecord, now: datetime | None) -> list[tuple[str, Cell]]:
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """Return up to `most` evenly spaced indices into `count` items, including first and last.
+    """Return up to `most` evenly spaced indices into `count` items, including the first and last.
 
     >>> spaced(3, 5), spaced(9, 3)
     ([0, 1, 2], [0, 4, 8])

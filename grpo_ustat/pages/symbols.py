@@ -1,8 +1,8 @@
-"""Symbols that pages print, with their meanings, and the displayed names of baselines.
+"""Symbols on pages and their meanings, and the displayed names of baselines.
 
-All pages share one dictionary. `grpo_ustat.pages.page` lists the meanings of the symbols on a page
-below its answer, and shows a meaning when the pointer is over a symbol. `docs/glossary.md` defines
-further terms.
+All pages share one dictionary. Below the answer of a page, `grpo_ustat.pages.page` lists the
+symbols that the page uses. It also shows the meaning of a symbol when the pointer is over it.
+`docs/glossary.md` defines further terms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SYMBOLS = {
     "eta_t": "learning rate of step t",
     "T": "number of steps",
 }
-# A symbol must not be part of a word, a number or a path.
+# A match must not be part of a word, a number or a path.
 _START, _END = r"(?<![\w.\\^*-])(?<![a-z.]{2}/)", r"(?![\w*])"
 PATTERN = re.compile(
     "|".join(
@@ -45,14 +45,14 @@ PATTERN = re.compile(
         for symbol in sorted(SYMBOLS, key=len, reverse=True)
     )
 )
-# Descriptions of alarms, by their keys in result.json.
+# Displayed names of alarms, keyed by the alarm's name in result.json.
 ALARM_WORDS = {"zero_variance": "zero-variance groups"}
-# Displayed names of baselines that differ from their configuration values.
+# Displayed names of baselines, if they differ from the names in the configuration.
 BASELINE_WORDS = {"none": "vanilla (no baseline)"}
 
 
 def parts(text: str) -> Iterator[tuple[str, str | None]]:
-    """Split text into pieces; pair each with its meaning if it is a symbol, else with None.
+    """Split text into pieces, and pair each symbol with its meaning and other pieces with None.
 
     >>> [piece for piece, meaning in parts("MSE at G = 4, G* and corr(q, Z) in GB") if meaning]
     ['MSE', 'G', 'G*', 'corr(q, Z)']
@@ -79,5 +79,5 @@ def legend(texts: Iterable[str]) -> dict[str, str]:
 
 
 def baseline_word(name: str) -> str:
-    """Return the displayed name of a baseline; only `none` differs from its configuration value."""
+    """Return the displayed name of a baseline; only `none` is displayed differently."""
     return BASELINE_WORDS.get(name, name)

@@ -1,4 +1,4 @@
-"""Tables with their data, for the terminal, pages, CSV, LaTeX and Markdown."""
+"""Tables for the terminal, pages, CSV, LaTeX and Markdown."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from grpo_ustat.terminal.streams import visible
 
 Cell = str | int | float | bool | None
 MISSING = "–"
-# Maximum number of characters per cell on a terminal; longer texts are cut.
+# Maximum number of characters per cell on a terminal; longer texts are truncated.
 MAX_CHARACTERS = 300
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?(?![\w.-])", re.IGNORECASE)
-# Number of characters between two columns on a terminal, and the minimum width of a table.
+# Number of characters between columns on a terminal, and minimum width of a table in characters.
 GAP, MIN_WIDTH = 2, 64
 # Line breaks must not split an interval or a number and its percent sign.
 UNBROKEN = re.compile(r"\[[^\]\[]*?[\])]|(?<=\d) %")
 GLUE = "\0"
-# Maximum number of baselines side by side on a terminal with 80 columns.
+# Maximum number of baselines that fit side by side on an 80-column terminal.
 MAX_BASELINES = 4
-# LaTeX type of a column of sentences.
+# LaTeX column type for columns that contain sentences.
 LATEX_SENTENCES = r"p{0.3\linewidth}"
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
@@ -60,7 +60,7 @@ MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~$@]|:(?=//)|(?<=www)\.)")
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its notes and its data.
+    """A table, with notes and the data for its CSV file.
 
     Raises:
         ValueError: If the number of cells in a row differs from the number of columns.
@@ -68,22 +68,22 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    # Cells by row, one per column; None if missing. A cell may have several lines. On a page, a
-    # text such as `0.35 [0.18, 0.57]` is sorted by its first number.
+    # Rows of cells, one cell per column; None if missing. A cell may have several lines. Pages sort
+    # a text such as `0.35 [0.18, 0.57]` by its first number.
     rows: Sequence[Sequence[Cell]]
-    # Notes below the table: scope of intervals, meaning of marks, missing numbers with reasons.
+    # Notes below the table on the scope of intervals, the meaning of marks, and missing numbers.
     notes: Sequence[str] = ()
-    # Base name of the files `<name>.csv` and `<name>.tex`.
+    # Base name for the files `<name>.csv` and `<name>.tex`.
     name: str = ""
     # Rows of the CSV file; a missing key becomes an empty field.
     data: Sequence[dict[str, Any]] = ()
-    # Notes below the figure of the same name; None if there is no such figure.
+    # Notes below the figure with the same name; None if no figure has this name.
     figure_notes: Sequence[str] | None = None
-    # True if the first column has headings; repeated headings are left blank.
+    # True if the first column contains row headings; a repeated heading is left blank.
     headings: bool = False
-    # Columns of sentences, which a terminal omits.
+    # Names of columns that contain sentences; they are omitted on a terminal.
     sentences: Sequence[str] = ()
-    # True if a terminal omits the table.
+    # True if the table is omitted on a terminal.
     page_only: bool = False
     # True if a page shows only the title until the reader opens the table.
     folded: bool = False
@@ -98,11 +98,11 @@ class Table:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Yield the table for a terminal, without the columns of sentences.
+        """Yield the table for a terminal, without columns that contain sentences.
 
-        Words, numbers and intervals are not broken. Columns that do not fit follow in a further
-        part, which repeats the first column. A table without rows is printed as a line with its
-        title and notes.
+        Lines do not break inside words, numbers or intervals. Columns that do not fit are printed
+        below in another part, which repeats the first column. For a table without rows, only a line
+        with the title and notes is printed.
         """
         if not self.rows:
             yield wrapped(f"{self.title}: {' '.join(self.notes)}", options.max_width)
@@ -133,7 +133,7 @@ class Table:
             yield ""
 
     def _parts(self, room: int) -> list[dict[int, int]]:
-        """Return the widths of the columns in each part on a terminal, by column index.
+        """Split the columns into parts that fit a terminal; return the widths by column index.
 
         Args:
             room: Number of characters per line.
@@ -152,7 +152,7 @@ class Table:
             for i, column in texts.items()
         }
         (heading, *others), parts = texts, []
-        # Every part repeats the first column, so it may have to break long words.
+        # The first column is in every part, so its long words may have to be broken.
         beside = min(max((least[i] for i in others), default=0), room // 2)
         part = {heading: min(least[heading], room - GAP - beside)}
         for i in others:
@@ -163,31 +163,31 @@ class Table:
             part[i] = least[i]
         parts.append(part)
         for part in parts:
-            # Each spare character goes to the column that lacks most.
+            # Give each spare character to the column that is farthest below its full width.
             for _ in range(room - sum(part.values()) - (len(part) - 1) * GAP):
                 i = max(part, key=lambda i: longest[i] - part[i])
                 part[i] += longest[i] > part[i]
         return parts
 
     def csv(self) -> str:
-        """Return the data of the table as CSV."""
+        """Return the table's data as CSV."""
         keys = dict.fromkeys(key for row in self.data for key in row)
         return csv_text([dict.fromkeys(keys) | row for row in self.data])
 
     def latex(self) -> str:
         r"""Return a floating LaTeX `table` that is at most as wide as the line.
 
-        It needs the packages booktabs and graphicx.
+        The LaTeX document must load the packages booktabs and graphicx.
 
-        Each cell is one line, with the interval in small print after the value. Repeated headings
-        with several lines, such as the names of a study, become a separate line above their rows.
-        No row begins with `[` or `*`, because LaTeX would read it as an option of the preceding
-        `\\`.
+        Each cell is one line, with the interval in small print after the value. If headings repeat
+        and have several lines, as the names of a study do, each heading is printed once on a
+        separate line above its rows. No row begins with `[` or `*`, because LaTeX would read this
+        character as an option of the preceding `\\`.
         """
         headings = [row[0] for row in self.rows]
         grouped = self.headings and len(set(headings)) < len(headings)
         grouped = grouped and any("\n" in str(heading) for heading in headings)
-        # Index of the first column shown.
+        # Index of the first column to print.
         first = int(grouped)
         kinds = ["r"] * len(self.columns)
         kinds[0] = "l"
@@ -225,12 +225,12 @@ class Table:
         ])  # fmt: skip
 
     def markdown(self) -> str:
-        """Return the header and rows in Markdown, one line each."""
+        """Return the header and the rows as Markdown lines."""
         lines = ["| " + " | ".join(map(plain, row)) + " |" for row in (self.columns, *self.rows)]
         return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]])
 
     def numeric_columns(self) -> list[bool]:
-        """Return True for each column whose cells, except missing ones, all sort by a number."""
+        """Return, for each column, True if all cells that are not missing sort by a number."""
         columns = list(zip(*self.rows, strict=True)) or [(None,)] * len(self.columns)
         return [
             bool(self.rows)
@@ -244,7 +244,7 @@ class Table:
         write_whole(folder / f"{self.name}.tex", self.latex())
 
     def _text_rows(self) -> list[list[str]]:
-        """Return all cells as texts; a heading that repeats the one above is blank."""
+        """Return all cells as texts, and leave a heading blank if it equals the one above."""
         rows = [[x if isinstance(x, str) else cell_text(x) for x in row] for row in self.rows]
         if not self.headings:
             return rows
@@ -256,12 +256,12 @@ class Table:
 
 
 def _terminal_text(cell: str) -> str:
-    """Return the text of a cell for a terminal, cut and with invisible characters spelt out."""
+    """Return a cell's text for a terminal, truncated and with invisible characters spelt out."""
     return visible(excerpt(cell, MAX_CHARACTERS)).expandtabs()
 
 
 def _words(text: str) -> list[str]:
-    """Split a text at the places where lines may be broken.
+    """Split a text at the spaces where a line may be broken.
 
     >>> _words("tiny, bare 0.5 [0.2, 0.8] 12 %")
     ['tiny,', 'bare', '0.5', '[0.2, 0.8]', '12 %']
@@ -274,7 +274,7 @@ def _glued(text: str) -> str:
 
 
 def broken(text: str, width: int) -> str:
-    """Break lines of a text that are longer than a width, between words if possible.
+    """Break all lines that are longer than a width, between words if possible.
 
     >>> print(broken("0.5 [0.2, 0.8]", 10))
     0.5
@@ -287,7 +287,7 @@ def broken(text: str, width: int) -> str:
 
 
 def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Table:
-    """Return a table of rows with a column per key; columns without any value are omitted."""
+    """Return a table with a column per key of the rows; columns without any value are omitted."""
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = [key for key in keys if any(row.get(key) is not None for row in rows)]
     cells = [[as_cell(row.get(key)) for key in columns] for row in rows]
@@ -295,7 +295,7 @@ def rows_table(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> Ta
 
 
 def as_cell(value: Any) -> Cell:
-    """Convert a value from a configuration or a file to a cell."""
+    """Convert a value from a configuration or a file to a table cell."""
     return value if isinstance(value, Cell) else json.dumps(value, default=str)
 
 
@@ -313,7 +313,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def sort_value(cell: Cell) -> float | None:
-    """Return the sort key of a cell: its value, or the number at the start of its text.
+    """Return a cell's sort key: its value, or the number at the start of its text.
 
     >>> sort_value("0.35 [0.18, 0.57]"), sort_value("12 %"), sort_value(3)
     (0.35, 12.0, 3.0)
@@ -329,9 +329,9 @@ def sort_value(cell: Cell) -> float | None:
 
 
 def tex(text: str) -> str:
-    r"""Escape a text for LaTeX, with statistical symbols in math mode.
+    r"""Escape a text for LaTeX, and set statistical symbols in math mode.
 
-    A character without a LaTeX equivalent is shown as its code point.
+    A non-ASCII character without a LaTeX equivalent is replaced by its code point.
 
     >>> tex("n_0 = 5 %, ~"), tex("-0.5 ± 1 ≤ x\x00\n中")
     ('n\\_0 = 5 \\%, \\textasciitilde{}', '$-$0.5 $\\pm$ 1 $\\le$ x\\textbackslash{}x00 U+4E2D')
@@ -356,7 +356,7 @@ def _tex_letter(letter: str) -> str:
 
 
 def tex_cell(cell: str) -> str:
-    r"""Join the lines of a cell into one LaTeX cell; all lines after the first are small.
+    r"""Join the lines of a cell into one LaTeX cell, with all lines after the first in small print.
 
     >>> print(tex_cell("23.1\n[21.3, 25.0]"), tex_cell("0.378*"))
     23.1 {\scriptsize [21.3, 25.0]} 0.378*
@@ -368,8 +368,8 @@ def tex_cell(cell: str) -> str:
 def _latex_row(cells: Sequence[str]) -> str:
     r"""Return a row of LaTeX.
 
-    A leading `{}` protects a row that begins with `[` or `*`, which LaTeX would otherwise read as
-    an option of the preceding row.
+    A row that begins with `[` or `*` is prefixed with `{}`. Otherwise LaTeX would read the
+    character as an option of the preceding `\\`.
     """
     text = " & ".join(cells)
     return ("{}" if text.lstrip()[:1] in ("[", "*") else "") + text + r" \\"
@@ -402,8 +402,8 @@ def fenced(text: str, language: str = "") -> str:
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:
     r"""Return rows with equal keys as CSV; None becomes an empty field.
 
-    A text that a spreadsheet would execute gets a leading `'`, which `files.csv_rows` removes.
-    Invisible characters are spelt out.
+    If a spreadsheet would execute a text as a formula, a `'` is put before it. `files.csv_rows`
+    removes this character. Invisible characters are spelt out.
 
     >>> print(csv_text([{"name": "=1+1", "low": -0.5, "text": "-0.5"}]), end="")
     name,low,text
@@ -429,7 +429,7 @@ def write_csv(folder: RunFolder, name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
-    """Return the first `most` lines and a line with the number of omitted lines.
+    """Return the first `most` lines, and a last line with the number of omitted lines.
 
     >>> shorten(["a", "b", "c"], 1, "runs.csv")
     ['a', 'and 2 more, see runs.csv']
@@ -439,7 +439,7 @@ def shorten(lines: Sequence[str], most: int, where: str) -> list[str]:
 
 
 def enumeration(names: Sequence[str], word: str = "and") -> str:
-    """Join names with commas, and the last name with a word.
+    """Join names with commas, and put a word before the last name.
 
     >>> enumeration(["a"]), enumeration(["a", "b", "c"])
     ('a', 'a, b and c')
@@ -450,7 +450,7 @@ def enumeration(names: Sequence[str], word: str = "and") -> str:
 def three_digits(value: float) -> str:
     """Format a number with three significant digits, including trailing zeros.
 
-    Thousands have no exponent.
+    Numbers from 1,000 to 999,000 are written without an exponent.
 
     >>> [three_digits(x) for x in (0.001234, -0.5, 62.4, 2647.0, 1234567.0, math.inf)]
     ['0.00123', '-0.500', '62.4', '2650', '1.23e+06', 'infinity']
@@ -472,7 +472,7 @@ def number_text(value: float | str) -> str:
 
 
 def with_interval(row: Mapping[str, Any], key: str, prefix: str = "") -> str | None:
-    """Format a number of a row, followed by its interval in `<prefix>low` and `<prefix>high`."""
+    """Format a number from a row and its interval, which is in `<prefix>low` and `<prefix>high`."""
     values = (row.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
     return closed_interval_text(
         Interval(*(x if isinstance(x, int | float) else math.nan for x in values))
@@ -480,7 +480,7 @@ def with_interval(row: Mapping[str, Any], key: str, prefix: str = "") -> str | N
 
 
 def closed_interval_text(value: Interval) -> str | None:
-    """Format an estimate with three digits and its closed interval; None if it is unknown.
+    """Format an estimate and its closed interval with three digits; None if it is unknown.
 
     >>> closed_interval_text(Interval(2.0, 1.0, 3.0))
     '2.00 [1.00, 3.00]'
@@ -495,7 +495,7 @@ def closed_interval_text(value: Interval) -> str | None:
 
 
 def interval_text(value: Interval) -> str:
-    """Format an estimate with three digits and its interval; `-` if there is no interval.
+    """Format an estimate and its interval with three digits; `-` if there is no interval.
 
     The interval may have no upper end.
 
@@ -510,7 +510,7 @@ def interval_text(value: Interval) -> str:
 
 
 def open_interval(row: Mapping[str, Any], name: str) -> str:
-    """Format an estimate in a row of a file; see `interval_text`."""
+    """Format an estimate from a row of a file; see `interval_text`."""
     return interval_text(row_interval(row, name))
 
 
@@ -536,9 +536,10 @@ def count_text(count: int, noun: str) -> str:
 
 
 def interval_scope(questions: int) -> str:
-    """Describe the scope of a study's intervals, given its number of questions.
+    """Describe the population that a study's intervals cover, given its number of questions.
 
-    A few questions say nothing about others; see `intervals.pool_mean_reward`.
+    With too few questions, intervals do not generalise to new questions; see
+    `intervals.pool_mean_reward`.
     """
     if questions < MIN_QUESTIONS:
         return "for these questions"

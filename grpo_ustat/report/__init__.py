@@ -1,1 +1,1 @@
-"""The command `report`: tables, figures and a page that combine any set of run folders."""
+"""The command `report`: write tables, figures and a page on any set of run folders."""

@@ -1,9 +1,10 @@
 """Held-out accuracy or mean reward of training runs, averaged over seeds and compared.
 
-A cell is a mean over seeds. The cells of a family are compared with the best of them. In the table
-by steps, a family consists of the swept values of one line and step (the G of the paper's
-Figure 5). In the table of budgets, it consists of all (n, G) of one series at one step (the paper's
-Table 2). In the table of settings, it consists of the settings with one n, G and step.
+A cell is the mean of runs that differ only in the seed. Within a family of cells, each cell is
+compared with the best cell. In the table by steps, a family consists of all swept values on one
+line at one step (for example the G in the paper's Figure 5). In the table of budgets, a family
+consists of all (n, G) of one series at one step (the paper's Table 2). In the table of settings, a
+family consists of all settings with the same n, G and step.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from grpo_ustat.report.settings import Axis, setting_labels
 from grpo_ustat.runs.record import RunRecord
 
 Keys = tuple[str, ...]
-# Keys that identify a family of cells, and keys that identify a cell within the family.
+# Keys that identify a family of cells, then keys that identify a cell within its family.
 BY_STEP: tuple[Keys, Keys] = ("series", "rollouts", "step"), ("group_size",)
 BY_LINE: tuple[Keys, Keys] = ("line", "step"), ("x",)
 BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
-FEW_SEEDS = "(4 of 5): number of seeds of this cell and the largest number of seeds."
-# Mark of a mean that is significantly less than the largest mean.
+FEW_SEEDS = "(4 of 5): this cell has 4 seeds, and the largest number of seeds in a cell is 5."
+# Mark on a mean that is significantly less than the largest mean.
 LESS = "*"
 
 AccuracyCell = dict[str, Any]
@@ -38,7 +39,7 @@ AccuracyCell = dict[str, Any]
 def accuracy_rows(
     runs: Sequence[RunRecord], series_keys: Sequence[str], axis: Axis
 ) -> list[dict[str, Any]]:
-    """Return a row for each run and step.
+    """Return one row for each run and evaluated step.
 
     Args:
         runs: Training runs.
@@ -62,29 +63,31 @@ def accuracy_rows(
 def accuracy_cells(
     rows: Sequence[dict[str, Any]], family: tuple[Keys, Keys] = BY_STEP, pooled: bool = False
 ) -> list[AccuracyCell]:
-    """Return a row per cell with its mean over seeds and its difference from the family's best.
+    """Return a row per cell, with its mean over seeds and its difference from the best cell.
 
-    `low` and `high` are the ends of an interval over seeds, given the questions (t, seeds - 1
-    degrees of freedom). With one seed they are the ends of the run's interval over questions.
-    `over` names the kind of interval. `questions_low` and `questions_high` are over questions,
-    given the seeds: they are averages over the intervals of the runs. The averaged interval is not
-    shorter than the interval of the mean, because the standard deviation of a mean is at most the
-    mean of the runs' standard deviations.
+    `low` and `high` are the ends of a t interval over seeds, conditional on the questions, with
+    (seeds - 1) degrees of freedom. With one seed, they are the ends of the run's interval over
+    questions. `over` is "seeds" or "questions" accordingly. `questions_low` and `questions_high`
+    are the ends of an interval over questions, conditional on the seeds. Each end is the average
+    over the runs' intervals. This interval is conservative, because the standard deviation of a
+    mean is at most the mean of the runs' standard deviations.
 
-    `best` marks the largest mean of a family. The difference from it is paired on shared seeds.
-    With one seed it is the difference of two independent samples of questions, whose interval is
-    wider than a paired one and does not include the variation of training. `distinct` is True if
-    the interval lies below 0. The k - 1 differences of a family each have the level
-    1 - 0.05 / (k - 1) (Bonferroni). So the truly best cell is declared different from the largest
-    mean in at most 2.5 % of families (Hsu 1984, comparisons with the best), although the largest
-    mean is chosen on the same seeds. `decided` is True if any cell of the family is distinct;
-    otherwise the largest mean does not identify a best cell.
+    `best` is True for the cell with the largest mean in its family. Every other cell is compared
+    with this cell on the seeds that both cells have. If each of the two cells has only one seed,
+    the questions of the two runs are treated as independent samples. The interval of the difference
+    is then wider than a paired interval, and it does not include variation between training runs.
+    `distinct` is True if the interval of the difference lies below 0. The k - 1 differences of a
+    family each have the confidence level 1 - 0.05 / (k - 1) (Bonferroni). So the truly best cell is
+    declared different from the largest mean in at most 2.5 % of families (Hsu 1984, comparisons
+    with the best), although the largest mean is chosen on the same seeds. `decided` is True if any
+    cell of the family is distinct. Otherwise the data do not identify a best cell.
 
     Args:
         rows: See `accuracy_rows`.
         family: One of `BY_STEP`, `BY_LINE`, `BY_BUDGET` and `BY_SETTING`.
-        pooled: If True, the differences of a family share one variance with `difference_dof`
-            degrees of freedom (see `residual_variance`); if False, each has a separate variance.
+        pooled: If True, all differences in a family share one variance with `difference_dof`
+            degrees of freedom (see `residual_variance`). If False, each difference has a separate
+            variance.
     """
     within, by = family
     families: dict[tuple, dict[tuple, dict[int, dict]]] = {}
@@ -121,24 +124,25 @@ def accuracy_cells(
 
 
 def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
-    """Replace intervals over seeds by intervals from a variance pooled over a line and step.
+    """Recompute intervals over seeds with a variance pooled over the cells of each line and step.
 
-    The variance s^2 is pooled over cells with several seeds. The half-width is
-    `t_dof s / sqrt(seeds)`, where `dof` is the sum of (seeds - 1) over these cells.
+    The variance s^2 is pooled over the cells that have several seeds. The half-width is `t_dof s /
+    sqrt(seeds)`, with `dof` the sum of (seeds - 1) over these cells.
 
-    Pooling gives shorter intervals: one cell with two seeds has t_1 = 12.7, and six such cells
-    together have t_6 = 2.4. It assumes equal variances. If they differ, intervals are too short for
-    noisier cells and too long for others: with standard deviations from 1 to 2 over six cells of
-    three seeds, coverage is 94 % on average, 88 % for the noisiest cell and 99 % for the least
-    noisy one (40 000 draws).
+    Pooling shortens the intervals: the t quantile is t_1 = 12.7 for one cell with two seeds, and
+    t_6 = 2.4 for six pooled cells with two seeds each. Pooling assumes that the variances of all
+    cells are equal. If they differ, intervals are too short for noisier cells and too long for the
+    other cells. With six cells of three seeds and standard deviations from 1 to 2, coverage is 94 %
+    on average, 88 % for the noisiest cell and 99 % for the least noisy cell (40 000 draws).
 
     Args:
-        cells: Cells of `BY_LINE`. Cells with a single seed are unchanged and have `dof` None.
+        cells: Cells of `BY_LINE`. Intervals of cells with a single seed stay unchanged, and their
+            `dof` is None.
     """
     groups: dict[tuple, list[AccuracyCell]] = {}
     for cell in cells:
         groups.setdefault((cell["line"], cell["step"]), []).append(cell)
-    # Variance of a single run with its degrees of freedom, by line and step.
+    # Variance between runs and its degrees of freedom, by line and step.
     laws = {}
     for key, group in groups.items():
         several = [cell for cell in group if cell["sd"] is not None]
@@ -159,7 +163,7 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
 
 
 def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
-    """Return the mean over the runs of several seeds, with its interval.
+    """Return the mean over runs with different seeds, and its interval.
 
     >>> runs = {i: {"mean_reward": x, "n": 500} for i, x in enumerate((0.5, 0.6, 0.7))}
     >>> _ = [run.update(quantity="accuracy") for run in runs.values()]
@@ -175,19 +179,20 @@ def over_seeds(runs: dict[int, dict[str, Any]]) -> Interval:
 
 
 def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
-    """Clip the interval of an accuracy to [0, 1]; leave that of a mean reward unchanged."""
+    """Clip the interval of an accuracy to [0, 1]; return other intervals unchanged."""
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         return interval
     return Interval(*(min(max(x, 0.0), 1.0) for x in interval))
 
 
 def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
-    """Estimate the variance of a run's mean that is explained neither by its cell nor its seed.
+    """Estimate the variance of run means that neither the cell nor the seed explains.
 
     The estimate is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, from a randomised
-    block design with the C cells that have several seeds and the S seeds that they share. It
-    assumes equal residual variances. The difference of two cells over S seeds has the variance
-    2/S times this estimate; with only two cells, this is the variance of the paired differences.
+    block design with the C cells that have several seeds and the S seeds that these cells share. It
+    assumes equal residual variances. The difference between two cell means over S seeds has the
+    variance 2/S times this estimate. With only two cells, twice the estimate is the variance of the
+    paired differences.
 
     Args:
         cells: Runs by seed, for each cell.
@@ -216,15 +221,15 @@ def difference(
     level: float = CONFIDENCE,
     law: tuple[float, int] | None = None,
 ) -> Interval | None:
-    """Return a cell's mean minus the best cell's mean; None if too few seeds are shared.
+    """Return a cell's mean minus the best cell's mean; None if the cells share too few seeds.
 
-    See `accuracy_cells`.
+    `accuracy_cells` explains the interval.
 
     Args:
         runs, best: Runs of the two cells, by seed.
         level: Confidence level.
-        law: Variance and degrees of freedom from `residual_variance`; None to use the variance of
-            the two cells' differences.
+        law: Variance and degrees of freedom from `residual_variance`; None: use the variance of the
+            differences between the two cells.
     """
     shared = sorted(runs.keys() & best.keys())
     if len(shared) > 1:
@@ -242,10 +247,10 @@ def difference(
 
 
 def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> float:
-    """Return the variance of rounding an accuracy to a multiple of 1/n: 1 / (12 n^2).
+    """Return the variance due to rounding an accuracy to a multiple of 1/n: 1 / (12 n^2).
 
-    n is the smallest number of questions. For a mean reward the result is 0, because its resolution
-    is unknown.
+    n is the smallest number of questions in the rows. For a mean reward the result is 0, because
+    the step between possible values is unknown.
 
     Args:
         rows: Rows of runs or cells.
@@ -258,10 +263,10 @@ def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> 
 
 
 def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
-    """Return the mean and its t interval.
+    """Return the mean of values and its t interval.
 
-    A few accuracies on a few questions are often all equal although their variance is not 0.
-    Therefore the variance is at least the variance of their rounding.
+    With a few seeds and few questions, accuracies are often all equal although their true variance
+    is not 0. Therefore at least the rounding variance is used.
 
     >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
@@ -273,7 +278,7 @@ def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> I
 def accuracy_table(
     cells: Sequence[AccuracyCell], data: Sequence[AccuracyCell], axis: Axis
 ) -> Table:
-    """Return a table with a row per line and step and a column per value of the axis.
+    """Return a table with a row per line and step, and a column per value on the axis.
 
     Args:
         cells: Cells of `BY_LINE` at the steps to show.
@@ -297,7 +302,7 @@ def accuracy_table(
 
 
 def budget_table(cells: Sequence[AccuracyCell]) -> Table:
-    """Return the paper's Table 2, with a row per series and budget and a column per group size.
+    """Return the paper's Table 2: a row per series and budget, and a column per group size.
 
     Args:
         cells: Cells of `BY_BUDGET`.
@@ -318,9 +323,9 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def settings_table(cells: Sequence[AccuracyCell]) -> Table:
-    """Return a table with a row per setting, with its difference from the largest mean.
+    """Return a table with a row per setting, which contains its difference from the largest mean.
 
-    Settings with the same n and G are grouped and compared with each other.
+    Settings are compared only with settings that have the same n and G.
 
     Args:
         cells: Cells of `BY_SETTING`.
@@ -357,7 +362,7 @@ def settings_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def budget_name(cell: AccuracyCell) -> str:
-    """Name the budget and series of a cell."""
+    """Return text that names a cell's budget and series."""
     return " ".join(filter(None, (f"n={cell['rollouts']}", cell["series"])))
 
 
@@ -367,7 +372,7 @@ def _grid(
     """Return the rows of a table.
 
     Args:
-        places: Row heading (without the step), column index and cell, for each cell.
+        places: Tuples of row heading (without the step), column index and cell.
         columns: Names of the columns.
     """
     most = max(cell["seeds"] for *_, cell in places)
@@ -379,10 +384,10 @@ def _grid(
 
 
 def _cell_text(cell: AccuracyCell, most: int) -> str:
-    """Format a mean above its interval, with the number of seeds if some are missing.
+    """Format a mean above its interval, and add the number of seeds if some seeds are missing.
 
     A mean that is significantly less than the largest mean is marked. A mean that could not be
-    compared gets a question mark if another one is significantly less.
+    compared gets a question mark if another mean of its family is significantly less.
     """
     mark = LESS if cell["distinct"] else ""
     if cell["decided"] and cell["distinct"] is None and not cell["best"]:
@@ -395,8 +400,8 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
     """Return notes on the source of the intervals and the meaning of the mark.
 
     Args:
-        cells: Cells shown.
-        mark: Mark of a mean that is significantly less than the largest mean.
+        cells: Cells that the table shows.
+        mark: Mark on means that are significantly less than the largest mean.
         among: Words for the cells that are compared with each other.
     """
     counts = sorted({cell["questions"] for cell in cells})
@@ -428,7 +433,7 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
 
 
 def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
-    """Return a line for a figure that explains dots, bars and hollow markers.
+    """Return a line that explains the dots, bars and hollow markers of a figure.
 
     Args:
         cells: Cells of `BY_LINE`; see `pooled_cells`.
@@ -448,9 +453,9 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """Describe the population of the intervals of the means, for one or both kinds of intervals."""
+    """Describe the population that the intervals cover: seeds, questions, or a mixture."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
-    over_questions = "for new questions, without the variation of training (one seed"
+    over_questions = "for new questions, without variation between training runs (one seed"
     if not counts:
         return f"{over_questions})"
     several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

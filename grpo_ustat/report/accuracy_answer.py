@@ -1,4 +1,4 @@
-"""Sentences on accuracies or mean rewards at several group sizes and settings."""
+"""Sentences that compare accuracies or mean rewards of group sizes and settings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grpo_ustat.runs.record import RunRecord, key_label
 def at_last(
     rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
 ) -> list[dict[str, Any]]:
-    """Select the rows of each series at one step: the last one that the most (n, G) reached.
+    """Select each series' rows at a single step: the last step that the most (n, G) have reached.
 
     Args:
         rows: See `accuracy.accuracy_rows`.
         steps: Steps to choose from.
-        within: Column that defines the series; each of its values has a separate step.
+        within: Column that defines the series; a step is chosen for each of its values.
     """
     last_rows = []
     for name in dict.fromkeys(row[within] for row in rows):
@@ -37,9 +37,9 @@ def at_last(
 
 
 def best_sentence(cells: Sequence[AccuracyCell]) -> str:
-    """Name the best cell of each series and the cells that are significantly less.
+    """Name each series' best cell and the cells with significantly smaller means.
 
-    If no difference is significant, the sentence gives the range over all cells.
+    If no difference is significant, the sentence gives the range of means over all cells.
 
     Args:
         cells: Cells of `accuracy.BY_BUDGET`.
@@ -77,7 +77,7 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
 
 
 def _cell_names(cells: Sequence[AccuracyCell], several: bool) -> str:
-    """Name cells by group size, and also by n if it varies; give only the count of more than 4."""
+    """Name cells by group size, and by n if it varies; give only the count if it exceeds 4."""
     if len(cells) > 4:
         return f"{len(cells)} others"
     if several:
@@ -128,7 +128,7 @@ def _mean_text(cell: AccuracyCell) -> str:
 
 
 def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
-    """Return a line for each (n, G) that lacks seeds which other cells of the series have.
+    """Return a line for each (n, G) that lacks seeds which its series has at other (n, G).
 
     Args:
         runs: Training runs.

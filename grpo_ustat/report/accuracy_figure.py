@@ -27,7 +27,7 @@ from grpo_ustat.report.settings import Axis, value_text
 from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import visible
 
-# Maximum number of characters of a value along an axis.
+# Maximum number of characters in a tick label.
 MAX_CHARACTERS = 60
 
 
@@ -40,17 +40,18 @@ def accuracy_figure(
     notes: Sequence[str],
     gstar: Interval | None = None,
 ) -> None:
-    """Draw the paper's Figure 5: held-out accuracy or mean reward against the swept setting.
+    """Draw the paper's Figure 5: held-out accuracy or mean reward by value of the swept setting.
 
     The figure has a panel per step and a line per series. Each seed is a small dot.
 
     Args:
-        folder, name: Folder and base name of the files `<folder>/<name>.{pdf,svg,png}`.
+        folder, name: Folder and base name of the output files `<folder>/<name>.{pdf,svg,png}`.
         cells: Cells of `accuracy.BY_LINE`.
-        rows: Rows of single runs; see `accuracy.accuracy_rows`.
+        rows: Rows of individual runs; see `accuracy.accuracy_rows`.
         axis: Axis of the swept setting.
-        notes: Lines under the figure.
-        gstar: Best group size for the gradient error with its interval, drawn as a vertical band.
+        notes: Lines to print below the figure.
+        gstar: Group size with the smallest gradient error, G*, and its interval, drawn as a
+            vertical band.
     """
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     quantity = joint_quantity(cell["quantity"] for cell in cells)
@@ -84,17 +85,17 @@ def _accuracy_panel(
     lines: Sequence[str],
     axis: Axis,
 ) -> None:
-    """Draw means with intervals at one step; a mean significantly below the largest is hollow."""
+    """Draw means and intervals at one step, with hollow markers for significantly smaller means."""
     positions = [axis.position(value) for value in axis.values]
     span = max(positions) - min(positions) or 1.0
 
     def shifted(x: float, share: float) -> float:
-        """Move a point to the right by a share of the distance between two values."""
+        """Move a point to the right by a share of the distance between neighbouring values."""
         if axis.is_logarithmic:
             return x * 2**share
         return x + share * span / max(len(positions) - 1, 1)
 
-    # Use the same colours as in the learning curves.
+    # Use the colours that the learning curves use.
     by_value = len(lines) == 1 and not axis.is_numeric
     for i, name in enumerate(axis.values if by_value else lines):
         line = [cell for cell in cells if cell["x" if by_value else "line"] == name]
@@ -105,7 +106,7 @@ def _accuracy_panel(
         title = f"{axis.key.removesuffix('.name')}={name}" if by_value else name
         place = 0 if by_value else i
         colour, marker = series_style(title, i)
-        # The bars of different lines are drawn side by side.
+        # Bars of different lines are drawn side by side so that they do not overlap.
         places = [shifted(axis.position(cell["x"]), 0.07 * place) for cell in line]
         if any(cell["seeds"] > 1 for cell in line):
             axes.plot(
@@ -114,7 +115,7 @@ def _accuracy_panel(
                 markeredgewidth=0,
             )  # fmt: skip
         heights = [cell["mean_reward"] for cell in line]
-        # Rounding may put a mean slightly outside its interval at 0 or 1.
+        # Because of rounding, a mean of 0 or 1 may be slightly outside its interval.
         below = [max(0.0, cell["mean_reward"] - cell["low"]) for cell in line]
         above = [max(0.0, cell["high"] - cell["mean_reward"]) for cell in line]
         axes.errorbar(

@@ -1,8 +1,8 @@
-"""Report of any set of runs: tables, figures and their data in one folder.
+"""Report on any set of runs: one folder with tables, figures and their data.
 
-`grpo-ustat report` reports the runs in the given folders. A sweep with `report.name` reports its
-own runs. Runs that differ in more than group size, seed and budget are shown separately. Missing,
-damaged and repeated runs are listed.
+`grpo-ustat report` writes a report on the runs in the given folders. A sweep with `report.name`
+writes a report on its runs. Runs that differ in keys other than group size, seed and budget are
+shown separately. Notes list missing, damaged and repeated runs.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
-# Maximum number of steps shown, each with a panel, if no steps are requested.
+# Maximum number of evaluated steps that are shown, each in a panel, if the user selects no steps.
 MAX_STEPS = 8
 # Maximum number of notes printed on the terminal.
 MAX_LINES = 12
-# Maximum length in bytes; file systems limit names to 255 bytes.
+# Maximum length of a slug in bytes; file systems limit file names to 255 bytes.
 LONGEST_SLUG = 80
 # Maximum number of lines in a figure of learning curves if both G and settings vary.
 MAX_CURVES = 4
@@ -83,7 +83,7 @@ MAX_CURVES = 4
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
     """Write a report on the runs that match the patterns."""
     if (folder / CONFIG).exists() or (folder / CODE).exists():
-        raise ConfigError(f"{folder} is the folder of a run: choose another with name=NAME")
+        raise ConfigError(f"{folder} is the folder of a run: choose another folder with name=NAME")
     run_set = without_unreadable(read_runs(entries_in(patterns)))
     # Runs are shown in the order in which they were started.
     run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))
@@ -100,7 +100,7 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
 
 
 def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | None) -> None:
-    """Write a report on the runs of a sweep, in the order of the sweep."""
+    """Write a report on the runs of a sweep, in the sweep's order."""
     report = Report(folder, without_unreadable(read_runs(entries)), steps)
     if report.is_empty:
         tell(f"No run of {folder.name} has results to report.")
@@ -109,9 +109,9 @@ def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | 
 
 
 def write_report(report: Report) -> None:
-    """Write tables, figures and page, then print the answers, the main tables and the notes."""
+    """Write the tables, figures and page, then print the answers, the main tables and the notes."""
     report.folder.mkdir(parents=True, exist_ok=True)
-    # Delete the files of an earlier report, which may have parts that this report lacks.
+    # Delete the files of an earlier report, because this report may not replace all of them.
     if (report.folder / NAME).is_file():
         for file in report.folder.iterdir():
             if TABLE_FILE.fullmatch(file.name):
@@ -156,21 +156,21 @@ def write_report(report: Report) -> None:
 
 
 def without_unreadable(run_set: RunSet) -> RunSet:
-    """Split runs into readable and damaged, so that a damaged folder does not stop the report."""
+    """Move unreadable runs to `damaged`, so that a damaged folder does not stop the report."""
     runs, damaged = [], list(run_set.damaged)
     for run in run_set.runs:
         try:
             _tables_of_one(run)
             runs.append(run)
         except Exception as error:
-            # Unknown content of a folder can raise any exception.
+            # Unexpected content in a folder can raise any exception.
             reason = single_line(f"{type(error).__name__}: {error}", 200)
             damaged.append(f"{run.label}: cannot be shown ({reason})")
     return RunSet(runs, damaged, run_set.absent, run_set.twins)
 
 
 def _tables_of_one(run: RunRecord) -> None:
-    """Make all tables of a report that contains only this run, to check that this works."""
+    """Make all tables of a report on only this run, to check that no error occurs."""
     report = Report(run.folder, RunSet([run], [], [], []), None)
     runs_table(report)
     if report.theorems:
@@ -191,7 +191,7 @@ def _tables_of_one(run: RunRecord) -> None:
 
 
 def run_set_notes(run_set: RunSet) -> list[str]:
-    """Return a line for each run that is incomplete, damaged or left out, and on versions."""
+    """Return lines on runs that are incomplete, damaged or left out, and on differing versions."""
     lines = [f"unfinished: {run.unfinished}" for run in run_set.runs if run.unfinished]
     lines += [f"missing: {line}" for line in run_set.absent]
     lines += [f"damaged: {line}" for line in run_set.damaged]
@@ -214,7 +214,7 @@ def run_set_notes(run_set: RunSet) -> list[str]:
 
 def _add_studies(report: Report) -> None:
     measured = [Study(run) for run in report.studies]
-    # Errors depend only on the pool, so each pool is shown once.
+    # Errors depend only on the pool of rollouts, so each pool is shown once.
     studies = [members[0] for members in by_pool(measured)]
     keys = distinguishing_keys([study.run.keys for study in studies], ignored=())
     table = group_size.joint_table(studies, keys)
@@ -241,7 +241,7 @@ def _add_training(report: Report) -> None:
     if keys:
         series = {key_label(run.keys, keys) for run in runs}
         report.notes.append(
-            f"{len(series)} series, which are never averaged, differ in {', '.join(keys)}"
+            f"{len(series)} series differ in {', '.join(keys)} and are not averaged"
         )
     report.notes += missing_cells(runs, keys)
     axis = swept_axis(runs, keys)
@@ -252,7 +252,7 @@ def _add_training(report: Report) -> None:
 
 
 def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> None:
-    """Add accuracy or mean reward by step, and by budget and setting at the last step."""
+    """Add accuracy or mean reward by step and, at the last step, by budget and setting."""
     name = joint_quantity(row["quantity"] for row in rows).replace(" ", "_")
     evaluated = sorted({row["step"] for row in rows})
     steps = evaluated if report.steps is None else list(report.steps)
@@ -291,7 +291,7 @@ def _add_accuracy(report: Report, rows: list[dict[str, Any]], axis: Axis) -> Non
 
 
 def _add_best_group_size(report: Report) -> None:
-    """Compare the G with the least error before training with the G that trains best.
+    """Compare the G with the smallest error before training and the G that trains best.
 
     If the comparison is not possible, a note gives the reason.
     """
@@ -308,9 +308,9 @@ def _add_best_group_size(report: Report) -> None:
 
 
 def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[str]]:
-    """Return G* of the policy from which all training runs start, and a line that describes it.
+    """Return G* of the initial policy of all training runs, and a line for the figure.
 
-    G* is None if no study among the runs measured this policy.
+    G* is None if the initial policies differ or if no study in the report measured the policy.
     """
 
     def start(run: RunRecord) -> list[Any]:
@@ -329,10 +329,10 @@ def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[s
 def _add_learning(
     report: Report, runs: Sequence[RunRecord], keys: Sequence[str], axis: Axis
 ) -> None:
-    """Add a figure and a table per budget and data set, with a line per group size and setting.
+    """Add a figure and a table per budget and data set, with one line per group size and setting.
 
-    If group sizes and settings give more than `MAX_CURVES` lines, there is a separate figure for
-    each setting and for each group size.
+    If both group sizes and settings vary and give more than `MAX_CURVES` lines, each setting and
+    each group size has a separate figure.
     """
     budgets: dict[str, list[RunRecord]] = {}
     for run in runs:
@@ -343,7 +343,7 @@ def _add_learning(
     for budget, members in budgets.items():
         several_sizes = len({run.config["group_size"] for run in members}) > 1
         members = sorted(members, key=lambda run: run.config["group_size"])
-        # Group size and setting of each run.
+        # Group size and setting for each run.
         labels = []
         for run in members:
             setting = setting_labels(run, keys, axis)["setting"]
@@ -372,7 +372,7 @@ def _add_learning(
 
 
 def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of each quantity at the first and last step of each line."""
+    """Return a table with each quantity at the first and the last step of each line."""
     quantities = list(dict.fromkeys(row["quantity"] for row in rows))
     means: dict[str, dict[str, list[float]]] = {}
     for row in rows:

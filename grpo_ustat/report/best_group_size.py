@@ -1,18 +1,18 @@
-r"""Comparison of the group size that estimates the gradient best with the one that trains best.
+r"""Compare the group size with the smallest gradient error and the group size that trains best.
 
 At a fixed number n of rollouts per step, the error of the gradient is
 
     n MSE(G) = G C1 + C2 + C3/(G-1) = C1 ( G + (G*-1)^2/(G-1) ) + C2      G* = 1 + sqrt(C3/C1)
 
-It is smallest at G* for every n, and the paper bounds the sub-optimality gap by it (section 6 of
-the theory, Lemma 6 and Theorem 7). This module compares the prediction from C1, C2 and C3 of the
-policy from which training starts with held-out accuracy or mean reward of training runs that differ
-only in G, n and seed.
+For every n the error is smallest at G*. The paper uses the error to bound the sub-optimality gap
+(section 6 of the theory, Lemma 6 and Theorem 7). This module computes the prediction from C1, C2
+and C3 of the initial policy. It compares the prediction with held-out accuracy or mean reward of
+training runs that differ only in G, n and seed.
 
-The outcome was fixed before any of the compared runs: it is the mean of a run's evaluations after
+The outcome was chosen before any of the compared runs. It is the mean of a run's evaluations after
 step 0, which has less evaluation noise than the last evaluation. The last evaluation is also
-reported. A G is significantly different from the best if the simultaneous 95 % interval of their
-difference, paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
+reported. A group size is significantly different from the best group size if the simultaneous 95 %
+interval of the difference, paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from grpo_ustat.report.rank_correlation import RESAMPLES, rank_correlation, sign
 from grpo_ustat.runs.claims import Claim, comma_list, correct_family, verdict_of, worst_verdict
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN, RunRecord, distinguishing_keys
 
-# Outcomes of a run; the claims use the first.
+# Outcomes of a run; the claims use only the first outcome.
 MEAN, LAST = "mean of the evaluations", "last evaluation"
-# Minimum number of seeds for which every G was trained.
+# Minimum number of seeds that were run with every G.
 MIN_SEEDS = 3
 POLICY_KEYS = ("model.", "dataset.", "prompt.", "temperature", "max_completion_length", "weights")
 CELL_KEYS = (
@@ -50,7 +50,7 @@ CELL_KEYS = (
 
 
 def mean_evaluation(run: RunRecord) -> float:
-    """Average a run's evaluations after step 0."""
+    """Return the mean of a run's evaluations after step 0."""
     return float(np.mean([row["mean_reward"] for row in run.evals if row["step"] > 0]))
 
 
@@ -64,12 +64,12 @@ OUTCOMES = {MEAN: mean_evaluation, LAST: last_evaluation}
 
 @dataclass(frozen=True)
 class Start:
-    """Scaling law of the policy from which training starts."""
+    """Scaling law of the initial policy."""
 
-    # Study that measured the policy.
+    # Study that measured the initial policy.
     run: RunRecord
     law: ScalingLaw
-    # 1 + sqrt(C3/C1), with its interval.
+    # G* = 1 + sqrt(C3/C1) and its interval.
     gstar: Interval
 
     @property
@@ -83,7 +83,7 @@ class Start:
         return self.law.n_mse(size)
 
     def nearest(self, sizes: Sequence[int]) -> int:
-        """Return the G with the least predicted error among the given sizes."""
+        """Return the given size with the smallest predicted error."""
         return nearest(self.gstar.estimate, sizes)
 
 
@@ -93,9 +93,9 @@ class BudgetResult:
 
     # Number of rollouts per step, n.
     rollouts: int
-    # Seeds for which every G was trained.
+    # Seeds that were run with every G.
     seeds: list[int]
-    # Cells of all G in ascending order, by outcome.
+    # For each outcome, the cells of all G, in ascending order of G.
     cells: dict[str, list[AccuracyCell]]
     # Outcome `MEAN` for each seed and G.
     mean_SG: np.ndarray
@@ -115,7 +115,7 @@ class BudgetResult:
         return next(cell["group_size"] for cell in self.cells[outcome] if cell["best"])
 
     def indistinct(self, outcome: str = MEAN) -> list[int]:
-        """Return the best G and all G that are not significantly different from it."""
+        """Return the best G and all other G that are not significantly different from the best."""
         return [cell["group_size"] for cell in self.cells[outcome] if not cell["distinct"]]
 
     def distinct(self, outcome: str = MEAN) -> list[int]:
@@ -123,10 +123,10 @@ class BudgetResult:
         return [cell["group_size"] for cell in self.cells[outcome] if cell["distinct"]]
 
     def p_values(self, outcome: str = MEAN) -> dict[int, float]:
-        """Return the p-value of the hypothesis that a G is the best one, for each G.
+        """Return, for each G, the p-value of the hypothesis that this G is the best.
 
-        It is the p-value of a two-sided paired t test of the difference from the best mean, with a
-        Bonferroni correction over the differences. It is at most 5 % if the G is significantly
+        The p-value is from a two-sided paired t test on the difference from the largest mean, with
+        a Bonferroni correction over the differences. It is at most 5 % if this G is significantly
         different from the best.
         """
         cells, dof = self.cells[outcome], len(self.seeds) - 1
@@ -151,7 +151,7 @@ class BudgetResult:
 
 
 def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) -> BudgetResult:
-    """Compare all G at one n by both outcomes, on the seeds for which every G was trained.
+    """Compare all G at one n by both outcomes, using the seeds that were run with every G.
 
     Args:
         grid: Runs by n, G and seed.
@@ -181,16 +181,16 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and trained group sizes."""
+    """Comparison of the predicted best group size with training results."""
 
     start: Start
     budgets: Sequence[BudgetResult]
-    # Claims with verdicts corrected over the family; see `correct_family`.
+    # Claims with verdicts corrected for multiple testing; see `correct_family`.
     claims: Sequence[Claim]
-    # Rows by n, outcome and G.
+    # One row for each n, outcome and G.
     rows: Sequence[dict[str, Any]]
     answer: str
-    # Differences between training and theory, and missing parts.
+    # Notes on ways in which training differs from the theory.
     notes: Sequence[str]
 
     @property
@@ -199,7 +199,7 @@ class Comparison:
         return worst_verdict(self.claims)
 
     def tables(self) -> list[Table]:
-        """Return the table of predicted error and training result by G, and the table of claims."""
+        """Return a table of predicted errors and training results by G, and a table of claims."""
         rows, quantity = [], joint_quantity(row["quantity"] for row in self.rows)
         for row in self.rows:
             difference, verdict = "-", "largest mean"
@@ -239,11 +239,11 @@ class Comparison:
 
 
 def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord]) -> Comparison:
-    """Compare training at several G, n and seeds with G* of the policy from which it starts.
+    """Compare training results at several G, n and seeds with the G* of the initial policy.
 
     Args:
         training: Training runs; unfinished runs are ignored.
-        studies: Finished `mse` studies; exactly one must have measured the policy before training.
+        studies: Finished `mse` studies; exactly one of them must have measured the initial policy.
     """
     grid: dict[tuple[int, int, int], RunRecord] = {}
     for run in training:
@@ -272,7 +272,7 @@ def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord])
 
 
 def check_one_series(runs: Sequence[RunRecord]) -> None:
-    """Refuse runs that cannot be compared, or whose error differs from the predicted one."""
+    """Raise an error if the runs cannot be compared or if the predicted error does not apply."""
     if not runs:
         raise ConfigError("no training run is finished")
     sizes = sorted({run.config["group_size"] for run in runs})
@@ -298,7 +298,7 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
 
 
 def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
-    """Return the scaling law of the policy from which a run starts, as measured by one study."""
+    """Return the scaling law of a run's initial policy from the study that measured this policy."""
     policy_keys = {key: value for key, value in trained.keys.items() if key.startswith(POLICY_KEYS)}
     differing = [
         [key for key in policy_keys if policy_keys[key] != run.keys.get(key)] for run in studies
@@ -323,7 +323,7 @@ def start_of(trained: RunRecord, studies: Sequence[RunRecord]) -> Start:
 
 
 def nearest(gstar: float, sizes: Sequence[int]) -> int:
-    """Return the G with the least predicted error among the given sizes; it depends only on G*.
+    """Return the given size with the smallest predicted error, which depends only on G*.
 
     >>> nearest(8.9, [2, 4, 8, 16]), nearest(2.5, [2, 4, 8]), nearest(11.0, [8, 16])
     (8, 2, 8)
@@ -354,7 +354,7 @@ def _best_claim(budget: BudgetResult, start: Start) -> Claim:
 
 
 def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
-    """Return the claim that a single G can be the best at every n."""
+    """Return the claim that the same G can be the best at every n."""
     first, last = budgets[0], budgets[-1]
     common = set.intersection(*(set(budget.indistinct()) for budget in budgets))
     decisive = all(budget.distinct() for budget in budgets)
@@ -367,8 +367,8 @@ def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
         low=min(last.indistinct()) / max(first.indistinct()),
         high=max(last.indistinct()) / min(first.indistinct()),
         verdict=AGREES if common and decisive else OPEN,
-        how="agrees if some G is not significantly different from the best at any n, and at every "
-        "n some other G is; G that may be best at every n: "
+        how="agrees if at least one G may be best at every n, and if at every n at least one G is "
+        "significantly different from the best; G that may be best at every n: "
         f"{comma_list(sorted(common)) or 'none'}; the p-value is the largest over G, with a "
         "Bonferroni correction over n",
         p_value=max(min(1.0, len(budgets) * min(p_of_n)) for p_of_n in p_values.values()),
@@ -378,12 +378,12 @@ def _same_claim(budgets: Sequence[BudgetResult]) -> Claim:
 
 
 def _order_claim(budget: BudgetResult, start: Start) -> Claim:
-    """Return the claim that a G with less predicted error trains better."""
+    """Return the claim that a G with a smaller predicted error trains better."""
     error_G = np.array([start.error_at(size) for size in budget.sizes])
     correlation = rank_correlation(budget.mean_SG, error_G)
     correlation_S = [rank_correlation(seed_G[None], error_G).estimate for seed_G in budget.mean_SG]
     return Claim(
-        what=f"rank correlation over G of minus the error and {budget.quantity}, "
+        what=f"rank correlation over G between minus the error and {budget.quantity}, "
         f"n = {budget.rollouts}",
         predicted="> 0",
         measured=correlation.estimate,
@@ -394,12 +394,12 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
         when_rejected=DISAGREES,
         how=f"Spearman, {len(budget.sizes)} G; 95 % percentile bootstrap over {len(budget.seeds)} "
         f"seeds, {RESAMPLES} resamples; the p-value is from a one-sided sign-flip test of the "
-        "correlations of single seeds",
+        "correlations of individual seeds",
     )
 
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
-    """Name the G that trained best and the G that are significantly different from it."""
+    """Name the best G, the G that are not significantly different from it, and the other G."""
     not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
         f"the best G is {budget.best(outcome)}; not significantly different from it: "
@@ -443,15 +443,15 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     )
     notes = [
         f"{quantity.capitalize()} is measured with {config['eval']['decoding'][0]} completions on "
-        f"{runs[0].evals[-1]['n']} test questions; its intervals are over seeds, conditional on "
+        f"{runs[0].evals[-1]['n']} test questions; intervals are over seeds, conditional on "
         "these questions. C1, C2, C3 are measured on the study questions; their intervals are for "
         "new questions. Training draws from the train questions.",
-        f"As G* varies over its interval, the predicted G (of {comma_list(sizes)}) is "
+        f"For the estimate and interval ends of G*, the predicted G (of {comma_list(sizes)}) is "
         f"{comma_list(ends)}.",
         "C1, C2, C3 are measured before training and change during training. The theorem on the "
         "gap assumes a policy near a maximiser and learning rates c/t; these runs are at the "
         "beginning of training with a constant learning rate, the same for all G and n.",
-        f"A step has n / G prompts: {prompts}. They are drawn without replacement, which shifts "
+        f"A step has n / G prompts: {prompts}. Prompts are drawn without replacement, which shifts "
         "the error of all G equally.",
         *(
             f"With only the {LAST} at n = {budget.rollouts}: {_compared_sizes(budget, LAST)}; the "

@@ -1,4 +1,4 @@
-"""Runs of a report: all folders that match the patterns, readable or damaged."""
+"""Find the runs of a report: all run folders that match the patterns, readable or damaged."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class RunSet:
-    """Runs of a report, and lines on the runs that it cannot show."""
+    """Runs of a report, and lines on the runs that the report cannot show."""
 
-    # Runs that can be shown at least in part.
+    # Runs of which at least a part can be shown.
     runs: list[RunRecord]
-    # Lines on folders that cannot be read, with the reasons.
+    # A line for each folder that cannot be read, with the reason.
     damaged: list[str]
-    # Lines on runs of a sweep that have not started.
+    # A line for each run of a sweep that has not started.
     absent: list[str]
-    # Lines on folders that contain the same run as another folder.
+    # A line for each folder that contains the same run as another folder.
     twins: list[str]
 
 
 def entries_in(patterns: Sequence[str]) -> list[Entry]:
     """Return each run folder at or below the matches once, in natural order (G=4 before G=16)."""
-    # Folders by resolved path.
+    # Folders, keyed by resolved path.
     folders: dict[Path, Path] = {}
     for pattern in patterns:
         matches = [Path(place) for place in glob.glob(os.path.expanduser(pattern), recursive=True)]
@@ -58,7 +58,7 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
                 "a folder that contains them"
             )
         run_folders = []
-        # If the configuration of a run is lost, its history still identifies the run.
+        # If a run's configuration file is lost, its history file still marks the run folder.
         for place in places:
             run_folders += [file.parent.parent for file in place.rglob(CONFIG)]
             run_folders += [file.parent for file in place.rglob(history.NAME)]
@@ -79,9 +79,9 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
 
 
 def read_runs(entries: Sequence[Entry]) -> RunSet:
-    """Read all runs in the folders.
+    """Read the runs in all folders.
 
-    If several folders contain the same run, the one with the most progress is used.
+    If several folders contain the same run, only the folder with the most progress is used.
     """
     runs, damaged, absent = [], [], []
     for entry in entries:
@@ -91,7 +91,7 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
         try:
             run = entry.record()
             _check(run)
-            # A damaged configuration may have no keys.
+            # This line raises an error if the configuration is damaged.
             _ = run.keys
             runs.append(run)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -110,10 +110,10 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
 
 
 def _check(run: RunRecord) -> None:
-    """Refuse a run that cannot be shown, and discard the result of a run that is not done.
+    """Raise an error if a run cannot be shown, and discard the result of an unfinished run.
 
     Raises:
-        ValueError: If the configuration is lost, damaged, or from another program.
+        ValueError: If the configuration is lost, damaged, or from a different program.
     """
     if not run.config:
         raise ValueError("; ".join(run.notes) or f"{CONFIG} is missing")
@@ -122,7 +122,7 @@ def _check(run: RunRecord) -> None:
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
     if run.command == "train":
-        # Reading the evaluations adds notes on damage.
+        # Reading the evaluations adds notes if they are damaged.
         _ = run.evals
     if not run.code:
-        run.add_note("code.json is lost or damaged: commit and weights of the run are unknown")
+        run.add_note("code.json is lost or damaged: the run's commit and weights are unknown")

@@ -1,4 +1,4 @@
-"""Report on several runs: its contents, its table of runs and its page."""
+"""Contents of a report on several runs, its table of runs, and its page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from grpo_ustat.report.verdicts import (
 from grpo_ustat.runs import log
 from grpo_ustat.runs.record import RunRecord
 
-# Maximum number of completions on the page, over all runs.
+# Maximum number of completions on the page for all runs together.
 MAX_COMPLETIONS = 2000
 
 
@@ -40,13 +40,13 @@ class Report:
     """Contents of a report folder."""
 
     folder: Path
-    # Runs, and lines on runs that cannot be shown.
+    # Runs in the report, and lines on runs that cannot be shown.
     run_set: RunSet
-    # Steps whose evaluations are shown; None for all steps.
+    # Steps at which evaluations are shown; None for all steps.
     steps: Sequence[int] | None
-    # Tables in the order of the page.
+    # Tables, in the order in which the page shows them.
     tables: list[Table] = field(default_factory=list)
-    # Lines on runs and steps that are missing, left out or shown separately.
+    # Remarks, for example on runs and steps that are missing or left out.
     notes: list[str] = field(default_factory=list)
     # Sentences with the main results, by kind of run.
     answers: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def runs(self) -> list[RunRecord]:
-        """Runs that can be shown at least in part."""
+        """Runs of which at least a part can be shown."""
         return self.run_set.runs
 
     @property
@@ -65,12 +65,12 @@ class Report:
 
     @property
     def studies(self) -> list[RunRecord]:
-        """Finished studies of the gradient error, without studies whose rewards are all equal."""
+        """Finished studies of the gradient error, except those in which all rewards are equal."""
         return [run for run in self._finished_studies if "equal_rewards" not in run.final_result]
 
     @property
     def equal_rewards(self) -> list[RunRecord]:
-        """Finished studies whose rewards are all equal, which measured no error."""
+        """Finished studies in which all rewards are equal, so that no error could be measured."""
         return [run for run in self._finished_studies if "equal_rewards" in run.final_result]
 
     @property
@@ -79,14 +79,14 @@ class Report:
 
     @property
     def next_step(self) -> str:
-        """Command that continues the first study without a decided G*; "" if there is none."""
+        """Next command for the first study in which G* is undecided; "" if there is none."""
         studies = map(Study, self.studies)
         undecided = (study for study in studies if not study.need(SCALING).is_decided)
         return next(map(next_step, undecided), "")
 
     @property
     def training(self) -> list[RunRecord]:
-        """Training runs with at least one evaluation or step, finished or not."""
+        """Finished and unfinished training runs with at least one evaluation or step."""
         runs = [run for run in self.runs if run.command == "train"]
         return [run for run in runs if run.evals or run.metrics]
 
@@ -97,20 +97,20 @@ class Report:
 
     @property
     def missing_notes(self) -> list[str]:
-        """Notes for figures on unfinished, missing or damaged runs."""
+        """Notes on unfinished, missing or damaged runs, for use below figures."""
         kinds = ("unfinished", "missing", "damaged")
         return shorten([line for line in self.notes if line.startswith(kinds)], 3, "runs.tex")
 
     @property
     def missing_captions(self) -> list[str]:
-        """A line for figures with the number of unfinished, missing or damaged items."""
+        """Line with the number of unfinished, missing or damaged items, for use below figures."""
         kinds = ("unfinished", "missing", "damaged")
         count = sum(line.startswith(kinds) for line in self.notes)
         return [f"Unfinished, missing or damaged: {count}; see runs.tex."] * bool(count)
 
 
 def runs_table(report: Report) -> Table:
-    """Return a table of all runs with their progress; its notes are counts and all notes."""
+    """Return a table of all runs and their progress, with counts and all notes below the table."""
     data = []
     for run in report.runs:
         state, result = run.state, run.result or {}
@@ -157,7 +157,7 @@ def runs_table(report: Report) -> Table:
 
 
 def page(report: Report) -> Page:
-    """Return the page of a report whose figures have been drawn."""
+    """Return the page of a report; the figures must have been drawn before."""
     runs = report.runs
     table_figures: dict[str, Figure] = {}
     for table in report.tables:
@@ -168,12 +168,12 @@ def page(report: Report) -> Page:
     tables = {table.name: table for table in report.tables}
     overview, lead = tables.pop("theorems", None), None
     if overview is None and table_figures:
-        # The first table with a figure is the answer in numbers, so both are beside it.
+        # The first table that has a figure contains the main result, so both are at the top.
         name = next(iter(table_figures))
         overview, lead = tables.pop(name), table_figures.pop(name)
     rows = _last_completions(report.training)
     sentence = (
-        "Completions that were kept from the last logged step of each run, at most "
+        "Logged completions from the last logged step of each run, at most "
         f"{MAX_COMPLETIONS} in total."
     )
     return Page(
@@ -195,16 +195,16 @@ def page(report: Report) -> Page:
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
-    """Describe the runs and their costs, separately for runs on test problems (without a model)."""
+    """Describe runs and their costs; list runs on test problems (without a model) separately."""
 
     def counts(names: Iterable[str | None]) -> str:
-        """List each name once, with its number of occurrences if there are several items."""
+        """List each name once; if there are several items, add the number of occurrences."""
         counter = Counter(names)
         several = len(counter) > 1 or sum(counter.values()) > 1
         return "; ".join(f"{x} ({count})" if several else f"{x}" for x, count in counter.items())
 
     def total(of: Sequence[RunRecord], key: str) -> int:
-        """Sum a cost over the finished runs."""
+        """Return the sum of a cost over the finished runs."""
         results = [run.result for run in of if run.result is not None]
         return sum(result.get("cost", result).get(key) or 0 for result in results)
 
@@ -239,9 +239,10 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
 
 
 def _last_completions(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Read the completions of the last logged step of each run.
+    """Read the completions from the last logged step of each run.
 
-    A run whose log is missing or damaged contributes none; the page of this run reports the damage.
+    A run with a missing or damaged log contributes no completions. The page of that run reports the
+    damage.
     """
     rows: list[dict[str, Any]] = []
     for run in runs:

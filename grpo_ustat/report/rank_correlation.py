@@ -1,4 +1,4 @@
-"""Rank correlation over group sizes between training results and the predicted error."""
+"""Rank correlation between training results and predicted errors over group sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RESAMPLES = 4000
 def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
     """Compute Spearman's correlation over G between mean evaluation and minus the predicted error.
 
-    The evaluation is averaged over seeds. The interval is a percentile bootstrap over seeds; all G
-    of a seed are resampled together. Noise in the means weakens a rank correlation, so the interval
+    The evaluation is averaged over seeds. The interval is a percentile bootstrap over seeds that
+    keeps all G of a seed together. Noise in the means weakens a rank correlation, so the interval
     is biased towards 0.
 
     Args:
@@ -42,11 +42,11 @@ def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.
 
 
 def sign_flip_p_value(values_S: np.ndarray) -> float:
-    """Return the p-value of the hypothesis that values symmetric about their mean have mean >= 0.
+    """Return the p-value of the hypothesis that symmetrically distributed values have a mean >= 0.
 
-    It is the share of sign patterns with a mean at most as large as the observed mean: among all
-    sign patterns for S <= 12 values, otherwise among RESAMPLES random patterns. It is never below
-    2^-S. A t test would be overconfident with few correlations that are all similar.
+    The p-value is the share of sign patterns that give a mean no larger than the observed mean. All
+    sign patterns are used for S <= 12 values, otherwise RESAMPLES random patterns. The p-value is
+    never below 2^-S. With a few similar correlations, a t test would be overconfident.
 
     >>> sign_flip_p_value(np.array([-1.0, -1.0, -1.0])), sign_flip_p_value(np.array([-1.0, 1.0]))
     (0.125, 0.75)
@@ -61,6 +61,6 @@ def sign_flip_p_value(values_S: np.ndarray) -> float:
 
 
 def _centred_ranks(values_RG: np.ndarray) -> np.ndarray:
-    """Return ranks minus their mean; equal values get their average rank."""
+    """Return ranks minus their mean; tied values share their average rank."""
     ranks_RG = stats.rankdata(values_RG.round(12), axis=1)
     return ranks_RG - ranks_RG.mean(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Swept settings of the training runs in a report: axis, lines and cells of a figure."""
+"""Assignment of training runs with different settings to axes, lines and cells of figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from grpo_ustat.runs.record import RunRecord, key_label
 
 SIZE_KEY, ROLLOUTS_KEY = "group_size", "budget.rollouts"
-# Runs that differ in these keys were tested on different questions.
+# Runs that differ in these keys were evaluated on different questions or in different ways.
 TEST_KEYS = ("dataset.", "eval.", "data")
 
 
@@ -19,7 +19,7 @@ class Axis:
 
     # Configuration key in which the runs differ.
     key: str = SIZE_KEY
-    # Values of the runs; numbers are sorted, others keep the order of the runs.
+    # Values of the key. Numbers are sorted; other values are in the order of the runs.
     values: tuple[Any, ...] = ()
 
     @property
@@ -30,7 +30,7 @@ class Axis:
 
     @property
     def symbol(self) -> str:
-        """Name of the axis within a sentence."""
+        """Name of the axis for use within a sentence."""
         return {SIZE_KEY: "G", ROLLOUTS_KEY: "n"}.get(self.key, "settings")
 
     @property
@@ -53,7 +53,7 @@ class Axis:
         return float(self.values.index(value))
 
     def text(self, value: Any) -> str:
-        """Return the name of a value in columns and answers.
+        """Return the name of a value for use in column headings and answers.
 
         >>> Axis().text(8), Axis("baseline.name", ("none",)).text("none")
         ('G = 8', 'none')
@@ -65,14 +65,14 @@ class Axis:
 
 
 def swept_axis(runs: Sequence[RunRecord], series_keys: Sequence[str]) -> Axis:
-    """Choose the key along the axis of a figure.
+    """Choose the configuration key for the horizontal axis of a figure.
 
-    The axis is the group size if it was swept or if nothing was swept. Otherwise it is the swept
-    key with the most values, with preference for numeric keys.
+    The key is the group size if the group size was swept or if nothing was swept. Otherwise it is
+    the swept key with the most values, chosen among numeric keys if there are any.
 
     Args:
         runs: Training runs.
-        series_keys: Keys in which they differ, besides group size, budget and seed.
+        series_keys: Keys other than group size, budget and seed in which the runs differ.
     """
     if len({run.config["group_size"] for run in runs}) > 1:
         return Axis(SIZE_KEY, _values(runs, SIZE_KEY))
@@ -90,7 +90,7 @@ def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> di
     Returns:
         Columns `series` (values of the series keys), `test` (values of the keys that determine the
         test questions), `setting` (values of the other series keys), `x` (value along the axis) and
-        `line` (all values that a line of a figure shares).
+        `line` (all values that are the same along a line of a figure).
     """
     config, keys = run.config, run.keys
     test_keys = [key for key in series_keys if key.startswith(TEST_KEYS)]
@@ -109,7 +109,7 @@ def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> di
 
 
 def value_text(value: Any) -> str:
-    """Format a value as it is typed on a command line.
+    """Format a value as a user types it on the command line.
 
     >>> value_text(0.0001), value_text(None), value_text([4, 8])
     ('0.0001', 'null', '[4,8]')
@@ -118,7 +118,7 @@ def value_text(value: Any) -> str:
 
 
 def _value(run: RunRecord, key: str) -> Any:
-    """Return a run's value of a key as a number or text, which can be compared and sorted."""
+    """Return a run's value of a key as a number or text, so that values can be compared."""
     if key == SIZE_KEY:
         return run.config["group_size"]
     if key == ROLLOUTS_KEY:

@@ -1,4 +1,4 @@
-"""Theorem runs in a report: verdicts on the results, their claims and their figures."""
+"""Theorem runs in a report: verdicts on theoretical results, claims, and figures."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from grpo_ustat.runs.record import (
 
 UNFINISHED = "unfinished"
 RULE = (
-    "A run disagrees if any of its claims disagrees, with Holm's correction over its claims. It is "
+    "A run disagrees if any claim disagrees after Holm's correction over the run's claims. It is "
     "not decided if no claim disagrees but some claim is not decided."
 )
 COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNT_WORDS.values()]
 
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the theorem runs in the order of the paper."""
+    """Return the theorem runs in the order of the paper's theorems."""
     kinds = list(TITLES)
     tested = [run for run in runs if run.command == "gap"]
     return sorted(tested, key=lambda run: (*kinds, kind_of(run)).index(kind_of(run)))
@@ -41,7 +41,7 @@ def kind_of(run: RunRecord) -> str:
 
 
 def theorems_table(tested: Sequence[RunRecord]) -> Table:
-    """Return a table with a row per run: counts of claims by verdict, joint verdict and answer.
+    """Return a table with each run's counts of claims by verdict, joint verdict and answer.
 
     Args:
         tested: Theorem runs in order, finished or not.
@@ -75,7 +75,7 @@ def theorems_table(tested: Sequence[RunRecord]) -> Table:
 
 
 def claims_table(tested: Sequence[RunRecord]) -> Table:
-    """Return a table with a row per claim: prediction, measurement, interval and verdict.
+    """Return a table with the prediction, measurement, interval and verdict of each claim.
 
     Args:
         tested: Finished theorem runs in order.
@@ -90,10 +90,10 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
         title="All claims, predicted and measured",
         columns=["theorem", *CLAIM_COLUMNS],
         rows=rows,
-        notes=["A claim without an interval was enumerated or compared as one number. p: "
+        notes=["A claim without an interval was enumerated or compared as a single number. p: "
                "uncorrected p-value, in brackets with Holm's correction over the run's claims. A "
                "claim disagrees if the corrected p-value is at most 0.05. Severity: other outcomes "
-               "that would also have counted as agreement. claims.csv and the page of each run "
+               "that would also count as agreement. claims.csv and the page of each run "
                "explain how a claim is decided."],
         data=data,
         headings=True,
@@ -102,7 +102,7 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
 
 
 def theorem_figures(tested: Sequence[RunRecord]) -> tuple[list[Figure], list[str]]:
-    """Return the figures from the run folders, and a line for each figure that cannot be shown.
+    """Return the figures in the run folders, and a line for each figure that cannot be shown.
 
     Args:
         tested: Finished theorem runs in order.
@@ -122,13 +122,13 @@ def theorem_figures(tested: Sequence[RunRecord]) -> tuple[list[Figure], list[str
 
 
 def verdict_sentence(tested: Sequence[RunRecord]) -> str:
-    """State how many runs agree with theory and which runs do not.
+    """Return a sentence with the number of runs that agree with theory, and names of other runs.
 
     Args:
         tested: Finished theorem runs in order.
     """
     kinds = [kind_of(run) for run in tested]
-    # Names of runs by verdict.
+    # Names of the runs with each verdict.
     names: dict[str, list[str]] = {AGREES: [], DISAGREES: [], OPEN: []}
     for run, identity in zip(tested, _identities(tested), strict=True):
         several = kinds.count(identity["theorem"]) > 1
@@ -147,7 +147,7 @@ def verdict_sentence(tested: Sequence[RunRecord]) -> str:
 
 
 def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return columns that identify each run; `differs_in` tells similar runs apart."""
+    """Return columns that identify each run; `differs_in` distinguishes runs of a theorem."""
     identities = []
     for run in tested:
         same_kind = [other.keys for other in tested if kind_of(other) == kind_of(run)]
@@ -168,7 +168,7 @@ def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _problem_text(identity: dict[str, Any], separator: str) -> str:
-    """Name the test problem and the difference from other runs of the theorem; "-" if empty."""
+    """Name the test problem and the difference from the theorem's other runs; "-" if empty."""
     return separator.join(filter(None, (identity["problem"], identity["differs_in"]))) or "-"
 
 

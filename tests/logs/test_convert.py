@@ -259,18 +259,26 @@ def open_instruct_rows(changes):
         ({1: {"reward": "failed"}}, 9, "its reward is not a finite number"),
         ({1: {"response_tokens": [7, -1]}}, 9, "it holds -1, which is not a token id"),
         ({1: {"response_tokens": None}}, 9, "its row is not as the framework writes it (TypeError"),
-        ({1: {"logprobs": None}}, 9, "it has no logprobs, which others have"),
+        ({1: {"logprobs": None}}, 9, "it has no logprobs, but other rows have"),
         (
             {1: {"logprobs": [-0.5, math.nan]}},
             9,
-            "logprobs holds a value that is not a finite number",
+            "logprobs contains a value that is not a finite number",
         ),
-        ({1: {"logprobs": ["x", None]}}, 9, "logprobs holds a value that is not a finite number"),
-        ({1: {"logprobs": [[-0.5], {}]}}, 9, "logprobs holds a value that is not a finite number"),
+        (
+            {1: {"logprobs": ["x", None]}},
+            9,
+            "logprobs contains a value that is not a finite number",
+        ),
+        (
+            {1: {"logprobs": [[-0.5], {}]}},
+            9,
+            "logprobs contains a value that is not a finite number",
+        ),
         (
             {1: {"logprobs": [-0.5, -(10**400)]}},
             9,
-            "logprobs holds a value that is not a finite number",
+            "logprobs contains a value that is not a finite number",
         ),
         ({1: {"logprobs": -0.5}}, 9, "its row is not as the framework writes it (logprobs is floa"),
         ({1: {"logprobs": "ab"}}, 9, "its row is not as the framework writes it (logprobs is str"),
@@ -354,19 +362,19 @@ def test_several_reward_columns_are_asked_for(tmp_path):
     [
         (["missing", "o.parquet"], "missing does not exist"),
         (["empty.jsonl", "o.parquet"], "empty.jsonl is empty"),
-        (["empty", "o.parquet"], "empty holds no file"),
+        (["empty", "o.parquet"], "empty contains no files"),
         (["source", "o.csv"], "o.csv does not end in .parquet"),
         (["source", "there.parquet"], "there.parquet exists already"),
         (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
-        (["source", "o.parquet", "--from", "slime"], "source holds no *.pt, the files of slime"),
-        (["source", "empty.jsonl/o.parquet"], "o.parquet: its folder cannot be made ("),
+        (["source", "o.parquet", "--from", "slime"], "source contains no *.pt, the files of slime"),
+        (["source", "empty.jsonl/o.parquet"], "o.parquet: its folder cannot be created ("),
         (
             ["source", "there.parquet/a/o.parquet"],
-            "there.parquet/a/o.parquet: its folder cannot be made",
+            "there.parquet/a/o.parquet: its folder cannot be created",
         ),
         (["source", "o.parquet", "--group-size", "0"], "--group-size 0 is below 1"),
         (["source", "o.parquet", "--group-size", "-4"], "--group-size -4 is below 1"),
-        (["source", "o.parquet", "--from", "skyrl"], "source holds no *_training_input.pkl"),
+        (["source", "o.parquet", "--from", "skyrl"], "source contains no *_training_input.pkl"),
     ],
 )
 def test_wrong_command_lines_end_in_one_line(words, message, tmp_path, monkeypatch, capsys):
@@ -488,7 +496,7 @@ def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt,
         convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
     assert str(refused.value) == (
         f"{tmp_path}/3.jsonl line 0: the prompt ends in {rest}, so a chat template wrote it; verl "
-        "logs it without special tokens, so the model read another text: log tokens with "
+        "logs no special tokens, so the model read a different text: log tokens with "
         "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
         "(docs/verl.md)"
     )

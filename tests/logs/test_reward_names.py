@@ -94,7 +94,7 @@ def test_what_a_study_would_refuse_is_left_out_row_by_row(tmp_path):
     asked[10] = [*asked[10], {"role": "assistant", "content": "So"}]
     trl(tmp_path / "run/completions_00003.parquet", 0, 3, prompt=asked, completion=said)
     conversion, table = converted(tmp_path / "run")
-    assert left_out(conversion, "not a single one of the assistant", "content is not text") == 2
+    assert left_out(conversion, "not a single assistant message", "content is not text") == 2
     assert left_out(conversion, "its group", "ends with an assistant message") == 1
     assert len(table) == conversion.kept == 12
     assert len(read_rollouts(max(tmp_path.glob("*.parquet")))) == 12
@@ -112,7 +112,7 @@ def test_reward_functions_are_added_by_weight_and_a_null_counts_nothing(tmp_path
     conversion, table = converted(tmp_path / "run", options=Options(reward="right,form=2"))
     assert [row["reward"] for row in table][:2] == [1.0, 2.0]
     assert left_out(conversion, "not a finite number") == 1
-    assert any("1 taken: reward form is null" in line for line in conversion.lines())
+    assert any("1 rows kept: reward form is null" in line for line in conversion.lines())
 
 
 @pytest.mark.parametrize("weight", [None, "absent"])
@@ -210,7 +210,7 @@ def test_texts_and_messages_in_one_dump_are_not_mixed(tmp_path, texts_first):
     parquet.write_table(pyarrow.table(few), tmp_path / f"{name}{2 if texts_first else 4}.parquet")
     conversion, table = converted(tmp_path / "run")
     assert conversion.kept == len(table) == 15
-    assert left_out(conversion, "its prompt is messages, most others have text") == 5
+    assert left_out(conversion, "its prompt is messages, but in most rows it is text") == 5
 
 
 def swift_line(**changes):

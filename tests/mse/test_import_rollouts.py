@@ -234,13 +234,13 @@ def talk(*messages):
         ({"reward": {4: -1e300}}, r"row 4 \(from 0\): reward is -1e\+300: larger than 1e\+50"),
         ({"reward": {31: float("inf")}}, r"row 31 \(from 0\): reward is inf"),
         ({"reward": {0: None}}, r"row 0 \(from 0\): reward is null: no reward: correct or drop"),
-        ({"reward": ["1"] * 32}, "missing: a column of rewards, which are numbers; found prompt"),
+        ({"reward": ["1"] * 32}, "missing: a numeric column of rewards; found prompt"),
         ({"prompt": None, "completion": None},
          r"missing: prompt and completion \(or prompt_ids and completion_ids\); found reward, e"),
         ({"completion": None}, "missing: completion; found prompt, reward, ended: add them, or"),
         ({"completion": None, "prompt_ids": [[1]] * 32},
          r"missing: completion \(or completion_ids\)"),
-        ({"prompt": None, "reward": None}, "missing: prompt, and a column of rewards"),
+        ({"prompt": None, "reward": None}, "missing: prompt, and a numeric column of rewards"),
         ({"form": [1.0] * 32}, "of rewards, reward, form, .* convert --reward reward=1,form=1"),
         ({"ended": {7: None}}, r"row 7 \(from 0\): ended is null, not true or false"),
         ({"ended": [1] * 32}, "column ended holds int, not true"),
@@ -251,11 +251,11 @@ def talk(*messages):
         ({"completion": [[]] * 31 + [talk(("assistant", "1"))]},
          r"row 0 \(from 0\): completion has no messages, and 30 more"),
         ({"completion": [talk(("assistant", "1"), ("tool", "2"))] * 32},
-         "completion holds messages of assistant, tool, not a single one of the assistant"),
+         "completion contains messages with the roles assistant, tool, not a single assistant"),
         ({"completion": [talk(("assistant", None))] * 32},
-         "completion has a message of the assistant whose content is not text"),
+         "completion has a message with role assistant whose content is not text"),
         ({"completion": [[{"role": "assistant", "content": "1", "tool_calls": "f()"}]] * 32},
-         "has a message with tool_calls beside role and content"),
+         "has a message with tool_calls besides role and content"),
         ({"prompt": [talk(("user", "1"), ("assistant", "2"))] * 32},
          "prompt ends with an assistant message"),
         ({"step": [1] * 31 + [None]}, r"row 31 \(from 0\): step is null"),
@@ -297,11 +297,11 @@ def test_a_file_is_scored_by_the_model_that_is_named(tmp_path, words):
         ("rows", {"policy_version": ["7"] * 32}, (),
          "model=FOLDER, the checkpoint that wrote them, policy_version 7"),
         ("rows", {"policy_step": [39] * 32}, (),
-         "model=FOLDER, the checkpoint of 39 updates that wrote them"),
+         "model=FOLDER, the checkpoint after 39 updates, which wrote them"),
         ("rows", {"policy_step": [39] * 32}, (20, 39), "model=checkpoint-39"),
         ("completions_00041", {}, (20, 40), "model=checkpoint-40"),
-        ("completions_00040", {}, (20, 40), "model=FOLDER, the checkpoint of 39 updates that "
-         "wrote them (the nearest checkpoint is checkpoint-40)"),
+        ("completions_00040", {}, (20, 40), "model=FOLDER, the checkpoint after 39 updates, "
+         "which wrote them (the nearest checkpoint is checkpoint-40)"),
     ]),
 )  # fmt: skip
 def test_a_file_without_a_named_model_is_refused_with_the_one_that_wrote_it(
@@ -416,7 +416,7 @@ def test_options_of_the_template_write_conversations(tmp_path, chat_model):
     with pytest.raises(ConfigError, match="writes today's date, not the date of the log"):
         import_pool(compose("mse", *words, f"pool={path}"), tmp_path / "other")
     texts = saved(tmp_path / "texts.parquet", table)
-    with pytest.raises(ConfigError, match="day.* apply to chat templates, but .* are texts"):
+    with pytest.raises(ConfigError, match="day.* are for chat templates, but .* are texts"):
         import_pool(compose("mse", *words, f"pool={texts}", day), tmp_path / "texts")
 
 

@@ -186,7 +186,7 @@ def test_jobs_at_once_leave_a_pool_and_no_run_folder(tmp_path):
     ]  # fmt: skip
     said = [job.communicate(timeout=300)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
-    assert any(text.endswith("without study.part for the study\n") for text in said)
+    assert any(text.endswith("without study.part to run the study\n") for text in said)
     assert not list(tmp_path.glob("outputs/mse/*"))
     assert contents(tmp_path / "pool") == undivided(tmp_path / "one")
 
