@@ -12,8 +12,7 @@ import sys
 from grpo_ustat.advise.sources import advice_of, parse_request
 from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.console import wrapped
-from grpo_ustat.terminal.streams import tell
+from grpo_ustat.terminal.streams import tell, wrapped
 
 EXAMPLES = {
     "outputs/train/NAME/seed-0": "a run, finished or not",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-import textwrap
 from typing import Any
 
 import rich.console
@@ -23,20 +21,6 @@ def excerpt(text: str, most: int) -> str:
         return text
     half = (most - 1) // 2
     return f"{text[: most - 1 - half]}…{text[-half:]}"
-
-
-def wrapped(text: str, width: int = 80) -> str:
-    """Wrap a sentence without breaks before `%` or around `=`.
-
-    >>> print(wrapped("of them 12 % are equal, G = 2", 11))
-    of them
-    12 % are
-    equal,
-    G = 2
-    """
-    glued = re.sub(r"(?<=\d) %| = ", lambda match: match[0].replace(" ", "\0"), text)
-    lines = textwrap.fill(glued, width, break_long_words=False, break_on_hyphens=False)
-    return lines.replace("\0", " ")
 
 
 class Console(rich.console.Console):
