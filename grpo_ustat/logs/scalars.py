@@ -1,0 +1,467 @@
+"""Scalars of a training run, read from any log of them.
+
+The format is recognised by content: `trainer_state.json` of transformers, JSON lines (verl's `file`
+logger, prime-rl, ours), TensorBoard event files, a run folder of W&B, a CSV table, or
+`wandb://entity/project/run`. `scalar_names` says which scalar of which trainer means which field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.scalar_files import (
+    RawScalars,
+    csv_scalars,
+    event_scalars,
+    is_event_file,
+    json_line_scalars,
+    json_rows,
+    online_scalars,
+    trainer_state,
+    wandb_scalars,
+)
+from grpo_ustat.logs.scalar_names import (
+    GROUP_SIZE_SETTINGS,
+    LEAVE_ONE_OUT_SETTING,
+    NAMES,
+    NEMO_RL,
+    NONNEGATIVE,
+    OURS,
+    PRIME_RL,
+    PROMPT_SETTINGS,
+    SHARES,
+    TRL,
+    Name,
+    match,
+    trainer_of,
+)
+from grpo_ustat.records import Array, is_number
+from grpo_ustat.runs.files import natural_order
+from grpo_ustat.terminal.console import excerpt
+from grpo_ustat.terminal.streams import single_line
+
+ONLINE = "wandb://"
+READABLE = (
+    "trainer_state.json, JSON lines with a step, TensorBoard event files, a folder wandb/run-*, or "
+    "a CSV table with a column of steps"
+)
+# Texts that stand for a missing value: W&B and JSON writers use them for numbers that are not finite.
+NOT_FINITE = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf")
+# Keys of rows that hold completions, not averages over a batch.
+ROLLOUT_KEYS = {"prompt", "completion", "completions", "input", "output", "prompt_ids", "rewards"}
+# Largest tolerated difference between a share and its range, from rounding to float32.
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class ScalarRun:
+    """Scalars of one run, by step."""
+
+    # File, folder or address that was read.
+    source: str
+    # Name of the run for tables.
+    name: str
+    # Trainer that wrote the log; empty if the names fit several trainers.
+    trainer: str
+    # Steps in increasing order, [T].
+    steps: Array
+    # Canonical fields, [T]; NaN at a step without value.
+    fields: Mapping[str, Array]
+    # Logged name of each canonical field.
+    logged_names: Mapping[str, str]
+    # All numeric scalars by logged name, [T].
+    raw: Mapping[str, Array]
+    # Settings that the log or a file beside it contains.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    # Group size G and rollouts per step n; None if the log does not have them.
+    num_generations: int | None = None
+    rollouts: int | None = None
+    # Number of training steps whose averages a row holds; None if unknown.
+    steps_per_row: int | None = 1
+    # Number of rewards that decide whether a group counts as one of equal rewards; G, or G - 1 for
+    # a leave-one-out baseline. None if G is unknown.
+    share_size: int | None = None
+    # Sentences about parts that could not be read.
+    notes: Sequence[str] = ()
+
+    def values(self, name: str) -> Array:
+        """Return the values of a field at the steps that have them; empty if none has."""
+        values = self.fields.get(name, np.zeros(0))
+        return values[np.isfinite(values)]
+
+
+def is_scalar_log(path: str | Path) -> bool:
+    """Return True if a path holds scalars of a run, judged by content."""
+    if str(path).startswith(ONLINE):
+        return True
+    try:
+        return bool(read_scalars(path))
+    except ConfigError:
+        return False
+
+
+def read_scalars(path: str | Path) -> list[ScalarRun]:
+    """Read the runs in a log of scalars; most logs hold one run.
+
+    Raises:
+        ConfigError: The path is no log of scalars, it is damaged, or none of its scalars is known.
+    """
+    if str(path).startswith(ONLINE):
+        address = str(path).removeprefix(ONLINE)
+        if len(address.split("/")) != 3 or not all(address.split("/")):
+            raise ConfigError(f"{path}: name a run as wandb://entity/project/run")
+        return [_scalar_run(str(path), online_scalars(address))]
+    path = Path(path)
+    try:
+        raws = _raw_scalars(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {single_line(error, 100)}") from error
+    return [_scalar_run(str(path), raw) for raw in raws]
+
+
+def read_all_scalars(paths: Sequence[str | Path]) -> list[ScalarRun]:
+    """Read several logs; tables with different metrics of the same runs are merged.
+
+    W&B exports one table for each chart.
+    """
+    runs: list[ScalarRun] = []
+    for run in (run for path in paths for run in read_scalars(path)):
+        same = next((i for i, other in enumerate(runs) if _is_complement(other, run)), None)
+        if same is None:
+            runs.append(run)
+        else:
+            runs[same] = _merged(runs[same], run)
+    return runs
+
+
+def _is_complement(run: ScalarRun, other: ScalarRun) -> bool:
+    """Return True if two tables hold different metrics of a run with a name."""
+    tables = all(part.source.lower().endswith(".csv") for part in (run, other))
+    return tables and run.name == other.name and not set(run.raw) & set(other.raw)
+
+
+def _merged(run: ScalarRun, other: ScalarRun) -> ScalarRun:
+    """Join the metrics of two tables by step."""
+    rows = [
+        (float(step), {name: float(values[i]) for name, values in part.raw.items()})
+        for part in (run, other)
+        for i, step in enumerate(part.steps)
+    ]
+    notes = [*run.notes, *(note for note in other.notes if note not in run.notes)]
+    merged = _scalar_run(run.source, RawScalars(rows, run.name, notes=notes))
+    return replace(merged, source=f"{run.source}, {other.source}")
+
+
+def _raw_scalars(path: Path) -> list[RawScalars]:
+    """Read a file or a folder in the format that its content shows."""
+    if path.is_dir():
+        return _folder_scalars(path)
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: name {READABLE}")
+    with path.open("rb") as file:
+        head = file.read(64)
+    if not head:
+        raise ConfigError(f"{path} is empty")
+    if is_event_file(head):
+        return [event_scalars(path)]
+    if head.startswith(b":W&B"):
+        return [wandb_scalars(path)]
+    text = _text(path)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty")
+    if text.lstrip()[0] == "{":
+        return [_json_scalars(path, text)]
+    first = text.lstrip().splitlines()[0]
+    if "," in first:
+        return csv_scalars(path, text)
+    raise ConfigError(f"{path} is not a log of scalars: name {READABLE}")
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file in UTF-8, or in UTF-16 with a byte-order mark."""
+    data = path.read_bytes()
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not text in UTF-8 and not an event file: name {READABLE}"
+        ) from error
+    if "\0" in text:
+        raise ConfigError(f"{path} contains null characters, so it is no text: name {READABLE}")
+    return text
+
+
+def _json_scalars(path: Path, text: str) -> RawScalars:
+    """Read a trainer state or JSON lines."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if '"log_history"' in text:
+            message = single_line(error, 100)
+            raise ConfigError(f"{path} is not complete JSON: {message}") from error
+        content = None
+    if isinstance(content, dict) and "log_history" in content:
+        return trainer_state(path, content)
+    rows, notes = json_rows(path, text)
+    if any(ROLLOUT_KEYS & set(row) for row in rows):
+        raise ConfigError(f"{path} holds rollouts, not scalars of steps")
+    raw = json_line_scalars(path, rows)
+    raw.notes += notes
+    raw.settings |= _settings_beside(path)
+    return raw
+
+
+def _settings_beside(path: Path) -> dict[str, Any]:
+    """Return numbers of settings in the files that verl (Hydra) and our runs write beside a log."""
+    settings: dict[str, Any] = {}
+    overrides, config = path.parent / ".hydra/overrides.yaml", path.parent / "config.yaml"
+    for file, pattern in (
+        (overrides, r"^- *'?\+*([\w.]+)=(\d+)'?\s*$"),
+        (config, r"^(group_size): (\d+)\s*$"),
+    ):
+        if file.is_file():
+            text = file.read_text(errors="replace")
+            found = re.findall(pattern, text, re.MULTILINE)
+            settings |= {name: int(number) for name, number in found}
+    return settings
+
+
+def _folder_scalars(path: Path) -> list[RawScalars]:
+    """Read the log in a folder: of W&B, of a checkpoint or its run, of TensorBoard, or of ours."""
+    run_files = sorted(path.glob("*.wandb")) or sorted(path.glob("latest-run/*.wandb"))
+    if len(run_files) == 1:
+        raw = wandb_scalars(run_files[0])
+        return [raw if raw.rows else _wandb_summary(path, raw)]
+    states = [path / "trainer_state.json"]
+    states += sorted(path.glob("checkpoint-*/trainer_state.json"), key=natural_order, reverse=True)
+    for file in (*states, path / "metrics.jsonl"):
+        if file.is_file():
+            return _raw_scalars(file)
+    event_files = sorted(path.glob("*.tfevents.*")) or sorted(path.glob("*/*.tfevents.*"))
+    folders = sorted({file.parent for file in event_files}, key=natural_order)
+    if len(folders) > 1:
+        raise ConfigError(
+            f"{path} has event files of {len(folders)} runs: name one folder, e.g. {folders[0]}"
+        )
+    if event_files:
+        parts = [event_scalars(file) for file in event_files if file.stat().st_size]
+        rows = [row for part in parts for row in part.rows]
+        return [RawScalars(rows, notes=[note for part in parts for note in part.notes])]
+    runs = sorted(str(file.parent) for file in path.glob("**/*.wandb"))
+    if runs:
+        raise ConfigError(f"{path} contains {len(runs)} runs of W&B: name one, e.g. {runs[0]}")
+    raise ConfigError(f"{path} contains no log of scalars: name {READABLE}")
+
+
+def _wandb_summary(path: Path, raw: RawScalars) -> RawScalars:
+    """Return the last values of a W&B run whose file has no history."""
+    file = path / "files/wandb-summary.json"
+    if not file.is_file():
+        return raw
+    try:
+        values = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON: {single_line(error, 100)}") from error
+    note = f"The history is missing; {file.name} has the last values only."
+    return replace(raw, rows=[(values.get("_step", 0), values)], notes=[*raw.notes, note])
+
+
+def _scalar_run(source: str, raw: RawScalars) -> ScalarRun:
+    """Check the rows of a run and find its canonical fields."""
+    series, notes = _series(source, raw.rows)
+    if not series:
+        raise ConfigError(f"{source} has no scalars with a step: name {READABLE}")
+    trainer = trainer_of(series)
+    chosen: dict[str, tuple[str, Name]] = {}
+    ambiguous: dict[str, list[str]] = {}
+    for entry in NAMES:
+        if trainer in (entry.trainer, "") or (trainer == OURS and entry.trainer == TRL):
+            for logged in series:
+                name = match(logged, entry)
+                if name is None:
+                    continue
+                if name not in chosen:
+                    chosen[name] = (logged, entry)
+                elif chosen[name][1] is entry:
+                    ambiguous.setdefault(name, [chosen[name][0]]).append(logged)
+    for name, names in ambiguous.items():
+        del chosen[name]
+        notes.append(f"{name} is logged for {len(names)} agents, {', '.join(names)}: left out.")
+    if not {"reward", "grad_norm", "zero_variance", "all_zero"} & set(chosen):
+        listed = ", ".join(excerpt(name, 40) for name in list(series)[:6])
+        raise ConfigError(
+            f"{source} has no scalar that TRL, verl, prime-rl, NeMo-RL or grpo-ustat log for the "
+            f"reward or the gradient; it has {listed}"
+        )
+    # The steps of the canonical fields only: trackers also log the machine's load at other steps.
+    steps = np.array(sorted({step for logged, _ in chosen.values() for step in series[logged]}))
+    place = {step: i for i, step in enumerate(steps)}
+    fields: dict[str, Array] = {}
+    for name, (logged, entry) in chosen.items():
+        fields[name] = np.full(len(steps), np.nan)
+        for step, value in series[logged].items():
+            number = _checked(source, step, logged, name, value, entry.factor)
+            fields[name][place[step]] = number
+    table = {}
+    for logged, values in series.items():
+        numbers = {step: value for step, value in values.items() if step in place}
+        if numbers and all(is_number(value) for value in numbers.values()):
+            table[logged] = np.full(len(steps), np.nan)
+            table[logged][[place[step] for step in numbers]] = list(numbers.values())
+    _add_shares(fields, chosen)
+    return _with_sizes(
+        ScalarRun(
+            source=source,
+            name=raw.name or _run_name(source),
+            trainer=trainer,
+            steps=steps,
+            fields=fields,
+            logged_names={name: logged for name, (logged, _) in chosen.items()},
+            raw=table,
+            settings=raw.settings,
+            notes=[*raw.notes, *notes],
+        )
+    )
+
+
+def _run_name(source: str) -> str:
+    """Return the file's or folder's name, or the parent's if a trainer chose the name."""
+    path = Path(source)
+    generic = ("trainer_state.json", "metrics.jsonl")
+    while path.name in generic or re.fullmatch(r"checkpoint-\d+", path.name):
+        path = path.parent
+    return path.name or source
+
+
+def _series(
+    source: str, rows: Sequence[tuple[Any, Mapping[str, Any]]]
+) -> tuple[dict[str, dict[float, Any]], list[str]]:
+    """Sort rows into series by logged name: value by step.
+
+    If a series returns to an earlier step, the run was resumed there: its values from this step on
+    replace the earlier ones.
+
+    Returns:
+        The series, and notes.
+    """
+    series: dict[str, dict[float, Any]] = {}
+    replaced: set[float] = set()
+    for place, (step, values) in enumerate(rows):
+        if step is None:
+            continue
+        if not is_number(step) or step < 0 or step != int(step):
+            raise ConfigError(
+                f"{source} row {place} (from 0): step is {excerpt(repr(step), 40)}, not a whole "
+                "number"
+            )
+        for logged, value in values.items():
+            # Booleans are no scalars.
+            if isinstance(value, bool | dict | list) or value is None:
+                continue
+            if value in NOT_FINITE or (isinstance(value, float) and not math.isfinite(value)):
+                continue
+            known = series.setdefault(logged, {})
+            if known and step <= next(reversed(known)):
+                for later in [earlier for earlier in known if earlier >= step]:
+                    replaced.add(later)
+                    del known[later]
+            known[step] = value
+    note = f"{len(replaced)} steps were logged again after a resume; the later values count."
+    return {name: values for name, values in series.items() if values}, [note] * bool(replaced)
+
+
+def _checked(
+    source: str, step: float, logged: str, name: str, value: Any, factor: float
+) -> float:
+    """Return the number of a canonical field; refuse a text or a number out of range."""
+    place = f"{source} step {step:g}: {logged}"
+    if not is_number(value):
+        raise ConfigError(f"{place} is {excerpt(repr(value), 40)}, not a number")
+    number = float(value) * factor
+    if name in SHARES and not -ROUNDING <= number <= 1 + ROUNDING:
+        raise ConfigError(f"{place} is {value}, and a share is between 0 and {1 / factor:g}")
+    if name in NONNEGATIVE and number < 0:
+        raise ConfigError(f"{place} is {value}, and it cannot be negative")
+    return number
+
+
+def _add_shares(fields: dict[str, Array], chosen: Mapping[str, tuple[str, Name]]) -> None:
+    """Add the share of groups whose rewards are all 0 or all 1, where both parts are logged."""
+    if "zero_variance" not in fields and {"all_zero", "all_one"} <= set(chosen):
+        fields["zero_variance"] = fields["all_zero"] + fields["all_one"]
+
+
+def _with_sizes(run: ScalarRun) -> ScalarRun:
+    """Add G, n and the number of steps in a row, where the log or its settings have them."""
+    settings = run.settings
+    size = next((settings[name] for name in GROUP_SIZE_SETTINGS if _is_size(settings.get(name))), 0)
+    rollouts = _rollouts(run)
+    if run.trainer == PRIME_RL and {"rollouts", "groups"} <= set(run.fields):
+        ratios = run.fields["rollouts"] / np.where(run.fields["groups"] > 0, run.fields["groups"], 1)
+        ratios = ratios[np.isfinite(ratios)]
+        # Groups with failed rollouts are smaller, so a few steps may deviate.
+        typical = float(np.median(ratios)) if len(ratios) else 0.0
+        if not size and typical >= 2 and typical == int(typical):
+            size = int(typical)
+    shared = size or None
+    if shared and run.trainer == NEMO_RL and settings.get(LEAVE_ONE_OUT_SETTING, True):
+        shared -= 1
+    per_row = 1
+    if run.trainer in (TRL, ""):
+        rows = run.steps[np.isfinite(run.fields.get("reward", np.full(len(run.steps), np.nan)))]
+        per_row = int(np.median(np.diff(rows))) if len(rows) > 1 else None
+        if _is_size(settings.get("logging_steps"), 1):
+            per_row = max(per_row or 1, int(settings["logging_steps"]))
+    return replace(
+        run,
+        num_generations=size or None,
+        rollouts=rollouts,
+        share_size=shared,
+        steps_per_row=per_row,
+    )
+
+
+def with_num_generations(run: ScalarRun, num_generations: int | None) -> ScalarRun:
+    """Return the run with the group size that the user typed; refuse another than the log's."""
+    if num_generations is None or run.num_generations is not None:
+        return run
+    leaves_one_out = run.trainer == NEMO_RL and run.settings.get(LEAVE_ONE_OUT_SETTING, True)
+    return replace(
+        run, num_generations=num_generations, share_size=num_generations - bool(leaves_one_out)
+    )
+
+
+def _is_size(value: Any, least: int = 2) -> bool:
+    """Return True for a whole number of at least `least`."""
+    return is_number(value) and value == int(value) and value >= least
+
+
+def _rollouts(run: ScalarRun) -> int | None:
+    """Return the number of rollouts per training step, from settings or from the log."""
+    settings = run.settings
+    for prompts, size in PROMPT_SETTINGS.items():
+        if _is_size(settings.get(prompts), 1) and _is_size(settings.get(size)):
+            return int(settings[prompts] * settings[size])
+    # TRL: `generation_batch_size` serves `steps_per_generation` micro-batches on each device, and a
+    # step accumulates `gradient_accumulation_steps` of them.
+    batch, parts, used = (
+        settings.get(name)
+        for name in (
+            "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
+        )  # fmt: skip
+    )
+    if all(_is_size(value, 1) for value in (batch, parts, used)):
+        return int(batch * used // parts)
+    if run.trainer == OURS and len(totals := run.values("total_rollouts")) > 1:
+        return int(np.median(np.diff(totals)))
+    return None
