@@ -105,7 +105,14 @@ PROMPT_SETTINGS = {
 LEAVE_ONE_OUT_SETTING = "grpo.use_leave_one_out_baseline"
 # Fields that are shares of something, and fields that cannot be negative.
 SHARES = ("zero_variance", "all_zero", "all_one", "truncated", "clip_ratio")
-NONNEGATIVE = ("reward_std", "grad_norm", "learning_rate", "generated_batches", "rollouts", "groups")
+NONNEGATIVE = (
+    "reward_std",
+    "grad_norm",
+    "learning_rate",
+    "generated_batches",
+    "rollouts",
+    "groups",
+)
 
 
 @cache

@@ -380,9 +380,7 @@ def _series(
     return {name: values for name, values in series.items() if values}, [note] * bool(replaced)
 
 
-def _checked(
-    source: str, step: float, logged: str, name: str, value: Any, factor: float
-) -> float:
+def _checked(source: str, step: float, logged: str, name: str, value: Any, factor: float) -> float:
     """Return the number of a canonical field; refuse a text or a number out of range."""
     place = f"{source} step {step:g}: {logged}"
     if not is_number(value):
@@ -407,7 +405,9 @@ def _with_sizes(run: ScalarRun) -> ScalarRun:
     size = next((settings[name] for name in GROUP_SIZE_SETTINGS if _is_size(settings.get(name))), 0)
     rollouts = _rollouts(run)
     if run.trainer == PRIME_RL and {"rollouts", "groups"} <= set(run.fields):
-        ratios = run.fields["rollouts"] / np.where(run.fields["groups"] > 0, run.fields["groups"], 1)
+        ratios = run.fields["rollouts"] / np.where(
+            run.fields["groups"] > 0, run.fields["groups"], 1
+        )
         ratios = ratios[np.isfinite(ratios)]
         # Groups with failed rollouts are smaller, so a few steps may deviate.
         typical = float(np.median(ratios)) if len(ratios) else 0.0
@@ -457,7 +457,9 @@ def _rollouts(run: ScalarRun) -> int | None:
     batch, parts, used = (
         settings.get(name)
         for name in (
-            "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
+            "generation_batch_size",
+            "steps_per_generation",
+            "gradient_accumulation_steps",
         )  # fmt: skip
     )
     if all(_is_size(value, 1) for value in (batch, parts, used)):
