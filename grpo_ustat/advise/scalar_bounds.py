@@ -10,7 +10,7 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, steps_mean
 from grpo_ustat.estimators.zero_variance_bounds import zero_variance_bounds
 from grpo_ustat.logs.scalar_names import NEMO_RL, OURS, PRIME_RL, TRL
 from grpo_ustat.logs.scalars import ScalarRun
-from grpo_ustat.records import Array
+from grpo_ustat.records import Array, Integers
 
 SIZES = (2, 4, 8, 16, 32, 64)
 # Minimum number of logged rows for an interval, and largest number of recent rows that count.
@@ -56,7 +56,7 @@ class ZeroVariance:
     conditional: bool = False
 
 
-def recent_rows(run: ScalarRun, *names: str) -> Array:
+def recent_rows(run: ScalarRun, *names: str) -> Integers:
     """Return indices of the last half of the rows that have all fields, at most MAX_ROWS."""
     present = np.ones(len(run.steps), dtype=bool)
     for name in names:
@@ -106,7 +106,7 @@ def zero_variance(run: ScalarRun, rollouts: int | None = None) -> ZeroVariance |
     return replace(result, bounds=bounds, reasons=[reason], conditional=conditional)
 
 
-def _obstacles(run: ScalarRun, rows: Array) -> list[str]:
+def _obstacles(run: ScalarRun, rows: Integers) -> list[str]:
     """Return reasons for which the logged share does not determine the share at other sizes."""
     shares = run.fields["zero_variance"][rows]
     if len(rows) < MIN_ROWS:
@@ -129,7 +129,7 @@ def _obstacles(run: ScalarRun, rows: Array) -> list[str]:
 
 def _bounds(
     run: ScalarRun,
-    rows: Array,
+    rows: Integers,
     size: int,
     evidence: Evidence,
     counts_zeros: bool,
@@ -141,8 +141,8 @@ def _bounds(
     """
     rollouts, groups = draws
     values = run.fields["zero_variance"][rows]
-    sizes = sorted({*SIZES, *([run.num_generations] if run.num_generations else [])})
-    sizes = [target for target in sizes if target != size]
+    wanted = {*SIZES, run.num_generations or size} - {size}
+    sizes = sorted(wanted)
     uses_mean = "reward" in run.fields and (counts_zeros or evidence.verdict == SHOWN)
     if uses_mean:
         level = 1 - (1 - CONFIDENCE) / 2

@@ -219,8 +219,8 @@ def _useful_lines(run: ScalarRun) -> list[str]:
         return []
     recent = batches[-max(MIN_ROWS, len(batches) // 2) :]
     return [
-        f"Dynamic sampling generated {recent.mean():.2g} batches for each trained batch, on average "
-        f"over the last {len(recent)} steps ({run.logged_names['generated_batches']})."
+        f"Dynamic sampling generated {recent.mean():.2g} batches for each trained batch in the "
+        f"last {len(recent)} steps ({run.logged_names['generated_batches']})."
     ]
 
 
@@ -263,16 +263,20 @@ def _mean_text(run: ScalarRun, name: str, percent: bool = False) -> str:
     values = run.fields[name][rows]
     interval = Interval(float(values.mean()), math.nan, math.nan)
     if len(rows) >= MIN_ROWS:
-        is_share = bool(((values >= 0) & (values <= 1)).all()) and name in ("truncated", "reward")
-        interval = steps_mean(values, share=is_share, most=None)
-    text = f"{100 * interval.estimate:.2g} %" if percent else f"{interval.estimate:.3g}"
-    if math.isfinite(interval.low):
-        low, high = interval.low, interval.high
-        if percent:
-            text += f" [{100 * max(low, 0):.2g} %, {100 * high:.2g} %]"
-        else:
-            text += f" [{low:.3g}, {high:.3g}]"
+        is_share = name == "truncated" or (
+            name == "reward" and 0 <= values.min() <= values.max() <= 1
+        )
+        draws = len(rows) * run.rollouts if run.rollouts else None
+        interval = steps_mean(values, share=is_share, most=draws)
+    estimate, low, high = (_percent(x) if percent else f"{x:.3g}" for x in interval)
+    text = f"{estimate} [{low}, {high}]" if math.isfinite(interval.low) else estimate
     return f"{text} in steps {run.steps[rows[0]]:g} to {run.steps[rows[-1]]:g}"
+
+
+def _percent(share: float) -> str:
+    """Format a share in percent, with a decimal below 10 %."""
+    value = 100 * share
+    return f"{value:.1f} %" if 0 < abs(value) < 10 else f"{value:.0f} %"
 
 
 def _missing_lines(run: ScalarRun) -> list[str]:
@@ -287,8 +291,8 @@ def _missing_lines(run: ScalarRun) -> list[str]:
         if setting:
             lines.append(f"Not in this log: {meaning}. {setting}")
     lines.append(
-        "Noise scale: not in scalars of one batch size. No trainer logs the norms of micro-batches; "
-        "a second run from the same model with another batch size shows it, if both are named."
+        "Noise scale: not in scalars of one batch size. No trainer logs the norms of micro-batches."
+        " A second run from the same model with another batch size shows it; name both logs."
     )
     return lines
 
@@ -360,7 +364,7 @@ def _cell(interval: Sequence[float] | None, layout: str) -> str | None:
 
 def _row_numbers(run: ScalarRun, rollouts: int | None) -> dict[str, Any]:
     """Return the numbers of a run for the table and for programs."""
-    rows = recent_rows(run, "reward") if "reward" in run.fields else np.zeros(0, dtype=int)
+    rows = recent_rows(run, "reward") if "reward" in run.fields else np.zeros(0, dtype=np.int64)
     reward = None
     if len(rows):
         reward = [float(run.fields["reward"][rows].mean()), math.nan, math.nan]
@@ -522,8 +526,8 @@ def _noise_lines(runs: Sequence[ScalarRun], typed: int | None) -> list[str]:
                 continue
             if VERL in (run.trainer, other.trainer):
                 lines.append(
-                    "Noise scale: verl averages actor/grad_norm over the mini-batches of a step, so "
-                    "it does not follow from runs with two batch sizes."
+                    "Noise scale: verl averages actor/grad_norm over the mini-batches of a step, "
+                    "so runs with two batch sizes do not show it."
                 )
                 continue
             if line := _noise_sentence(run, other):

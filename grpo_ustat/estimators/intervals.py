@@ -421,9 +421,9 @@ def steps_mean(
 
     The expectation is the average over the policies of these steps. The series is divided into at
     most 16 blocks of consecutive steps, which absorb short correlations, such as a batch that is
-    used in several steps. The variance comes from the differences of consecutive blocks (von Neumann
-    1941), which a trend of the policy hardly affects; K blocks give about 2 (K - 1) / 3 degrees of
-    freedom.
+    used in several steps. The variance comes from the differences of consecutive blocks (von
+    Neumann 1941), which a trend of the policy hardly affects; K blocks give about 2 (K - 1) / 3
+    degrees of freedom.
 
     Args:
         values_T: one value for each of T >= 4 steps.

@@ -15,7 +15,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -65,9 +65,9 @@ def trainer_state(path: Path, content: Mapping[str, Any]) -> RawScalars:
     return RawScalars(rows, settings=settings)
 
 
-def json_line_scalars(path: Path, rows: list[Mapping[str, Any]]) -> RawScalars:
+def json_line_scalars(path: Path, rows: Sequence[Mapping[str, Any]]) -> RawScalars:
     """Read JSON lines: verl's `{"step", "data": {...}}`, or a step and its values side by side."""
-    result = []
+    result: list[Row] = []
     for place, row in enumerate(rows):
         name = next((name for name in STEP_NAMES if name in row), None)
         if name is None:

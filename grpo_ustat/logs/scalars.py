@@ -20,6 +20,7 @@ import numpy as np
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.scalar_files import (
     RawScalars,
+    Row,
     csv_scalars,
     event_scalars,
     is_event_file,
@@ -54,7 +55,7 @@ READABLE = (
     "trainer_state.json, JSON lines with a step, TensorBoard event files, a folder wandb/run-*, or "
     "a CSV table with a column of steps"
 )
-# Texts that stand for a missing value: W&B and JSON writers use them for numbers that are not finite.
+# Texts that W&B and JSON writers use for numbers that are not finite, which count as missing.
 NOT_FINITE = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf")
 # Keys of rows that hold completions, not averages over a batch.
 ROLLOUT_KEYS = {"prompt", "completion", "completions", "input", "output", "prompt_ids", "rewards"}
@@ -151,7 +152,7 @@ def _is_complement(run: ScalarRun, other: ScalarRun) -> bool:
 
 def _merged(run: ScalarRun, other: ScalarRun) -> ScalarRun:
     """Join the metrics of two tables by step."""
-    rows = [
+    rows: list[Row] = [
         (float(step), {name: float(values[i]) for name, values in part.raw.items()})
         for part in (run, other)
         for i, step in enumerate(part.steps)
@@ -224,15 +225,13 @@ def _json_scalars(path: Path, text: str) -> RawScalars:
 def _settings_beside(path: Path) -> dict[str, Any]:
     """Return numbers of settings in the files that verl (Hydra) and our runs write beside a log."""
     settings: dict[str, Any] = {}
-    overrides, config = path.parent / ".hydra/overrides.yaml", path.parent / "config.yaml"
     for file, pattern in (
-        (overrides, r"^- *'?\+*([\w.]+)=(\d+)'?\s*$"),
-        (config, r"^(group_size): (\d+)\s*$"),
+        (path.parent / ".hydra/overrides.yaml", r"^- *'?\+*([\w.]+)=(\d+)'?\s*$"),
+        (path.parent / ".hydra/config.yaml", r"^(group_size): (\d+)\s*$"),
     ):
         if file.is_file():
-            text = file.read_text(errors="replace")
-            found = re.findall(pattern, text, re.MULTILINE)
-            settings |= {name: int(number) for name, number in found}
+            numbers = re.findall(pattern, file.read_text(errors="replace"), re.MULTILINE)
+            settings |= {name: int(number) for name, number in numbers}
     return settings
 
 
@@ -278,7 +277,8 @@ def _wandb_summary(path: Path, raw: RawScalars) -> RawScalars:
 
 def _scalar_run(source: str, raw: RawScalars) -> ScalarRun:
     """Check the rows of a run and find its canonical fields."""
-    series, notes = _series(source, raw.rows)
+    series, replaced = _series(source, raw.rows)
+    notes: list[str] = []
     if not series:
         raise ConfigError(f"{source} has no scalars with a step: name {READABLE}")
     trainer = trainer_of(series)
@@ -306,6 +306,9 @@ def _scalar_run(source: str, raw: RawScalars) -> ScalarRun:
     # The steps of the canonical fields only: trackers also log the machine's load at other steps.
     steps = np.array(sorted({step for logged, _ in chosen.values() for step in series[logged]}))
     place = {step: i for i, step in enumerate(steps)}
+    again = set().union(*(replaced.get(logged, set()) for logged, _ in chosen.values()))
+    if again:
+        notes.append(f"{len(again)} steps were logged more than once; the last values count.")
     fields: dict[str, Array] = {}
     for name, (logged, entry) in chosen.items():
         fields[name] = np.full(len(steps), np.nan)
@@ -335,27 +338,29 @@ def _scalar_run(source: str, raw: RawScalars) -> ScalarRun:
 
 
 def _run_name(source: str) -> str:
-    """Return the file's or folder's name, or the parent's if a trainer chose the name."""
+    """Return the name of the file or folder, or of its parent if a trainer chose the name."""
     path = Path(source)
     generic = ("trainer_state.json", "metrics.jsonl")
     while path.name in generic or re.fullmatch(r"checkpoint-\d+", path.name):
         path = path.parent
+    if re.fullmatch(r"seed-\d+", path.name) and path.parent.name:
+        return f"{path.parent.name}/{path.name}"
     return path.name or source
 
 
 def _series(
     source: str, rows: Sequence[tuple[Any, Mapping[str, Any]]]
-) -> tuple[dict[str, dict[float, Any]], list[str]]:
+) -> tuple[dict[str, dict[float, Any]], dict[str, set[float]]]:
     """Sort rows into series by logged name: value by step.
 
     If a series returns to an earlier step, the run was resumed there: its values from this step on
     replace the earlier ones.
 
     Returns:
-        The series, and notes.
+        The series, and the steps of each series whose value was replaced by another.
     """
     series: dict[str, dict[float, Any]] = {}
-    replaced: set[float] = set()
+    replaced: dict[str, set[float]] = {}
     for place, (step, values) in enumerate(rows):
         if step is None:
             continue
@@ -373,11 +378,11 @@ def _series(
             known = series.setdefault(logged, {})
             if known and step <= next(reversed(known)):
                 for later in [earlier for earlier in known if earlier >= step]:
-                    replaced.add(later)
+                    if known[later] != value or later != step:
+                        replaced.setdefault(logged, set()).add(later)
                     del known[later]
             known[step] = value
-    note = f"{len(replaced)} steps were logged again after a resume; the later values count."
-    return {name: values for name, values in series.items() if values}, [note] * bool(replaced)
+    return {name: values for name, values in series.items() if values}, replaced
 
 
 def _checked(source: str, step: float, logged: str, name: str, value: Any, factor: float) -> float:
@@ -462,8 +467,8 @@ def _rollouts(run: ScalarRun) -> int | None:
             "gradient_accumulation_steps",
         )  # fmt: skip
     )
-    if all(_is_size(value, 1) for value in (batch, parts, used)):
-        return int(batch * used // parts)
+    if _is_size(batch, 1) and _is_size(parts, 1) and _is_size(used, 1):
+        return int(float(batch or 0) * float(used or 0) / float(parts or 1))
     if run.trainer == OURS and len(totals := run.values("total_rollouts")) > 1:
         return int(np.median(np.diff(totals)))
     return None
