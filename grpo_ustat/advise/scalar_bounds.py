@@ -9,14 +9,12 @@ import numpy as np
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, steps_mean
 from grpo_ustat.estimators.zero_variance_bounds import zero_variance_bounds
 from grpo_ustat.logs.scalar_names import NEMO_RL, OURS, PRIME_RL, TRL
-from grpo_ustat.logs.scalars import ScalarRun
+from grpo_ustat.logs.scalars import MIN_RATIOS, ScalarRun, variance_ratios
 from grpo_ustat.records import Array, Integers
 
 SIZES = (2, 4, 8, 16, 32, 64)
 # Minimum number of logged rows for an interval, and largest number of recent rows that count.
 MIN_ROWS, MAX_ROWS = 8, 200
-# Minimum number of rows by which rewards are recognised as 0 or 1.
-MIN_EVIDENCE = 3
 # Relative tolerance of a standard deviation that a trainer computes in float32.
 STD_TOLERANCE = 1e-4
 # Averages of several steps have a smaller standard deviation than their average mean reward
@@ -220,11 +218,10 @@ def _evidence_of_range(run: ScalarRun, rollouts: int | None) -> Evidence:
 def _evidence_of_std(run: ScalarRun, rollouts: int | None) -> Evidence:
     """Judge by the standard deviation over the batch, and for averages of steps also by sums."""
     rows = recent_rows(run, "reward", "reward_std")
-    means, stds = run.fields["reward"][rows], run.fields["reward_std"][rows]
-    mixed = (means > 0) & (means < 1)
-    if mixed.sum() < MIN_EVIDENCE:
+    means = run.fields["reward"][rows]
+    ratios = variance_ratios(run, rows)
+    if len(ratios) < MIN_RATIOS:
         return Evidence(UNDECIDED, "too few steps have rewards of more than one value")
-    ratios = np.square(stds[mixed]) / (means[mixed] * (1 - means[mixed]))
     name = run.logged_names["reward_std"]
     if run.steps_per_row == 1:
         typical = float(np.median(ratios))
@@ -232,7 +229,7 @@ def _evidence_of_std(run: ScalarRun, rollouts: int | None) -> Evidence:
         if constant and 1 < typical <= 2 + STD_TOLERANCE:
             return Evidence(
                 SHOWN,
-                f"{name}^2 = m (1 - m) n / (n - 1) with the mean reward m at all {mixed.sum()} "
+                f"{name}^2 = m (1 - m) n / (n - 1) with the mean reward m at all {len(ratios)} "
                 "steps",
             )
         return Evidence(

@@ -375,7 +375,7 @@ def _row_numbers(run: ScalarRun, rollouts: int | None) -> dict[str, Any]:
     span = run.steps[rows] if len(rows) else run.steps
     return {
         "run": run.name,
-        "steps": f"{span[0]:g} to {span[-1]:g}",
+        "steps": f"{span[0]:g}-{span[-1]:g}",
         "reward": reward,
         "zero_variance": None if share is None else list(share.share),
         "truncated": float(run.fields["truncated"][cut].mean()) if len(cut) else None,

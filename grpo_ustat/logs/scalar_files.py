@@ -108,11 +108,16 @@ def csv_scalars(path: Path, text: str) -> list[RawScalars]:
     several runs. W&B adds `RUN - METRIC__MIN` and `__MAX`; they differ from the value if the export
     has fewer rows than the run.
     """
+    # An unfinished last cell could be read as another number.
+    whole, end, rest = text.rpartition("\n")
+    unfinished = ["The last line has no end and was left out."] * bool(rest.strip())
     try:
-        table = [row for row in csv.reader(io.StringIO(text), strict=True) if any(row)]
+        table = [row for row in csv.reader(io.StringIO(whole + end), strict=True) if any(row)]
     except csv.Error as error:
         raise ConfigError(f"{path} is not a CSV table: {single_line(error, 100)}") from error
-    names, body = table[0], table[1:]
+    if not table:
+        raise ConfigError(f"{path} has no complete line")
+    names, body = [name.strip() for name in table[0]], table[1:]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"{path} has two columns {twice!r:.60}: keep one of them")
@@ -148,7 +153,7 @@ def csv_scalars(path: Path, text: str) -> list[RawScalars]:
             (step, {metric: _cell(row[index]) for index, metric in columns.items() if row[index]})
             for step, row in zip(step_values, body, strict=True)
         ]
-        result.append(RawScalars([row for row in rows if row[1]], run, notes=[]))
+        result.append(RawScalars([row for row in rows if row[1]], run, notes=[*unfinished]))
         prefix = f"{run} - " if run else ""
         if any(_is_averaged(names, body, prefix + metric) for metric in columns.values()):
             result[-1].notes.append(

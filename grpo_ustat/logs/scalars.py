@@ -45,7 +45,7 @@ from grpo_ustat.logs.scalar_names import (
     match,
     trainer_of,
 )
-from grpo_ustat.records import Array, is_number
+from grpo_ustat.records import Array, Integers, is_number
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.terminal.console import excerpt
 from grpo_ustat.terminal.streams import single_line
@@ -59,6 +59,8 @@ READABLE = (
 NOT_FINITE = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf")
 # Keys of rows that hold completions, not averages over a batch.
 ROLLOUT_KEYS = {"prompt", "completion", "completions", "input", "output", "prompt_ids", "rewards"}
+# Minimum number of rows that show n by a standard deviation, and the tolerance of n.
+MIN_RATIOS, SIZE_TOLERANCE = 3, 0.2
 # Largest tolerated difference between a share and its range, from rounding to float32.
 ROUNDING = 1e-5
 
@@ -364,7 +366,7 @@ def _series(
     for place, (step, values) in enumerate(rows):
         if step is None:
             continue
-        if not is_number(step) or step < 0 or step != int(step):
+        if isinstance(step, bool) or not is_number(step) or step < 0 or step != int(step):
             raise ConfigError(
                 f"{source} row {place} (from 0): step is {excerpt(repr(step), 40)}, not a whole "
                 "number"
@@ -408,7 +410,6 @@ def _with_sizes(run: ScalarRun) -> ScalarRun:
     """Add G, n and the number of steps in a row, where the log or its settings have them."""
     settings = run.settings
     size = next((settings[name] for name in GROUP_SIZE_SETTINGS if _is_size(settings.get(name))), 0)
-    rollouts = _rollouts(run)
     if run.trainer == PRIME_RL and {"rollouts", "groups"} <= set(run.fields):
         ratios = run.fields["rollouts"] / np.where(
             run.fields["groups"] > 0, run.fields["groups"], 1
@@ -427,13 +428,8 @@ def _with_sizes(run: ScalarRun) -> ScalarRun:
         per_row = int(np.median(np.diff(rows))) if len(rows) > 1 else None
         if _is_size(settings.get("logging_steps"), 1):
             per_row = max(per_row or 1, int(settings["logging_steps"]))
-    return replace(
-        run,
-        num_generations=size or None,
-        rollouts=rollouts,
-        share_size=shared,
-        steps_per_row=per_row,
-    )
+    run = replace(run, num_generations=size or None, share_size=shared, steps_per_row=per_row)
+    return replace(run, rollouts=_rollouts(run))
 
 
 def with_num_generations(run: ScalarRun, num_generations: int | None) -> ScalarRun:
@@ -448,7 +444,8 @@ def with_num_generations(run: ScalarRun, num_generations: int | None) -> ScalarR
 
 def _is_size(value: Any, least: int = 2) -> bool:
     """Return True for a whole number of at least `least`."""
-    return is_number(value) and value == int(value) and value >= least
+    is_whole = is_number(value) and not isinstance(value, bool) and value == int(value)
+    return is_whole and value >= least
 
 
 def _rollouts(run: ScalarRun) -> int | None:
@@ -471,4 +468,27 @@ def _rollouts(run: ScalarRun) -> int | None:
         return int(float(batch or 0) * float(used or 0) / float(parts or 1))
     if run.trainer == OURS and len(totals := run.values("total_rollouts")) > 1:
         return int(np.median(np.diff(totals)))
-    return None
+    return _rollouts_from_std(run)
+
+
+def variance_ratios(run: ScalarRun, rows: Integers) -> Array:
+    """Return the variance of the rewards over m (1 - m), at rows whose mean reward m is mixed.
+
+    For n rewards of 0 and 1 and the divisor n - 1 the ratio is n / (n - 1).
+    """
+    means, stds = run.fields["reward"][rows], run.fields["reward_std"][rows]
+    mixed = (means > 0) & (means < 1)
+    return np.square(stds[mixed]) / (means[mixed] * (1 - means[mixed]))
+
+
+def _rollouts_from_std(run: ScalarRun) -> int | None:
+    """Return n for rewards of 0 and 1, whose standard deviation over the batch shows it."""
+    if run.steps_per_row != 1 or not {"reward", "reward_std"} <= set(run.fields):
+        return None
+    values = np.isfinite(run.fields["reward"]) & np.isfinite(run.fields["reward_std"])
+    ratios = variance_ratios(run, np.flatnonzero(values))
+    if len(ratios) < MIN_RATIOS or ratios.min() <= 1:
+        return None
+    sizes = ratios / (ratios - 1)
+    size = round(float(np.median(sizes)))
+    return size if np.abs(sizes - size).max() < SIZE_TOLERANCE and size >= 2 else None
