@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from grpo_ustat.estimators.scaling import GroupSizeCosts, ScalingLaw
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
+# Verdict on several runs, if their mean rewards differ by more than noise.
+DIFFERENT = "different"
 # A group size is kept if the upper end of the interval of its extra error is at most this value.
 TOLERABLE_EXTRA_ERROR = 0.3
 
@@ -21,7 +23,8 @@ TOLERABLE_EXTRA_ERROR = 0.3
 class Advice:
     """Advice on the group size."""
 
-    # `keep`, `raise`, `lower`, `choose` (if no group size was given) or `not enough data`.
+    # `keep`, `raise`, `lower`, `choose` (if no group size was given), `different` (of several
+    # runs) or `not enough data`.
     verdict: str
     # Answer in one or two sentences.
     sentence: str

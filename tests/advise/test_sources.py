@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "logs"))
 from test_pairing import run_of_trl  # noqa: E402
 
 from grpo_ustat.advise.__main__ import main
-from grpo_ustat.advise.sources import Request, advice_of, parse_request
+from grpo_ustat.advise.request import Request, parse_request
+from grpo_ustat.advise.sources import advice_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS
