@@ -125,6 +125,11 @@ def read_rewards(path: Path, column: str | None = None, cluster: str | None = No
         if prompts[row] is None or columns[content][row] is None:
             name = form.prompt if prompts[row] is None else content
             raise ConfigError(f"{path} row {row} (from 0): {name} is null: correct or drop it")
+        if isinstance(prompts[row], list) and not _is_prompt(prompts[row]):
+            raise ConfigError(
+                f"{path} row {row} (from 0): {form.prompt} is a list, {prompts[row]!r:.40}: "
+                "write a row per prompt"
+            )
         cells = [columns[name][row] for name in form.weights]
         if form.kind == "wide":
             empty += sum(cell is None for cell in cells)
@@ -155,6 +160,11 @@ def read_rewards(path: Path, column: str | None = None, cluster: str | None = No
 def _key(value: Any) -> str:
     """Return a text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def _is_prompt(values: list[Any]) -> bool:
+    """Return True if a list contains the messages of a conversation."""
+    return bool(values) and all(isinstance(value, dict) for value in values)
 
 
 def _plain(value: Any) -> Any:
