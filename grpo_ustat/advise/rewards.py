@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_ustat.advise.kinds import Kind, as_rollouts, completions_in
 from grpo_ustat.advise.request import Request
-from grpo_ustat.config.command_line import command_line, new_rollouts
+from grpo_ustat.config.command_line import command_line, install_line, is_installed, new_rollouts
 from grpo_ustat.config.model import checkpoints_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import Conversion, convert
@@ -198,6 +198,11 @@ def _chosen_log(request: Request) -> tuple[Path, str]:
 
 def _scored_advice(request: Request, kind: Kind) -> Advice:
     """Run `mse` on the rollouts of a source, scored by the model that the user names."""
+    if lacking := [name for name in ("torch", "hydra") if not is_installed(name)]:
+        raise ConfigError(
+            f"model={request.model} scores completions, which needs {lacking[0]}: "
+            f"{install_line('cli')}"
+        )
     from grpo_ustat.advise.runs import study_now
 
     assert request.model is not None

@@ -47,8 +47,7 @@ from grpo_ustat.logs.scalar_names import (
 )
 from grpo_ustat.records import Array, Integers, is_number
 from grpo_ustat.runs.files import natural_order
-from grpo_ustat.terminal.console import excerpt
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.terminal.streams import excerpt, single_line
 
 ONLINE = "wandb://"
 READABLE = (

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.pages.tables import broken
-from grpo_ustat.terminal.console import excerpt
-from grpo_ustat.terminal.streams import visible
+from grpo_ustat.terminal.streams import excerpt, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,8 +22,7 @@ from grpo_ustat.records import MIN_QUESTIONS
 from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.terminal.console import excerpt
-from grpo_ustat.terminal.streams import visible, wrapped
+from grpo_ustat.terminal.streams import excerpt, visible, wrapped
 
 Cell = str | int | float | bool | None
 MISSING = "–"

@@ -21,8 +21,7 @@ from grpo_ustat.pages.figures import (
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.settings import Axis, value_text
-from grpo_ustat.terminal.console import excerpt
-from grpo_ustat.terminal.streams import visible
+from grpo_ustat.terminal.streams import excerpt, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

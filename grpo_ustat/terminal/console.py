@@ -11,18 +11,6 @@ from rich.text import Text
 from grpo_ustat.terminal.streams import visible
 
 
-def excerpt(text: str, most: int) -> str:
-    """Shorten a text to at most `most` characters; a longer text keeps its beginning and end.
-
-    >>> excerpt("a name", 9), excerpt("a very long name", 9)
-    ('a name', 'a ve…name')
-    """
-    if len(text) <= most:
-        return text
-    half = (most - 1) // 2
-    return f"{text[: most - 1 - half]}…{text[-half:]}"
-
-
 class Console(rich.console.Console):
     """Rich's console without markup; styles come only from `style=` or `rich.text.Text`."""
 

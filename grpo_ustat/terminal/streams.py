@@ -60,6 +60,18 @@ def wrapped(text: str, width: int = 80) -> str:
     return lines.replace("\0", " ")
 
 
+def excerpt(text: str, most: int) -> str:
+    """Shorten a text to at most `most` characters; a longer text keeps its beginning and end.
+
+    >>> excerpt("a name", 9), excerpt("a very long name", 9)
+    ('a name', 'a ve…name')
+    """
+    if len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[: most - 1 - half]}…{text[-half:]}"
+
+
 def beside(left: str, text: str, column: int, width: int) -> list[str]:
     """Return the lines of a table row, none wider than `width`.
 
