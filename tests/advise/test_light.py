@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from grpo_ustat.advise.__main__ import EXAMPLES
+
 HEAVY = {"torch", "transformers", "hydra", "omegaconf", "accelerate", "matplotlib", "psutil"}
 CODE = """
 import sys
@@ -64,3 +66,4 @@ def test_the_help_has_at_most_40_lines(tmp_path, monkeypatch):
     command = [sys.executable, "-m", "grpo_ustat", "advise", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().count("\n") < 40
+    assert all(f" advise {words}" in done.stdout for words in EXAMPLES)
