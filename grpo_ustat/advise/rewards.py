@@ -34,6 +34,7 @@ from grpo_ustat.logs.rewards import (
 from grpo_ustat.logs.rows import MIN_COMPLETIONS, MIN_PROMPTS, TOKEN_COLUMNS, Options, step_rollouts
 from grpo_ustat.logs.tables import is_parquet
 from grpo_ustat.pages.advice import UNKNOWN, Advice
+from grpo_ustat.runs.files import natural_order
 
 MORE_LOGS = "also log completions, as TRL does with log_completions=True, and use that file"
 
@@ -190,9 +191,9 @@ def _chosen_log(request: Request) -> tuple[Path, str]:
     if chosen != logs[-1]:
         place = f"the log nearest to a checkpoint, of {len(logs)} logs in {request.source}"
     line = f"This advice is from {chosen.name}, {place}."
-    states = [*request.source.glob(f"checkpoint-*/{TRAINER_STATE}")]
+    states = sorted(request.source.glob(f"checkpoint-*/{TRAINER_STATE}"), key=natural_order)
     if states and request.model is None:
-        line += f" For the scalars of all steps, name {states[-1].parent}."
+        line += f" For the scalars of all steps, name {states[-1]}."
     return chosen, line
 
 

@@ -131,8 +131,13 @@ TRIALS = {
         "logs",
         (
             ("python", "-c", LOGS),
-            *words("grpo-ustat advise rewards.jsonl", "grpo-ustat convert 3.jsonl rollouts.parquet"),
-            *words("grpo-ustat advise rollouts.parquet", "grpo-ustat advise trainer_state.json"),
+            *words(
+                "grpo-ustat advise rewards.jsonl",
+                "grpo-ustat convert 3.jsonl rollouts.parquet",
+                "grpo-ustat advise rollouts.parquet",
+                "grpo-ustat advise trainer_state.json",
+                "grpo-ustat advise 3.jsonl rewards.jsonl num_generations=4",
+            ),
         ),
         leaves="rollouts.parquet",
         alone=LOG_PACKAGES,
