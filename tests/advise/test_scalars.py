@@ -306,3 +306,29 @@ def test_nothing_heavy_is_imported():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_random_logs_end_in_advice_or_one_line(tmp_path):
+    generator = np.random.default_rng(5)
+    names = ("reward", "reward_std", "frac_reward_zero_std", "grad_norm", "kl", "rollouts",
+             "completions/clipped_ratio", "critic/score/mean", "frac_completions_skipped")  # fmt: skip
+    odd = [None, True, -1, 0, 2, 1e308, "NaN", "x", [], {}, 1e-320, 10**400]
+    outcomes = set()
+    for _ in range(60):
+        rows = []
+        for step in range(generator.integers(1, 14)):
+            row = {name: float(generator.integers(3)) / 2 for name in names}
+            row = {name: value for name, value in row.items() if generator.random() < 0.6}
+            if generator.random() < 0.1:
+                row[str(generator.choice(names))] = odd[generator.integers(len(odd))]
+            rows.append(row | {"step": step})
+        try:
+            run = lines_run(tmp_path, rows)
+            scalar_advice([run], SIZE)
+            scalar_advice([run, run], SIZE)
+            runs_table([run])
+            outcomes.add("advice")
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            outcomes.add("error")
+    assert outcomes == {"advice", "error"}
