@@ -310,8 +310,10 @@ def test_nothing_heavy_is_imported():
 
 def test_random_logs_end_in_advice_or_one_line(tmp_path):
     generator = np.random.default_rng(5)
-    names = ("reward", "reward_std", "frac_reward_zero_std", "grad_norm", "kl", "rollouts",
-             "completions/clipped_ratio", "critic/score/mean", "frac_completions_skipped")  # fmt: skip
+    names = (
+        "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "kl", "rollouts",
+        "completions/clipped_ratio", "critic/score/mean", "frac_completions_skipped",
+    )  # fmt: skip
     odd = [None, True, -1, 0, 2, 1e308, "NaN", "x", [], {}, 1e-320, 10**400]
     outcomes = set()
     for _ in range(60):
