@@ -225,8 +225,8 @@ def _evidence_of_std(run: ScalarRun, rollouts: int | None) -> Evidence:
     name = run.logged_names["reward_std"]
     if run.steps_per_row == 1:
         typical = float(np.median(ratios))
-        constant = np.abs(ratios / typical - 1).max() < STD_TOLERANCE
-        if constant and 1 < typical <= 2 + STD_TOLERANCE:
+        is_constant = np.abs(ratios - typical).max() < STD_TOLERANCE * typical
+        if is_constant and 1 < typical <= 2 + STD_TOLERANCE:
             return Evidence(
                 SHOWN,
                 f"{name}^2 = m (1 - m) n / (n - 1) with the mean reward m at all {len(ratios)} "

@@ -45,7 +45,7 @@ from grpo_ustat.logs.scalar_names import (
     match,
     trainer_of,
 )
-from grpo_ustat.records import Array, Integers, is_number
+from grpo_ustat.records import MAX_REWARD, Array, Integers, is_number
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.terminal.streams import excerpt, single_line
 
@@ -389,8 +389,11 @@ def _series(
 def _checked(source: str, step: float, logged: str, name: str, value: Any, factor: float) -> float:
     """Return the number of a canonical field; refuse a text or a number out of range."""
     place = f"{source} step {step:g}: {logged}"
-    if not is_number(value):
-        raise ConfigError(f"{place} is {excerpt(repr(value), 40)}, not a number")
+    if not is_number(value, MAX_REWARD):
+        raise ConfigError(
+            f"{place} is {excerpt(repr(value), 40)}, not a number between -{MAX_REWARD:g} and "
+            f"{MAX_REWARD:g}"
+        )
     number = float(value) * factor
     if name in SHARES and not -ROUNDING <= number <= 1 + ROUNDING:
         raise ConfigError(f"{place} is {value}, and a share is between 0 and {1 / factor:g}")
@@ -466,7 +469,8 @@ def _rollouts(run: ScalarRun) -> int | None:
     if _is_size(batch, 1) and _is_size(parts, 1) and _is_size(used, 1):
         return int(float(batch or 0) * float(used or 0) / float(parts or 1))
     if run.trainer == OURS and len(totals := run.values("total_rollouts")) > 1:
-        return int(np.median(np.diff(totals)))
+        per_step = int(np.median(np.diff(totals)))
+        return per_step if per_step >= 2 else None
     return _rollouts_from_std(run)
 
 
