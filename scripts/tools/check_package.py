@@ -59,7 +59,7 @@ Path("trainer_state.json").write_text(json.dumps({"global_step": 40, "log_histor
 """
 # Packages of the extra [logs] with those that they need.
 LOG_PACKAGES = frozenset(
-    {"numpy", "scipy", "pyarrow", "pyyaml", "rich", "markdown-it-py", "mdurl", "pygments"}
+    {"numpy", "scipy", "pyarrow", "PyYAML", "rich", "markdown-it-py", "mdurl", "Pygments"}
 )
 POLICY = """
 from pathlib import Path
