@@ -11,6 +11,8 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
 from grpo_ustat.config.command_line import install_line
 
+# Verbs that need only the extra [logs], and the modules that it installs.
+LOG_VERBS, LOG_MODULES = ("advise", "convert"), ("pyarrow", "rich", "yaml")
 # Package that provides each module needed by the extra [cli].
 EXTRA_PACKAGES = {
     "accelerate": "accelerate",
@@ -49,10 +51,15 @@ def main() -> None:
     try:
         _call(verb)
     except ModuleNotFoundError as error:
-        package = EXTRA_PACKAGES.get((error.name or "").partition(".")[0])
+        module = (error.name or "").partition(".")[0]
+        package = EXTRA_PACKAGES.get(module)
         if package is None:
             raise
-        print(f"grpo-ustat {verb} needs {package}: {install_line('cli')}", file=sys.stderr)
+        extra = "cli"
+        if verb in LOG_VERBS:
+            # Pickles of tensors, such as slime's, are read with torch.
+            extra = "logs" if module in LOG_MODULES else "torch" if module == "torch" else "cli"
+        print(f"grpo-ustat {verb} needs {package}: {install_line(extra)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

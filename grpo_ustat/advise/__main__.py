@@ -1,7 +1,7 @@
-"""`grpo-ustat advise SOURCE [num_generations=8]`: keep, raise or lower the group size.
+"""`grpo-ustat advise PATH... [num_generations=8]`: say what a log shows about the group size.
 
-SOURCE is a run folder of `mse` or `train`, a pool folder, a log of rollouts (TRL's
-completions_00010.parquet, with model=CHECKPOINT), or a file of rewards (Parquet, CSV, JSON Lines).
+The content of a path decides what is read, not its name. Several paths are several runs, which are
+compared.
 """
 
 from __future__ import annotations
@@ -9,24 +9,30 @@ from __future__ import annotations
 import json
 import sys
 
-from grpo_ustat.advise.sources import advice_of, parse_request
+from grpo_ustat.advise.request import parse_request
+from grpo_ustat.advise.sources import advice_of
 from grpo_ustat.cli.parser import VerbParser
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.console import wrapped
-from grpo_ustat.terminal.streams import tell
+from grpo_ustat.terminal.streams import tell, wrapped
 
 EXAMPLES = {
-    "outputs/train/NAME/seed-0": "a run, finished or not",
-    "completions_00010.parquet model=CHECKPOINT": "a log written by TRL",
-    "rewards.csv num_generations=8": "rewards only",
+    "outputs/train/NAME/seed-0": "run or pool of this package",
+    "rollouts/ num_generations=8": "rollouts, as convert reads them",
+    "completions_00010.parquet model=CHECKPOINT": "measure them (needs [cli])",
+    "rewards.jsonl": 'lines {"prompt_id": "q1", "reward": 1}',
+    "rewards.json": 'or {"prompt_id": "q1", "rewards": [1, 0]}',
+    "base.csv tuned.csv": "two runs, columns prompt_id,r0,r1,...",
+    "trainer_state.json": "TRL; metrics.jsonl of verl or prime-rl",
+    "wandb/run-20260101_120000-abc": "or an exported CSV, or wandb://ENTITY/PROJECT/RUN",
+    "runs/events.out.tfevents.1": "TensorBoard, as NeMo-RL writes",
 }
 OPTION_MEANINGS = {
-    "SOURCE": "run folder of mse or train, pool folder, log of rollouts, or file of rewards",
     "num_generations=8": "group size to assess; default: group size of the run",
     "rollouts=256": "completions per training step: prompts times num_generations",
-    "reward=COLUMN": "column of a log that contains the rewards",
+    "reward=COLUMN": "rewards: a column, a sum a=1,b=.5, or columns of completions r*",
+    "cluster=COLUMN": "prompts with equal values are correlated and count once",
     "objective=NAME": "loss to assess, e.g. trl_dapo; default: loss of the training run",
-    "model=CHECKPOINT": "model that wrote a log's completions, used to score them (mse pool=FILE)",
+    "model=CHECKPOINT": "model that wrote the completions, used to score them",
     "output_root=DIR": "root folder for the study that model= starts; default: outputs",
 }
 
@@ -34,7 +40,7 @@ OPTION_MEANINGS = {
 def main() -> None:
     """Run the command; the exit code is 0 if advice is printed and 2 if it is not."""
     parser = VerbParser("advise", __doc__ or "", EXAMPLES, OPTION_MEANINGS)
-    parser.add_argument("words", nargs="*", metavar="SOURCE [NAME=VALUE ...]")
+    parser.add_argument("words", nargs="*", metavar="PATH [NAME=VALUE ...]")
     parser.add_argument("--json", action="store_true", help="verdict and numbers, for programs")
     arguments = parser.parse_args()
     try:

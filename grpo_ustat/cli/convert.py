@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 from grpo_ustat.cli.parser import VerbParser
-from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.command_line import command_line, new_rollouts
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS, detect
 from grpo_ustat.logs.rows import MIN_PROMPTS, Options
-from grpo_ustat.measurements.next_step import new_rollouts
 from grpo_ustat.terminal.streams import tell
 
 EXAMPLES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +36,33 @@ def command_line(verb: str, *overrides: str) -> str:
     return " ".join([program(), verb, *map(shlex.quote, overrides)])
 
 
+def new_rollouts(
+    model: Iterable[str], length: int | None = None, questions: int | None = None
+) -> str:
+    """Return the command that draws new rollouts of a checkpoint if its log is too small.
+
+    The command needs the data and the reward function of the run that wrote the log. Words in
+    capitals are placeholders for values that the log does not contain.
+
+    Args:
+        model: Overrides that select the checkpoint and its temperature.
+        length: Maximum length of its completions, in tokens; None if unknown.
+        questions: Number of questions; None for the default of `mse`.
+    """
+    sizes = [] if questions is None else [
+        f"dataset.study_size={questions}", f"study.questions={questions}",
+    ]  # fmt: skip
+    command = command_line(
+        "mse", *model, "dataset=jsonl", "dataset.path=DATA.jsonl",
+        "dataset.reward=REWARD.py:FUNCTION", "prompt=as_is",
+        f"max_completion_length={length or 'LENGTH'}", *sizes,
+    )  # fmt: skip
+    return (
+        f"{command}  # draws new rollouts; DATA.jsonl: the run's rows of question and answer; "
+        "REWARD.py: the run's FUNCTION(prompt, completion); see docs/models-and-data.md"
+    )
+
+
 def note_typed(verb: str, arguments: Sequence[str]) -> None:
     """Store the typed command line, without secrets, for pages and child processes."""
     os.environ[TYPED_VARIABLE] = redact_text(command_line(verb, *arguments))
@@ -53,7 +80,7 @@ def install_line(extra: str) -> str:
         extra: name from `[project.optional-dependencies]`. The extra `cli` is added to all extras
             except `torch`.
     """
-    names = extra if extra in ("cli", "torch") else f"cli,{extra}"
+    names = extra if extra in ("cli", "logs", "torch") else f"cli,{extra}"
     return f"pip install -e '.[{names}]'" if IN_CHECKOUT else f"pip install 'grpo-ustat[{names}]'"
 
 

@@ -11,16 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import (
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
 
 from grpo_ustat.config.baseline import BaselineConfig, baseline_choice, complete_plugin_options
 from grpo_ustat.config.data import DATASETS
@@ -41,6 +34,9 @@ from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.config.values import field_at, typed_value, wrong_value
 from grpo_ustat.estimators.baselines import plugin_baselines
 from grpo_ustat.terminal.streams import SURROGATE, single_line
+
+if TYPE_CHECKING:
+    from omegaconf.errors import ValidationError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # The first folder exists in an installed wheel, and the second in a source checkout.
@@ -63,6 +59,15 @@ def build_config(config: Any, schema: type) -> Any:
             not interpolated.
         schema: one of `SCHEMAS`.
     """
+    # Imported here, because commands that only read values from files do not need it.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import (
+        ConfigKeyError,
+        MissingMandatoryValue,
+        OmegaConfBaseException,
+        ValidationError,
+    )
+
     if not OmegaConf.is_config(config):
         config = OmegaConf.create(_literal(config))
     try:
@@ -188,6 +193,8 @@ def type_error(error: ValidationError, schema: type, config: Any, typed: str | N
     if field is None:
         return single_line(error)
     if typed is None:
+        from omegaconf import OmegaConf
+
         typed = typed_value(OmegaConf.select(OmegaConf.create(config), field.path))
     return wrong_value(field, typed, CONF)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import OmegaConf
 
 from grpo_ustat.config.schema import FieldInfo, flatten
 
@@ -30,6 +29,8 @@ def typed_value(value: Any) -> str:
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    from omegaconf import OmegaConf
+
     if OmegaConf.is_list(value) or isinstance(value, list):
         return f"[{','.join(map(typed_value, cast(list[Any], value)))}]"
     if OmegaConf.is_dict(value):

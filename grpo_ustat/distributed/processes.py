@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
 
 # Interval in seconds between checks that the parent is alive.
 LOOK_SECONDS = 0.5
@@ -22,6 +24,9 @@ def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
 
     The list is empty if the process has ended.
     """
+    # Imported where processes are listed, because commands that only read logs do not need it.
+    import psutil
+
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive)
     return []
@@ -29,6 +34,8 @@ def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
 
 def kill_children(pid: int, recursive: bool = False) -> None:
     """Kill the children of a process, or all descendants if `recursive` is true."""
+    import psutil
+
     for child in children(pid, recursive):
         with suppress(psutil.NoSuchProcess):
             child.kill()
@@ -46,6 +53,8 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
 
     Polling is necessary, because a killed process cannot notify this one.
     """
+    import psutil
+
     above = []
     if ancestor is not None:
         try:
@@ -75,6 +84,8 @@ def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | Non
 
 
 def _is_alive(process: psutil.Process) -> bool:
+    import psutil
+
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -434,6 +434,44 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
     return wilson(p * trials, trials, level)
 
 
+# Number of blocks into which `steps_mean` divides a series.
+STEP_BLOCKS = 16
+
+
+def steps_mean(
+    values_T: Array, level: float = CONFIDENCE, most: float | None = None, share: bool = True
+) -> Interval:
+    """Return the mean of a series that a training run logs, with an interval for its expectation.
+
+    The expectation is the average over the policies of these steps. The series is divided into at
+    most 16 blocks of consecutive steps, which absorb short correlations, such as a batch that is
+    used in several steps. The variance comes from the differences of consecutive blocks (von
+    Neumann 1941), which a trend of the policy hardly affects; K blocks give about 2 (K - 1) / 3
+    degrees of freedom.
+
+    Args:
+        values_T: one value for each of T >= 4 steps.
+        level: confidence level.
+        most: number of independent draws behind all values; None if it is unknown. Fewer draws are
+            assumed if the variance requires it.
+        share: True for shares in [0, 1], whose interval is Wilson's with the effective number of
+            draws, as in `clustered_wilson`; False for a t interval.
+    """
+    blocks = min(len(values_T), STEP_BLOCKS)
+    means = np.array([block.mean() for block in np.array_split(values_T, blocks)])
+    mean, dof = float(values_T.mean()), 2 * (blocks - 1) / 3
+    variance = float(np.square(np.diff(means)).mean() / 2 / blocks)
+    if not share:
+        return t_interval(mean, variance, dof, level)
+    draws = float(len(values_T)) if most is None else most
+    if variance > 0:
+        factor = normal_quantile(level) / t_quantile(dof, level)
+        effective = mean * (1 - mean) / variance * factor**2
+        draws = effective if most is None else min(effective, most)
+    low, high = wilson(mean * draws, draws, level)[1:]
+    return Interval(mean, low, high)
+
+
 class Decision(NamedTuple):
     """Decision on whether a number lies inside or outside given bounds."""
 

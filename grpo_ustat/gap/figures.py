@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from grpo_ustat.gap.evidence import Evidence, Panel
 from grpo_ustat.pages.figures import (
-    FONTS,
     baseline_style,
+    figure_fonts,
     line_style,
     log_sizes,
     note,
-    plt,
+    pyplot,
     save,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BASELINE_NAMES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle"}
 # Largest number of panels in a row of the figure.
@@ -32,8 +35,8 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
     columns = min(PANELS_ACROSS, len(panels))
     rows = -(-len(panels) // columns)
     size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.6)
-    with plt.rc_context(FONTS):
-        figure, axes = plt.subplots(
+    with figure_fonts():
+        figure, axes = pyplot().subplots(
             rows, columns, figsize=size, squeeze=False, layout="constrained"
         )
         for place, panel in zip(axes.flat, panels, strict=False):

@@ -221,19 +221,20 @@ def _is_chain(prompts: Sequence[Any]) -> bool:
 
 
 def one_row_per_rollout(
-    place: object, columns: Mapping[str, list[Any]], reward: str
+    place: object, columns: Mapping[str, list[Any]], rewards: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Keep the first row of each rollout of a table of rewards, with the rollout's reward.
+    """Keep the first row of each rollout of a table of rewards, with the rollout's rewards.
 
     Args:
         place: source of the table, for messages.
         columns: values by column name.
-        reward: name of the column of rewards.
+        rewards: names of the columns of rewards.
     """
     turns = find_turns(place, columns.get("prompt_ids", columns.get("prompt")), columns)
     if turns is None:
         return dict(columns)
-    columns = {**columns, reward: shared_rewards(place, turns, columns[reward], columns)}
+    shared = {name: shared_rewards(place, turns, columns[name], columns) for name in rewards}
+    columns = {**columns, **shared}
     later = {row for rows in turns.rows().values() for row in rows[1:]}
     dropped = [name for name in columns if SINGLE_TURN_NAME.fullmatch(name.lower())]
     return {

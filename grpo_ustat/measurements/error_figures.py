@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from grpo_ustat.estimators.intervals import UNDETERMINED, Interval
 from grpo_ustat.measurements.base import Study
@@ -22,19 +20,21 @@ from grpo_ustat.measurements.errors import (
 )
 from grpo_ustat.measurements.panels import panel_grid, panel_title, study_title
 from grpo_ustat.pages.figures import (
-    FONTS,
     STYLE,
     baseline_style,
+    figure_fonts,
     fitted,
     legend_above,
     log_sizes,
     note,
     panel_figure,
-    plt,
     save,
     spaced_ticks,
 )
 from grpo_ustat.pages.tables import count_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LINE_STYLES = {"closed_form": "-", "new_questions": "-", "monte_carlo": ":"}
 GROUP_MEAN_DASHES = (0, (4, 2))
@@ -97,7 +97,7 @@ def _draw(
         for study, setting, _ in in_line
     }
     heights = (1.0, 0.7) if any(ratios.values()) else (1.0,)
-    with plt.rc_context(FONTS):
+    with figure_fonts():
         figure, panels = panel_figure([len(in_line) for in_line in grid], heights)
         for line, in_line in zip(panels, grid, strict=True):
             for (above, *below), (study, setting, panel_text) in zip(line, in_line, strict=True):

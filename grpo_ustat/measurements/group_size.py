@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from grpo_ustat.estimators.closed_form import CURVE_SIZES
 from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZE, USUAL_SIZES
@@ -45,9 +45,9 @@ from grpo_ustat.measurements.panels import study_title
 from grpo_ustat.pages.advice import noise_text
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.figures import (
-    FONTS,
     SMALL,
     STYLE,
+    figure_fonts,
     fitted,
     legend_above,
     legend_label,
@@ -56,7 +56,6 @@ from grpo_ustat.pages.figures import (
     note,
     panel_figure,
     panel_rows,
-    plt,
     save,
 )
 from grpo_ustat.pages.tables import (
@@ -66,12 +65,14 @@ from grpo_ustat.pages.tables import (
     interval_scope,
     interval_text,
     number_text,
-    percent,
     three_digits,
 )
 from grpo_ustat.records import MIN_QUESTIONS
 from grpo_ustat.runs.contents import NumberOrNull, Size, Sometimes, content_of
-from grpo_ustat.terminal.streams import best_size
+from grpo_ustat.terminal.streams import best_size, percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WHY_FIXED_ROLLOUTS = (
     "If every batch contains all questions, the error falls with G, because a larger G draws more "
@@ -563,7 +564,7 @@ def _estimate_text(value: Interval, digits: int | None) -> str:
 
 def draw(folder: Path, study: Study) -> None:
     """Plot the extra error of each G at the study's n and save it as `scaling.{pdf,svg,png}`."""
-    with plt.rc_context(FONTS):
+    with figure_fonts():
         figure, [[[axes]]] = panel_figure([1])
         scaling_panel(axes, study.need(SCALING), study.rollouts)
         axes.set_ylabel(EXTRA_ERROR)
@@ -582,7 +583,7 @@ def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequenc
     by_dataset: dict[str, list[Study]] = {}
     for study in studies:
         by_dataset.setdefault(str(study.run.dataset), []).append(study)
-    with plt.rc_context(FONTS):
+    with figure_fonts():
         figure, panels = panel_figure(panel_rows(len(by_dataset)))
         for axes, (dataset, members) in zip(figure.axes, by_dataset.items(), strict=True):
             laws = [(study.need(SCALING), divisible_rollouts(study.rollouts)) for study in members]

@@ -6,15 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING
 
 from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import LossRow
 from grpo_ustat.estimators.row_weights import RowFilter
 from grpo_ustat.pages.figures import (
-    FONTS,
+    figure_fonts,
     fitted,
     legend_above,
     legend_label,
@@ -22,11 +21,13 @@ from grpo_ustat.pages.figures import (
     log_sizes,
     note,
     panel_figure,
-    plt,
     save,
 )
 from grpo_ustat.pages.tables import MAX_BASELINES, Table, enumeration
 from grpo_ustat.runs.contents import Size, Sometimes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ADVANTAGE_WORDS = {
     "none": "no baseline",
@@ -397,7 +398,7 @@ def draw_panels(
     """
     grid = [(dataset, titled) for dataset, of_dataset in grids.items() for titled in of_dataset]
     names = list(dict.fromkeys(x for _, titled in grid for _, losses in titled for x in losses))
-    with plt.rc_context(FONTS):
+    with figure_fonts():
         figure, panels = panel_figure([len(titled) for _, titled in grid])
         for line, (dataset, titled) in zip(panels, grid, strict=True):
             for [axes], (title, losses) in zip(line, titled, strict=True):

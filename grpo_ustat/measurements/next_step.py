@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import yaml
 
-from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.command_line import command_line, new_rollouts
 from grpo_ustat.config.data import STUDY_QUESTIONS, JsonlConfig
 from grpo_ustat.config.load import CONF, values_of
 from grpo_ustat.config.presets import PRESETS
@@ -81,33 +81,6 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
         sizes.insert(0, f"dataset.study_size={questions}")
     sizes.append(f"pool={config.get('pool') or study.run.folder / 'pool'}")
     return command_line("mse", *shared, *sizes)
-
-
-def new_rollouts(
-    model: Iterable[str], length: int | None = None, questions: int | None = None
-) -> str:
-    """Return the command that draws new rollouts from a checkpoint whose log is too small.
-
-    The command needs the data and the reward function of the run that wrote the log. Words in
-    capitals are placeholders for values that the log does not contain.
-
-    Args:
-        model: Overrides that select the checkpoint and its temperature.
-        length: Maximum length of a completion, in tokens; None if unknown.
-        questions: Number of questions; None for the default of `mse`.
-    """
-    sizes = [] if questions is None else [
-        f"dataset.study_size={questions}", f"study.questions={questions}",
-    ]  # fmt: skip
-    command = command_line(
-        "mse", *model, "dataset=jsonl", "dataset.path=DATA.jsonl",
-        "dataset.reward=REWARD.py:FUNCTION", "prompt=as_is",
-        f"max_completion_length={length or 'LENGTH'}", *sizes,
-    )  # fmt: skip
-    return (
-        f"{command}  # draws new rollouts; DATA.jsonl: the run's questions and answers; "
-        "REWARD.py: the run's FUNCTION(prompt, completion); see docs/models-and-data.md"
-    )
 
 
 def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:

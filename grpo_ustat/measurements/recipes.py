@@ -25,7 +25,7 @@ from grpo_ustat.measurements.loss_efficiencies import (
     loss_words,
     not_measured,
 )
-from grpo_ustat.pages.figures import FONTS, STYLE, WIDTH, note, plt, save, spaced_ticks
+from grpo_ustat.pages.figures import STYLE, WIDTH, figure_fonts, note, pyplot, save, spaced_ticks
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.study_parts import PolicyFacts
@@ -251,8 +251,8 @@ def draw(
 def _draw(
     folder: Path, recipes: Sequence[Judged], policy: PolicyFacts, lines: Sequence[str]
 ) -> None:
-    with plt.rc_context(FONTS):
-        figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
+    with figure_fonts():
+        figure, axes = pyplot().subplots(figsize=(WIDTH, 3.4), layout="constrained")
         if not recipes:
             axes.text(0.5, 0.5, "not enough data to judge recipes", transform=axes.transAxes,
                       ha="center")  # fmt: skip

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from grpo_ustat.estimators.allocation import AllocationSaving, allocation_savings
 from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
-from grpo_ustat.pages.tables import Table, percent
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.terminal.streams import percent
 
 # Smallest relative reduction of the error that counts as helpful.
 HELPFUL_SAVING = 0.05

@@ -67,8 +67,9 @@ from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.tasks.base import tell_dropped, warn_of_prompt
-from grpo_ustat.terminal.console import Console, wrapped
+from grpo_ustat.terminal.console import Console
 from grpo_ustat.terminal.progress import waiting
+from grpo_ustat.terminal.streams import wrapped
 
 # Maximum number of sentences on losses on the terminal; the tables and the page have all losses.
 MAX_LOSS_SENTENCES = 3

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_ustat.estimators.intervals import Interval
-from grpo_ustat.estimators.scaling import GroupSizeCosts, ScalingLaw, noise_share
-from grpo_ustat.pages.tables import percent
+from grpo_ustat.terminal.streams import percent
+
+if TYPE_CHECKING:
+    from grpo_ustat.estimators.scaling import GroupSizeCosts, ScalingLaw
 
 KEEP, RAISE, LOWER, CHOOSE, UNKNOWN = "keep", "raise", "lower", "choose", "not enough data"
+# Verdict on several runs, if their mean rewards differ by more than noise.
+DIFFERENT = "different"
 # A group size is kept if the upper end of the interval of its extra error is at most this value.
 TOLERABLE_EXTRA_ERROR = 0.3
 
@@ -19,7 +23,8 @@ TOLERABLE_EXTRA_ERROR = 0.3
 class Advice:
     """Advice on the group size."""
 
-    # `keep`, `raise`, `lower`, `choose` (if no group size was given) or `not enough data`.
+    # `keep`, `raise`, `lower`, `choose` (if no group size was given), `different` (of several
+    # runs) or `not enough data`.
     verdict: str
     # Answer in one or two sentences.
     sentence: str
@@ -203,6 +208,9 @@ def noise_text(scale: Interval, rollouts: int) -> str:
     >>> noise_text(Interval(math.nan, 400, math.inf), 256)
     'The leave-one-out gradient of 256 rollouts is at least 61 % noise.'
     """
+    # Imported here, so that a log without gradients is read without loading SciPy's optimisers.
+    from grpo_ustat.estimators.scaling import noise_share
+
     if not scale.low > 0:
         return ""
     share, low, high = noise_share(scale, rollouts)

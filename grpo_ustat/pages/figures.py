@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter
+from typing import TYPE_CHECKING, Any
 
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.pages.tables import broken
-from grpo_ustat.terminal.console import excerpt
-from grpo_ustat.terminal.streams import visible
+from grpo_ustat.terminal.streams import excerpt, visible
 
-matplotlib.use("Agg")
-# At lower levels fontTools logs every glyph table.
-logging.getLogger("fontTools").setLevel(logging.WARNING)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe-Ito colours. The markers also differ, so that lines can be told apart in grey.
 STYLE = {
@@ -57,6 +51,26 @@ PANEL_HEIGHT, SINGLE_PANEL_HEIGHT = 2.7, 3.8
 UNDATED_METADATA = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": None}
 # Maximum number of characters per line, and maximum number of lines per text.
 MAX_CHARACTERS, MAX_LINES = 200, 40
+
+
+def pyplot() -> Any:
+    """Import matplotlib's pyplot, which draws to files only.
+
+    It is not imported with this module, because commands that only read results do not need it.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # At lower levels fontTools logs every glyph table.
+    logging.getLogger("fontTools").setLevel(logging.WARNING)
+    return importlib.import_module("matplotlib.pyplot")
+
+
+@contextmanager
+def figure_fonts() -> Iterator[None]:
+    """Use the fonts of all figures in the block."""
+    with pyplot().rc_context(FONTS):
+        yield
 
 
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
@@ -129,7 +143,7 @@ def panel_figure(
     inches = SINGLE_PANEL_HEIGHT if max(rows) == 1 else PANEL_HEIGHT
     # The additional 0.6 inches hold a title above the panels and notes below them.
     size = (WIDTH, 0.6 + inches * sum(heights) * len(rows))
-    figure = plt.figure(figsize=size, layout="constrained")
+    figure = pyplot().figure(figsize=size, layout="constrained")
     columns = math.lcm(*rows)
     grid = figure.add_gridspec(
         len(heights) * len(rows), columns, height_ratios=[*heights] * len(rows)
@@ -209,6 +223,9 @@ def show_names_as_texts(figure: Figure) -> None:
     Numeric tick labels are the exception. Long lines are truncated, and invisible characters are
     spelt out.
     """
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter
+
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             # Axes.set_xticks with labels installs this formatter.
@@ -234,4 +251,4 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     figure.set_layout_engine(None)
     for suffix, metadata in UNDATED_METADATA.items():
         figure.savefig(folder / f"{name}.{suffix}", dpi=150, metadata=metadata)
-    plt.close(figure)
+    pyplot().close(figure)

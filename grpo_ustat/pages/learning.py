@@ -7,29 +7,29 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from grpo_ustat.estimators.intervals import MIN_UNITS, clustered_mean
 from grpo_ustat.estimators.scaling import CONSTANTS, CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.pages.advice import noise_text
 from grpo_ustat.pages.figures import (
-    FONTS,
+    figure_fonts,
     legend_above,
     legend_label,
     note,
     panel_figure,
     panel_rows,
-    plt,
     save,
     series_style,
 )
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, Array, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.console import warn
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Axis labels by column of metrics.jsonl, which uses TRL's names.
 CURVES = {
@@ -99,7 +99,7 @@ def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[d
     rows = learning_rows(runs)
     quantities = [evaluation_name(runs), *CURVES]
     quantities += [name for name in MONITORED if any(row["quantity"] == name for row in rows)]
-    with plt.rc_context(FONTS):
+    with figure_fonts():
         figure, _ = panel_figure(panel_rows(len(quantities)))
         names = list(dict.fromkeys(run.series for run in runs))
         seeds = seed_rows(runs) if len(names) <= MAX_LINES_WITH_SEEDS else []
@@ -288,6 +288,8 @@ def _panel(
         seeds: See `seed_rows`; if empty, bands are drawn.
         names: Names of the series.
     """
+    from matplotlib import ticker
+
     quantity = rows[0]["quantity"] if rows else ""
     least, most = (-math.inf if quantity in UNBOUNDED else 0), (1 if quantity in SHARES else None)
     for i, name in enumerate(names):
@@ -328,7 +330,7 @@ def _panel(
         axes.set_ylim(bottom, top)
     elif quantity in SHARES and not any(row["mean"] for row in rows):
         axes.set_ylim(-0.005, 0.1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.grid(alpha=0.3, linewidth=0.5)
 

@@ -22,8 +22,7 @@ from grpo_ustat.records import MIN_QUESTIONS
 from grpo_ustat.runs.contents import row_interval
 from grpo_ustat.runs.files import FORMULA, write_whole
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.terminal.console import excerpt, wrapped
-from grpo_ustat.terminal.streams import visible
+from grpo_ustat.terminal.streams import excerpt, visible, wrapped
 
 Cell = str | int | float | bool | None
 MISSING = "–"
@@ -512,18 +511,6 @@ def interval_text(value: Interval) -> str:
 def open_interval(row: Mapping[str, Any], name: str) -> str:
     """Format an estimate from a row of a file; see `interval_text`."""
     return interval_text(row_interval(row, name))
-
-
-def percent(share: float) -> str:
-    """Format a signed share in percent without decimals.
-
-    >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
-    ('+9 %', '0 %', '+1230 %', 'no upper end')
-    """
-    if share == math.inf:
-        return "no upper end"
-    value = round(100 * share)
-    return f"{value:+d} %" if value else "0 %"
 
 
 def count_text(count: int, noun: str) -> str:

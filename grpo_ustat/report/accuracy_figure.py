@@ -5,27 +5,26 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.pages.figures import (
-    FONTS,
+    figure_fonts,
     legend_above,
     legend_label,
     note,
     panel_figure,
     panel_rows,
-    plt,
     save,
     series_style,
 )
 from grpo_ustat.records import joint_quantity
 from grpo_ustat.report.accuracy import AccuracyCell
 from grpo_ustat.report.settings import Axis, value_text
-from grpo_ustat.terminal.console import excerpt
-from grpo_ustat.terminal.streams import visible
+from grpo_ustat.terminal.streams import excerpt, visible
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Maximum number of characters in a tick label.
 MAX_CHARACTERS = 60
@@ -56,7 +55,7 @@ def accuracy_figure(
     lines = list(dict.fromkeys(cell["line"] for cell in cells))
     quantity = joint_quantity(cell["quantity"] for cell in cells)
     steps = sorted({cell["step"] for cell in cells})
-    with plt.rc_context(FONTS):
+    with figure_fonts():
         figure, panels = panel_figure(panel_rows(len(steps)))
         for axes, step in zip(figure.axes, steps, strict=True):
             axes.sharey(figure.axes[0])

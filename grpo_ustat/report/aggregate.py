@@ -62,8 +62,8 @@ from grpo_ustat.runs.record import (
     study_rollouts,
 )
 from grpo_ustat.runs.status import Entry
-from grpo_ustat.terminal.console import Console, wrapped
-from grpo_ustat.terminal.streams import best_size, single_line, tell
+from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import best_size, single_line, tell, wrapped
 
 MEASURED = "|".join(measurement.name for measurement in OURS)
 TABLE_FILE = re.compile(

@@ -17,6 +17,8 @@ from uuid import uuid4
 
 from grpo_ustat.config.schema import ConfigError
 
+# Files of a run folder: configuration, code and versions, result.
+CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 # File with a time; chat templates write its date into prompts.
 PROMPT_DATE = "prompt_date.txt"
 # Beginning of a cell that a spreadsheet would interpret as a formula, even after quotes.

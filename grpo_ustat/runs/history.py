@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from grpo_ustat.config.command_line import typed_command
 from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import slurm
@@ -47,6 +45,8 @@ def start_row() -> dict[str, Any]:
 @cache
 def seconds_before_the_first_run() -> float:
     """Return the seconds from process start to the first call of this function."""
+    import psutil
+
     # The system reports the start of a process with a resolution of one second.
     return max(0.0, round(time.time() - psutil.Process().create_time(), 1))
 

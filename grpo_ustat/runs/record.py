@@ -20,7 +20,7 @@ from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import peek
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.contents import command_of, row_interval
-from grpo_ustat.runs.files import csv_rows, read_rows
+from grpo_ustat.runs.files import CODE, CONFIG, RESULT, csv_rows, read_rows
 from grpo_ustat.runs.folder import changed_files
 from grpo_ustat.runs.result import AGREES, ANY_RESULT, DISAGREES, OPEN, RESULT_TYPES, Evaluation
 from grpo_ustat.terminal.streams import best_size, single_line
@@ -28,7 +28,6 @@ from grpo_ustat.terminal.streams import best_size, single_line
 if TYPE_CHECKING:
     import pyarrow
 
-CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 METRICS, EVALS, COMPLETIONS = "metrics.jsonl", "eval.csv", "completions.parquet"
 # Order of notes by file; notes about other files come last.
 NOTE_ORDER = (CONFIG, CODE, RESULT, METRICS, EVALS)

@@ -28,8 +28,8 @@ from grpo_ustat.runs import contents
 from grpo_ustat.runs.files import csv_rows, read_rows, write_whole
 from grpo_ustat.runs.folder import TRACKER_FOLDER
 from grpo_ustat.runs.record import COMPLETIONS, EVALS, METRICS, RESULT
-from grpo_ustat.terminal.console import excerpt, warn
-from grpo_ustat.terminal.streams import single_line, tell, visible
+from grpo_ustat.terminal.console import warn
+from grpo_ustat.terminal.streams import excerpt, single_line, tell, visible
 
 # Maximum length of a run's name in characters; wandb accepts up to 128.
 LONGEST_NAME = 120

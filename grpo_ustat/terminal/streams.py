@@ -46,6 +46,32 @@ def single_line(text: object, most: int | None = None) -> str:
     return " ".join(str(text).split())[:most]
 
 
+def wrapped(text: str, width: int = 80) -> str:
+    """Wrap a sentence without breaks before `%` or around `=`.
+
+    >>> print(wrapped("of them 12 % are equal, G = 2", 11))
+    of them
+    12 % are
+    equal,
+    G = 2
+    """
+    glued = re.sub(r"(?<=\d) %| = ", lambda match: match[0].replace(" ", "\0"), text)
+    lines = textwrap.fill(glued, width, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
+
+
+def excerpt(text: str, most: int) -> str:
+    """Shorten a text to at most `most` characters; a longer text keeps its beginning and end.
+
+    >>> excerpt("a name", 9), excerpt("a very long name", 9)
+    ('a name', 'a ve…name')
+    """
+    if len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[: most - 1 - half]}…{text[-half:]}"
+
+
 def beside(left: str, text: str, column: int, width: int) -> list[str]:
     """Return the lines of a table row with two cells, wrapped to at most `width` columns.
 
@@ -163,6 +189,18 @@ def percentage(share: float, digits: int = 0) -> str:
     ('17 %', '17.1 %')
     """
     return f"{100 * share:.{digits}f} %"
+
+
+def percent(share: float) -> str:
+    """Format a signed share in percent without decimals.
+
+    >>> percent(0.094), percent(-0.004), percent(12.3), percent(math.inf)
+    ('+9 %', '0 %', '+1230 %', 'no upper end')
+    """
+    if share == math.inf:
+        return "no upper end"
+    value = round(100 * share)
+    return f"{value:+d} %" if value else "0 %"
 
 
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:

@@ -30,9 +30,9 @@ from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.runs.result import TrainResult
-from grpo_ustat.terminal.console import Console, warn, wrapped
+from grpo_ustat.terminal.console import Console, warn
 from grpo_ustat.terminal.progress import TrainingBar, listening, waiting
-from grpo_ustat.terminal.streams import tell
+from grpo_ustat.terminal.streams import tell, wrapped
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.alarms import check_alarms
 from grpo_ustat.train.batch import baseline_context, sample_batch

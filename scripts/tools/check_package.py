@@ -47,6 +47,21 @@ gradients_PD = np.einsum("PN,PND->PD", centred_PN, scores_PND) / 16
 norms_PN = (scores_PND**2).sum(axis=2)
 print(gu.scaling_from_arrays(rewards_PN, norms_PN, gradients_PD @ gradients_PD.T)["gstar"])
 """
+# Writes a log of rewards, of rollouts as verl writes them, and of scalars as TRL writes them.
+LOGS = """
+import json
+from pathlib import Path
+rows = [{"prompt_id": k // 4, "reward": k % 3 % 2} for k in range(80)]
+Path("rewards.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+texts = [{"input": f"q{k // 4}", "output": "a", "score": k % 3 % 2, "step": 3} for k in range(80)]
+Path("3.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in texts))
+steps = [{"step": k, "reward": 0.5, "frac_reward_zero_std": 0.25} for k in range(1, 41)]
+Path("trainer_state.json").write_text(json.dumps({"global_step": 40, "log_history": steps}))
+"""
+# Packages of the extra [logs] with those that they need.
+LOG_PACKAGES = frozenset(
+    {"numpy", "scipy", "pyarrow", "PyYAML", "rich", "markdown-it-py", "mdurl", "Pygments"}
+)
 POLICY = """
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,6 +128,21 @@ def words(*lines: str) -> tuple[tuple[str, ...], ...]:
 
 TRIALS = {
     "core": Trial("", (("python", "-c", SCALING),), alone=frozenset({"numpy", "scipy"})),
+    "logs": Trial(
+        "logs",
+        (
+            ("python", "-c", LOGS),
+            *words(
+                "grpo-ustat advise rewards.jsonl",
+                "grpo-ustat convert 3.jsonl rollouts.parquet",
+                "grpo-ustat advise rollouts.parquet",
+                "grpo-ustat advise trainer_state.json",
+                "grpo-ustat advise 3.jsonl rewards.jsonl num_generations=4",
+            ),
+        ),
+        leaves="rollouts.parquet",
+        alone=LOG_PACKAGES,
+    ),
     "torch": Trial("torch", (("python", "-c", SCORES),)),
     "trl": Trial("trl", (("python", "-c", TRAINER),)),
     "cli": Trial(

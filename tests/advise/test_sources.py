@@ -16,10 +16,12 @@ from folders import completed
 from pyarrow import parquet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "logs"))
+from test_convert import WRITERS  # noqa: E402
 from test_pairing import run_of_trl  # noqa: E402
 
 from grpo_ustat.advise.__main__ import main
-from grpo_ustat.advise.sources import Request, advice_of, parse_request
+from grpo_ustat.advise.request import Request, parse_request
+from grpo_ustat.advise.sources import advice_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS
@@ -292,61 +294,60 @@ def test_of_a_part_of_a_run_the_run_is_named(tmp_path, monkeypatch):
 
 
 VERL = {"input": "q", "output": "a", "score": 1.0, "step": 3}
-DUMPS = {
-    "rollout_data/3.jsonl": (VERL, "verl"),
-    "rollouts/step_3/train/all/traces.jsonl": ({"traces": [], "group": {"id": "g"}}, "prime_rl"),
-    "exp_001/train_data_step3.jsonl": (
-        {"token_ids": [1], "token_loss_mask": [1], "input_lengths": 1, "rewards": 1.0}, "nemo_rl",
-    ),
-    "a_rollouts_000000.jsonl": (
-        {"prompt_tokens": [1], "response_tokens": [1], "prompt_idx": 0}, "open_instruct",
-    ),
-    "rollout/3/7.jsonl": ({"task_id": 7, "seqlen": 2, "completion": "a"}, "areal"),
-    "completions.jsonl": ({"prompt": ["q"], "completion": ["a"], "advantages": [0]}, "ms_swift"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
-@pytest.mark.parametrize("name", DUMPS)
-def test_convert_is_named_where_advise_meets_a_dump(tmp_path, name, is_file):
-    row, framework = DUMPS[name]
-    path = tmp_path / "run" / name
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(row) + "\n")
-    source = path if is_file else tmp_path / "run"
-    with pytest.raises(ConfigError) as refused:
-        advice_of(Request(source, num_generations=8))
-    assert str(refused.value) == (
-        f"{source} was written by {framework}: run grpo-ustat convert {source} rollouts.parquet "
-        "and then grpo-ustat advise rollouts.parquet num_generations=8"
-    )
+@pytest.mark.parametrize("place", ["folder", "file"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_rollouts_of_every_framework_are_converted_first(tmp_path, name, place):
+    """Ten rewards of two prompts with mean .35, and the lines of the conversion."""
+    if name == "slime":
+        pytest.importorskip("torch")
+    WRITERS[name](tmp_path / "run")
+    files = [path for path in (tmp_path / "run").rglob("*.*") if path.is_file()]
+    source = tmp_path / "run" if place == "folder" or len(files) > 1 else files[0]
+    advice = advice_of(Request(source, num_generations=4))
+    text = " ".join(advice.details)
+    assert "2 prompts with 5 completions each" in text and "Mean reward 0.35 " in text
+    if name != "trl":
+        assert advice.details[0].startswith(f"{name}: 10 of 10 rows of ")
+    assert advice.next.startswith(f"grpo-ustat advise {source}") or name == "trl"
 
 
-def test_convert_is_named_for_pickles_and_in_folders_of_hydra(tmp_path):
-    torch = pytest.importorskip("torch")
-    sample = {"group_index": 0, "tokens": [1], "response_length": 1, "reward": 1.0}
-    torch.save({"rollout_id": 3, "samples": [sample]}, tmp_path / "p_3.pt")
-    with pytest.raises(ConfigError, match="p_3.pt was written by slime: run grpo-ustat convert"):
-        advice_of(Request(tmp_path / "p_3.pt"))
+def test_a_pickle_and_a_folder_of_hydra_are_read(tmp_path):
     (tmp_path / "verl/.hydra").mkdir(parents=True)
     (tmp_path / "verl/.hydra/config.yaml").write_text("trainer: {project_name: x}\n")
-    (tmp_path / "verl/3.jsonl").write_text(json.dumps(VERL) + "\n")
-    with pytest.raises(ConfigError, match="was written by verl: run grpo-ustat convert"):
-        advice_of(Request(tmp_path / "verl"))
+    rows = [VERL | {"input": f"q{k // 4}", "score": k % 3 % 2} for k in range(8)]
+    (tmp_path / "verl/3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert advice_of(Request(tmp_path / "verl")).details[0].startswith("verl: 8 of 8 rows")
+    renamed = tmp_path / "dump.txt"
+    renamed.write_bytes((tmp_path / "verl/3.jsonl").read_bytes())
+    advice = advice_of(Request(renamed))
+    assert advice.details[0].startswith("verl: 8 of 8 rows") and str(renamed) in advice.next
 
 
-def test_logs_of_several_runs_of_trl_are_for_convert(tmp_path):
-    (tmp_path / "runs/a/completions").mkdir(parents=True)
-    log(tmp_path / "runs/a/completions/completions_00003.parquet")
-    with pytest.raises(ConfigError, match="runs was written by trl: run grpo-ustat convert"):
-        advice_of(Request(tmp_path / "runs"))
+def test_rollouts_are_converted_to_a_file_that_the_model_scores(tmp_path, words):
+    WRITERS["verl"](tmp_path / "run")
+    request = Request(tmp_path / "run", 4, model="global_step_2", output_root=str(tmp_path))
+    advice = advice_of(request)
+    (pool,) = (word.partition("=")[2] for word in words if word.startswith("pool="))
+    assert Path(pool).parent == tmp_path / "advise" and pool.endswith(".parquet")
+    assert f"The rollouts are in {pool}." in advice.details
+
+
+def test_logs_of_several_runs_of_trl_are_converted(tmp_path):
+    for name, rows in (("a", 24), ("b", 16)):
+        (tmp_path / f"runs/{name}/completions").mkdir(parents=True)
+        log(tmp_path / f"runs/{name}/completions/completions_00003.parquet", rows)
+    details = advice_of(Request(tmp_path / "runs")).details
+    assert details[0].startswith("trl: ") and "left out" in details[1]
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "no source: name one run folder, pool or log, e.g. grpo-ustat advise"),
-        (["a", "b"], "several sources: a, b: name one"),
+        ([], "no source: name a run folder, a pool or a log, e.g. grpo-ustat advise"),
+        (["a", "a"], "a is named twice"),
+        (["a", "b", "model=c"], "model=c scores one log, but 2 are named"),
         (
             ["a", "num_generations=x"],
             "num_generations=x: the value must be a whole number of at least 2",
@@ -378,12 +379,12 @@ def test_places_without_advice_are_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist: name a run folder"):
         advice_of(Request(tmp_path / "missing"))
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"notes.txt is not .parquet, .csv or .jsonl"):
+    with pytest.raises(ConfigError, match=r"notes.txt is empty"):
         advice_of(Request(tmp_path / "notes.txt"))
-    (tmp_path / "3.jsonl.gz").write_bytes(b"packed")
+    (tmp_path / "3.jsonl.gz").write_bytes(b"\x1f\x8bpacked")
     with pytest.raises(ConfigError, match="3.jsonl.gz is compressed: unpack it first"):
         advice_of(Request(tmp_path / "3.jsonl.gz"))
-    with pytest.raises(ConfigError, match="is neither a run folder of mse or train"):
+    with pytest.raises(ConfigError, match="has no files that can be read: name a run folder"):
         advice_of(Request(tmp_path))
     (tmp_path / "copied").mkdir()
     (tmp_path / "copied/code.json").write_text("{}")

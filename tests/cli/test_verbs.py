@@ -152,7 +152,9 @@ def test_every_package_of_the_commands_has_its_line():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    names = {re.match(r"[\w-]+", one)[0] for one in extras["torch"] + extras["cli"]}
+    names = {
+        re.match(r"[\w-]+", one)[0] for one in sum(map(extras.get, ("logs", "torch", "cli")), [])
+    }
     assert names == {"grpo-ustat", "omegaconf", *program.EXTRA_PACKAGES.values()}
 
 

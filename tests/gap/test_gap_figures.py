@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import matplotlib.pyplot as plt
+
 from grpo_ustat.gap.evidence import Panel, PlotLine
 from grpo_ustat.gap.figures import draw
-from grpo_ustat.pages.figures import STYLE, plt
+from grpo_ustat.pages.figures import STYLE
 
 
 def test_a_baseline_has_its_own_colour_and_no_other_line_has_it():

@@ -40,10 +40,11 @@ def test_the_share_is_unbiased_for_fresh_groups(rng):
 
 def test_prompts_with_too_few_completions_are_left_out():
     groups = [np.array([0.0, 1.0, 1.0]), np.array([1.0, 1.0, 1.0]), np.array([0.0, 1.0])]
-    share = expected_zero_variance(groups, 3)
+    rewards = RewardGroups("reward", groups, 0)
+    share = expected_zero_variance(rewards, 3)
     assert share is not None and share.estimate == 0.5
     assert 0 <= share.low < 0.5 < share.high <= 1
-    assert expected_zero_variance(groups, 4) is None
+    assert expected_zero_variance(rewards, 4) is None
 
 
 def write(path, rows):

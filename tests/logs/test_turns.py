@@ -10,7 +10,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from grpo_ustat.advise.sources import Request, advice_of
+from grpo_ustat.advise.request import Request
+from grpo_ustat.advise.sources import advice_of
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.convert import convert
 from grpo_ustat.logs.formats import FORMATS, Options, detect

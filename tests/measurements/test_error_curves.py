@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from folders import studied, unsaved_study
@@ -11,7 +12,6 @@ from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.error_figures import ratio_rows
 from grpo_ustat.measurements.errors import CURVES, worse_baselines
 from grpo_ustat.measurements.group_size import SCALING, scaling_panel
-from grpo_ustat.pages.figures import plt
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.runs.record import RunRecord
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_ustat.advise.sources import Request, advice_of
+from grpo_ustat.advise.request import Request
+from grpo_ustat.advise.sources import advice_of
 from grpo_ustat.config.mse import check_pool_folder
 from grpo_ustat.measurements.group_size import decision_sentence
 from grpo_ustat.measurements.next_step import next_step

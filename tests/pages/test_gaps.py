@@ -6,6 +6,7 @@ import json
 import math
 from copy import deepcopy
 
+import matplotlib.pyplot as plt
 import pytest
 from folders import refused_loss, studied, trained, unsaved_study
 from page_views import page_of
@@ -15,7 +16,6 @@ from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.registry import draw_figures
 from grpo_ustat.measurements.study_page import facts, tables
 from grpo_ustat.pages import figures, learning
-from grpo_ustat.pages.figures import plt
 from grpo_ustat.pages.learning import GSTAR, Learning, learning_rows, notes
 from grpo_ustat.pages.page import render
 from grpo_ustat.report.aggregate import without_unreadable

@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import hostile
+import matplotlib.pyplot as plt
 import pytest
 import yaml
 from folders import claim, proved, studied, trained
@@ -19,7 +20,7 @@ from test_page import Skeleton, page_of
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.measurements.next_step import policy_overrides
-from grpo_ustat.pages.figures import FONTS, legend_label, plt, show_names_as_texts
+from grpo_ustat.pages.figures import FONTS, legend_label, show_names_as_texts
 from grpo_ustat.pages.page import render
 from grpo_ustat.pages.tables import LATEX_SPECIAL, Table, csv_text
 from grpo_ustat.report.aggregate import report_runs

@@ -10,11 +10,12 @@ from html.parser import HTMLParser
 from io import StringIO
 
 import hostile
+import matplotlib.pyplot as plt
 import pytest
 import yaml
 from folders import pictures
 
-from grpo_ustat.pages.figures import FONTS, plt
+from grpo_ustat.pages.figures import FONTS
 from grpo_ustat.pages.page import (
     Completions,
     Figure,

@@ -6,6 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -14,7 +15,7 @@ from grpo_ustat.measurements import error_figures, group_size
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import extra_error_table
 from grpo_ustat.measurements.registry import draw_figures, measurements_of, tables
-from grpo_ustat.pages.figures import SMALL, WIDTH, panel_figure, panel_rows, plt
+from grpo_ustat.pages.figures import SMALL, WIDTH, panel_figure, panel_rows
 from grpo_ustat.pages.tables import Table, cell_text
 from grpo_ustat.report.aggregate import report_runs
 from grpo_ustat.runs.record import RunRecord

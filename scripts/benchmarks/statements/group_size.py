@@ -24,7 +24,7 @@ import numpy as np
 from counting import Asked, Cell, Kind
 from populations import FITTED, POPULATIONS, UNSEEN, Population
 
-from grpo_ustat.advise.sources import MIN_STEPS
+from grpo_ustat.advise.runs import MIN_STEPS
 from grpo_ustat.estimators.group_size import USUAL_SIZES
 from grpo_ustat.estimators.scaling import MIN_GSTAR, ScalingLaw
 from grpo_ustat.measurements.group_size import NEIGHBOUR_OFFSETS

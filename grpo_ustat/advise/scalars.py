@@ -1,0 +1,573 @@
+"""Advice from the scalars that a trainer logged: bounds, shares, and the lines that are missing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_ustat.advise.scalar_bounds import (
+    MIN_ROWS,
+    ZeroVariance,
+    recent_rows,
+    zero_variance,
+)
+from grpo_ustat.config.command_line import command_line
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
+from grpo_ustat.estimators.intervals import (
+    MIN_UNITS,
+    Interval,
+    steps_mean,
+    t_interval,
+    t_quantile,
+)
+from grpo_ustat.logs.rewards import share_text
+from grpo_ustat.logs.scalar_names import NEMO_RL, OURS, PRIME_RL, TRL, VERL
+from grpo_ustat.logs.scalars import ScalarRun, with_num_generations
+from grpo_ustat.pages.advice import UNKNOWN, Advice
+from grpo_ustat.pages.tables import Table
+from grpo_ustat.records import Array
+
+# Difference of mean rewards for which numbers of seeds are computed: one percentage point.
+POINT = 0.01
+MAX_SEEDS = 10_000
+# Maximum number of first common steps whose gradient norms are compared between two runs, because
+# the policies of the runs drift apart.
+MAX_COMPARED_STEPS = 50
+SEED = re.compile(r"[-_. ]?seed[-_=. ]?(\d+)", re.IGNORECASE)
+# Switch with which a trainer writes its rollouts, and the files that `advise` then reads.
+DUMPS = {
+    TRL: ("log_completions=True", "OUTPUT_DIR/completions"),
+    VERL: ("trainer.rollout_data_dir=DIR", "DIR"),
+    PRIME_RL: ("the file monitor, which is on by default", "OUTPUT_DIR/rollouts"),
+    NEMO_RL: ("its logger, which is on by default", "LOG_DIR/train_data_step100.jsonl"),
+}
+# Settings that would log a missing scalar, by field and trainer.
+SETTINGS = {
+    "zero_variance": {
+        TRL: "TRL logs frac_reward_zero_std since version 0.18: update it.",
+        VERL: "verl logs no share of zero-variance groups: set trainer.rollout_data_dir=DIR and "
+        "name DIR.",
+        PRIME_RL: "prime-rl logs solved_none and solved_all of each agent in train/agg/all.",
+        NEMO_RL: "NeMo-RL logs train/baseline_reward/pct_0 and pct_1 from GRPO.",
+    },
+    "truncated": {
+        TRL: "TRL logs completions/clipped_ratio.",
+        VERL: "verl logs response_length/clip_ratio.",
+        PRIME_RL: "prime-rl logs is_truncated/mean of each agent in train/agg/all.",
+        NEMO_RL: "NeMo-RL logs train/truncation_rate.",
+    },
+    "clip_ratio": {
+        TRL: "TRL logs clip_ratio/region_mean for loss_type grpo, bnpo, dr_grpo, dapo and luspo.",
+        VERL: "verl logs actor/pg_clipfrac.",
+        PRIME_RL: "prime-rl logs no clip ratio; its mismatch_kl compares sampler and trainer.",
+        NEMO_RL: "NeMo-RL logs train/probs_ratio and probs_ratio_clamped, but no clip ratio.",
+    },
+    "kl": {
+        TRL: "TRL logs kl if beta is above 0.",
+        VERL: "verl logs actor/kl_loss with actor_rollout_ref.actor.use_kl_loss=True.",
+        NEMO_RL: "NeMo-RL logs train/kl_penalty if loss_fn.reference_policy_kl_penalty is above 0.",
+    },
+}
+MEANINGS = {
+    "zero_variance": "share of zero-variance groups",
+    "truncated": "share of completions cut by length",
+    "clip_ratio": "clip ratio",
+    "kl": "KL divergence from the reference model",
+}
+
+
+def scalar_advice(
+    runs: Sequence[ScalarRun], num_generations: int | None = None, rollouts: int | None = None
+) -> Advice:
+    """Return the advice that scalars of one or several runs support.
+
+    Args:
+        runs: scalars of the runs.
+        num_generations: group size of the runs whose log does not have it.
+        rollouts: rollouts per step of the runs whose log does not have it.
+    """
+    if not runs:
+        raise ConfigError("no run was given: name a log of scalars")
+    runs = [_with_typed(run, num_generations) for run in runs]
+    if len(runs) == 1:
+        return _single_advice(runs[0], rollouts)
+    return _joint_advice(runs, rollouts)
+
+
+def _with_typed(run: ScalarRun, num_generations: int | None) -> ScalarRun:
+    """Add the typed group size; refuse a size that differs from the size in the log."""
+    logged = run.num_generations
+    if num_generations is not None and logged not in (None, num_generations):
+        raise ConfigError(
+            f"num_generations={num_generations}, but {run.source} was trained with {logged}: leave "
+            "num_generations out"
+        )
+    return with_num_generations(run, num_generations)
+
+
+def _single_advice(run: ScalarRun, rollouts: int | None) -> Advice:
+    """Return the advice for one run."""
+    share = zero_variance(run, rollouts)
+    details = [_origin(run)]
+    numbers: dict[str, Any] = {
+        "num_generations": run.num_generations, "rollouts": rollouts or run.rollouts
+    }  # fmt: skip
+    sentence = "Scalars do not show which num_generations is best."
+    if run.num_generations:
+        sentence = f"Scalars do not show whether num_generations = {run.num_generations} is good."
+    if share is not None:
+        sentence += f" {_share_sentence(run, share)}"
+        numbers |= _share_numbers(share)
+        details += _bound_lines(run, share)
+    details += _useful_lines(run)
+    details += _scalar_lines(run)
+    details += _missing_lines(run)
+    details += run.notes
+    return Advice(UNKNOWN, sentence, details, _next_command(run), numbers)
+
+
+def _origin(run: ScalarRun) -> str:
+    """Describe the log: trainer, steps and fields."""
+    trainer = run.trainer or "a trainer whose names several trainers use"
+    averaged = ""
+    if (run.steps_per_row or 1) > 1:
+        averaged = f", each an average of {run.steps_per_row} steps"
+    return (
+        f"Read {len(run.steps)} rows of {trainer}, steps {run.steps[0]:g} to {run.steps[-1]:g}"
+        f"{averaged}: {', '.join(run.logged_names.values())}."
+    )
+
+
+def _share_sentence(run: ScalarRun, share: ZeroVariance) -> str:
+    """State the zero-variance share of the recent steps, and its cost in rollouts."""
+    steps = f"steps {share.steps[0]} to {share.steps[1]}"
+    size = f" of {run.num_generations}" if run.num_generations else ""
+    if run.num_generations and share.size != run.num_generations:
+        # The leave-one-out baseline is the mean of the other rewards.
+        return (
+            f"In {steps}, {share_text(share.share)} of the leave-one-out baselines were 0 or 1: if "
+            f"every reward is 0 or 1, this is the share of zero-variance groups of {share.size}."
+        )
+    if share.conditional:
+        return (
+            f"In {steps}, {share_text(share.share)} of the groups{size} had only rewards 0 or only "
+            "rewards 1 and gave no gradient."
+        )
+    estimate, low, high = share.share
+    cost = ""
+    if estimate < 1:
+        ends = f"[{1 / (1 - low):.1f}, {_generated(high)}]"
+        cost = f", so a useful rollout costs {1 / (1 - estimate):.1f} {ends} generated ones"
+    return (
+        f"In {steps}, {share_text(share.share)} of the groups{size} had equal rewards and gave no "
+        f"gradient{cost}."
+    )
+
+
+def _generated(share: float) -> str:
+    """Format the number of generated rollouts per useful one."""
+    return f"{1 / (1 - share):.1f}" if share < 1 else "no upper end"
+
+
+def _share_numbers(share: ZeroVariance) -> dict[str, Any]:
+    """Return the share and its bounds for programs."""
+    estimate, low, high = share.share
+    return {
+        "zero_variance_share": estimate, "zero_variance_share_low": low,
+        "zero_variance_share_high": high, "zero_variance_size": share.size,
+        "zero_variance_bounds": {str(size): list(ends) for size, ends in share.bounds.items()},
+        "zero_variance_assumes_binary": share.conditional,
+    }  # fmt: skip
+
+
+def _bound_lines(run: ScalarRun, share: ZeroVariance) -> list[str]:
+    """State the bounds at other group sizes, with their assumptions."""
+    if share.size is None:
+        return [
+            "The log does not have the group size, so nothing follows for other sizes: type "
+            "num_generations=8, for example."
+        ]
+    if not share.bounds:
+        return share.reasons
+    parts = [
+        f"G = {size}: {100 * low:.0f} % to {100 * high:.0f} %"
+        for size, (low, high) in share.bounds.items()
+    ]
+    useful = [
+        f"G = {size}: {1 / (1 - low):.1f} to {_generated(high)}"
+        for size, (low, high) in share.bounds.items()
+        if low < 1
+    ]
+    return [
+        "Zero-variance share at other sizes, for every mixture of prompt difficulties that agrees "
+        f"with the logged averages (95 % jointly): {', '.join(parts)}.",
+        f"Generated rollouts per useful one: {', '.join(useful)}.",
+        *share.reasons,
+    ]
+
+
+def _useful_lines(run: ScalarRun) -> list[str]:
+    """State the number of generated batches per trained batch under dynamic sampling."""
+    batches = run.values("generated_batches")
+    if not len(batches):
+        return []
+    recent = batches[-max(MIN_ROWS, len(batches) // 2) :]
+    return [
+        f"Dynamic sampling generated {recent.mean():.2g} batches for each trained batch in the "
+        f"last {len(recent)} steps ({run.logged_names['generated_batches']})."
+    ]
+
+
+def _scalar_lines(run: ScalarRun) -> list[str]:
+    """State the other scalars of the recent steps."""
+    lines = []
+    if reward := _mean_text(run, "reward"):
+        lines.append(f"Mean reward: {reward}.")
+    functions = [name for name in run.fields if name.startswith("reward/")]
+    if len(functions) > 1:
+        parts = [
+            f"{name.removeprefix('reward/')} {run.fields[name][rows].mean():.3g}"
+            for name in functions
+            if len(rows := recent_rows(run, name))
+        ]
+        lines.append(f"Mean of each reward function: {', '.join(parts)}.")
+    if truncated := _mean_text(run, "truncated", percent=True):
+        lines.append(f"Completions cut by length: {truncated}.")
+    norms = run.values("grad_norm")
+    if len(norms):
+        zero = int((norms == 0).sum())
+        lines.append(
+            f"The gradient norm is 0 in {zero} of {len(norms)} rows"
+            + (", where the policy did not change." if zero else ".")
+        )
+    if clipped := _mean_text(run, "clip_ratio", percent=True):
+        lines.append(f"Clipped tokens: {clipped}.")
+    if kl := _mean_text(run, "kl"):
+        lines.append(f"KL divergence from the reference model: {kl}.")
+    if mismatch := _mean_text(run, "mismatch_kl"):
+        lines.append(f"KL divergence between sampler and trainer: {mismatch}.")
+    return lines
+
+
+def _mean_text(run: ScalarRun, name: str, percent: bool = False) -> str:
+    """Format the mean of a field over the recent steps; empty if it is not logged."""
+    rows = recent_rows(run, name)
+    if not len(rows):
+        return ""
+    values = run.fields[name][rows]
+    interval = Interval(float(values.mean()), math.nan, math.nan)
+    if len(rows) >= MIN_ROWS:
+        is_share = name == "truncated" or (
+            name == "reward" and 0 <= values.min() <= values.max() <= 1
+        )
+        draws = len(rows) * run.rollouts if run.rollouts else None
+        interval = steps_mean(values, share=is_share, most=draws)
+    estimate, low, high = (_percent(x) if percent else f"{x:.3g}" for x in interval)
+    text = f"{estimate} [{low}, {high}]" if math.isfinite(interval.low) else estimate
+    return f"{text} in steps {run.steps[rows[0]]:g} to {run.steps[rows[-1]]:g}"
+
+
+def _percent(share: float) -> str:
+    """Format a share in percent, with a decimal below 10 %."""
+    value = 100 * share
+    return f"{value:.1f} %" if 0 < abs(value) < 10 else f"{value:.0f} %"
+
+
+def _missing_lines(run: ScalarRun) -> list[str]:
+    """Name what the log lacks, and the setting of its trainer that would log it."""
+    lines = []
+    for name, meaning in MEANINGS.items():
+        if name in run.fields:
+            continue
+        setting = SETTINGS[name].get(TRL if run.trainer == OURS else run.trainer)
+        if run.trainer == OURS:
+            setting = None if name in ("clip_ratio", "kl") else setting
+        if setting:
+            lines.append(f"Not in this log: {meaning}. {setting}")
+    lines.append(
+        "Noise scale: not in scalars of one batch size. No trainer logs the norms of micro-batches."
+        " A second run from the same model with another batch size shows it; name both logs."
+    )
+    return lines
+
+
+def _next_command(run: ScalarRun) -> str:
+    """Return the command that measures what the scalars do not show."""
+    folder = Path(run.source) if "://" not in run.source else None
+    if folder is not None:
+        near = [folder, folder.parent, folder.parent.parent]
+        logged = [place for place in near if any(place.glob("completions/completions*.parquet"))]
+        if logged:
+            return command_line("advise", str(logged[0]))
+        if run.trainer == OURS and (place := next((x for x in near if x.is_dir()), None)):
+            return command_line("advise", str(place))
+    if run.trainer not in DUMPS:
+        return f"{command_line('mse', 'model=CHECKPOINT')}  # measures the gradient of a checkpoint"
+    switch, place = DUMPS[run.trainer]
+    return f"{command_line('advise', place)}  # rollouts, which {run.trainer} writes with {switch}"
+
+
+def _joint_advice(runs: Sequence[ScalarRun], rollouts: int | None) -> Advice:
+    """Return the advice for several runs: their differences, and the noise scale if it is known."""
+    details, decided = _difference_lines(runs)
+    noise = _noise_lines(runs, rollouts)
+    for run in runs:
+        share = zero_variance(run, rollouts)
+        if share is not None:
+            details.append(f"{run.name}: {_share_sentence(run, share)}")
+        details += [f"{run.name}: {note}" for note in run.notes]
+    numbers = {"runs": [_row_numbers(run, rollouts) for run in runs]}
+    sentence = details.pop(0) if details else "The runs have no mean reward in common."
+    following = "train further seeds of both settings and name all of their logs"
+    if decided:
+        following = _next_command(runs[0])
+    return Advice(UNKNOWN, sentence, [*details, *noise], following, numbers)
+
+
+def runs_table(runs: Sequence[ScalarRun], rollouts: int | None = None) -> Table:
+    """Return a table with a row for each run, over its recent steps."""
+    rows = []
+    for run in runs:
+        numbers = _row_numbers(run, rollouts)
+        rows.append(
+            [
+                run.name,
+                numbers["steps"],
+                _cell(numbers["reward"], "{:.3f}"),
+                _cell(numbers["zero_variance"], "{:.2f}"),
+                None if numbers["truncated"] is None else f"{numbers['truncated']:.2f}",
+            ]
+        )
+    return Table(
+        title="Runs",
+        columns=["run", "steps", "mean reward", "zero-variance share", "cut by length"],
+        rows=rows,
+        notes=["Means over the last half of the steps, with 95 % intervals over steps."],
+        name="scalars",
+        data=[_row_numbers(run, rollouts) for run in runs],
+    )
+
+
+def _cell(interval: Sequence[float] | None, layout: str) -> str | None:
+    """Format an estimate with its interval."""
+    if interval is None:
+        return None
+    estimate, low, high = (layout.format(value) for value in interval)
+    return f"{estimate} [{low}, {high}]" if math.isfinite(interval[1]) else estimate
+
+
+def _row_numbers(run: ScalarRun, rollouts: int | None) -> dict[str, Any]:
+    """Return the numbers of a run for the table and for programs."""
+    rows = recent_rows(run, "reward") if "reward" in run.fields else np.zeros(0, dtype=np.int64)
+    reward = None
+    if len(rows):
+        reward = [float(run.fields["reward"][rows].mean()), math.nan, math.nan]
+        if len(rows) >= MIN_ROWS:
+            reward = list(steps_mean(run.fields["reward"][rows], share=False))
+    share = zero_variance(run, rollouts)
+    cut = recent_rows(run, "truncated")
+    span = run.steps[rows] if len(rows) else run.steps
+    return {
+        "run": run.name,
+        "steps": f"{span[0]:g}-{span[-1]:g}",
+        "reward": reward,
+        "zero_variance": None if share is None else list(share.share),
+        "truncated": float(run.fields["truncated"][cut].mean()) if len(cut) else None,
+    }
+
+
+def _difference_lines(runs: Sequence[ScalarRun]) -> tuple[list[str], bool]:
+    """State the differences of mean rewards and whether they exceed the noise.
+
+    Returns:
+        The sentences, and whether a difference between settings with several seeds is decided.
+    """
+    settings: dict[str, dict[str, ScalarRun]] = {}
+    for place, run in enumerate(runs):
+        setting, seed = _setting_and_seed(run.name, place)
+        settings.setdefault(setting, {})[seed] = run
+    names = list(settings)
+    if len(names) == 1:
+        return _spread_lines(runs), False
+    first = settings[names[0]]
+    lines, decided = [], False
+    for name in names[1:]:
+        other = settings[name]
+        if len(first) > 1 and len(other) > 1:
+            line, is_decided = _seed_difference(names[0], first, name, other)
+            decided |= is_decided
+            lines.append(line)
+        else:
+            pair = next(iter(first.values())), next(iter(other.values()))
+            if line := _step_difference(*pair):
+                lines.append(line)
+    return lines, decided
+
+
+def _setting_and_seed(name: str, place: int) -> tuple[str, str]:
+    """Split the name of a run into its setting and its seed; a name without seed is a setting."""
+    found = SEED.search(name)
+    if found is None:
+        return f"{name}", f"run {place}"
+    return (name[: found.start()] + name[found.end() :]).strip("-_./ "), found[1]
+
+
+def _common_rewards(runs: Sequence[ScalarRun]) -> tuple[Array, list[Array]]:
+    """Return the last half of the common steps, and the mean rewards of each run at them."""
+    series = [
+        {
+            float(step): float(value)
+            for step, value in zip(run.steps, run.fields["reward"], strict=True)
+            if math.isfinite(value)
+        }
+        if "reward" in run.fields
+        else {}
+        for run in runs
+    ]
+    steps = sorted(set.intersection(*(set(values) for values in series)))
+    steps = steps[-max(MIN_ROWS, (len(steps) + 1) // 2) :]
+    return np.array(steps), [np.array([values[step] for step in steps]) for values in series]
+
+
+def _step_difference(run: ScalarRun, other: ScalarRun) -> str:
+    """Compare two runs, paired by step."""
+    steps, (values, others) = _common_rewards([run, other])
+    if len(steps) < MIN_ROWS:
+        return (
+            f"{run.name} and {other.name} have {len(steps)} common steps with a mean reward, and "
+            f"{MIN_ROWS} are needed to compare them."
+        )
+    difference = steps_mean(values - others, share=False)
+    low, high = difference.low, difference.high
+    word = "more than" if low > 0 or high < 0 else "not more than"
+    return (
+        f"The mean rewards of {run.name} and {other.name} differ by {difference.estimate:+.3f} "
+        f"[{low:+.3f}, {high:+.3f}] in steps {steps[0]:g} to {steps[-1]:g}, which is {word} the "
+        "noise of their steps. One run of each setting does not show how much seeds differ, so "
+        "this is no statement about the settings."
+    )
+
+
+def _seed_difference(
+    name: str, first: dict[str, ScalarRun], other_name: str, other: dict[str, ScalarRun]
+) -> tuple[str, bool]:
+    """Compare two settings by their seeds, paired if they share seeds."""
+    steps, values = _common_rewards([*first.values(), *other.values()])
+    if not len(steps):
+        return f"{name} and {other_name} have no common steps with a mean reward.", False
+    means = [float(value.mean()) for value in values]
+    firsts = dict(zip(first, means[: len(first)], strict=True))
+    others = dict(zip(other, means[len(first) :], strict=True))
+    shared = [seed for seed in firsts if seed in others]
+    paired = len(shared) > 1
+    if paired:
+        differences = np.array([firsts[seed] - others[seed] for seed in shared])
+        spread, dof, factor = float(differences.std(ddof=1)), len(shared) - 1, 1
+        interval = t_interval(differences.mean(), spread**2 / len(shared), dof)
+        seeds = f"{len(shared)} common seeds"
+    else:
+        a, b = np.array(list(firsts.values())), np.array(list(others.values()))
+        dof, factor = len(a) + len(b) - 2, 2
+        spread = float(np.sqrt((a.var(ddof=1) * (len(a) - 1) + b.var(ddof=1) * (len(b) - 1)) / dof))
+        interval = t_interval(a.mean() - b.mean(), spread**2 * (1 / len(a) + 1 / len(b)), dof)
+        seeds = f"{len(a)} and {len(b)} seeds"
+    decided = interval.low > 0 or interval.high < 0
+    line = (
+        f"The mean rewards of {name} and {other_name} differ by {interval.estimate:+.3f} "
+        f"[{interval.low:+.3f}, {interval.high:+.3f}] over {seeds} in steps {steps[0]:g} to "
+        f"{steps[-1]:g}, which is {'more than' if decided else 'not more than'} the noise of seeds."
+    )
+    if not decided:
+        line += f" {_seeds_sentence(spread, factor)}"
+    return line, decided
+
+
+def _seeds_sentence(spread: float, factor: int) -> str:
+    """State the number of seeds whose interval has a half width of one percentage point.
+
+    Args:
+        spread: standard deviation between seeds, or of the differences between paired seeds.
+        factor: 2 for two independent sets of seeds, 1 for paired seeds.
+    """
+    for seeds in range(2, MAX_SEEDS):
+        if t_quantile(factor * (seeds - 1)) * spread * math.sqrt(factor / seeds) <= POINT:
+            return f"About {seeds} seeds of each setting would show one percentage point."
+    return f"More than {MAX_SEEDS} seeds of each setting would be needed for one percentage point."
+
+
+def _spread_lines(runs: Sequence[ScalarRun]) -> list[str]:
+    """State how much the seeds of one setting differ."""
+    steps, values = _common_rewards(runs)
+    if len(steps) == 0:
+        return ["The runs have no common steps with a mean reward."]
+    means = np.array([value.mean() for value in values])
+    spread = float(means.std(ddof=1))
+    return [
+        f"The mean rewards of {len(runs)} seeds in steps {steps[0]:g} to {steps[-1]:g} are "
+        f"{means.mean():.3f} on average, with a standard deviation of {spread:.3f} between seeds. "
+        f"{_seeds_sentence(spread, 2)}"
+    ]
+
+
+def _noise_lines(runs: Sequence[ScalarRun], typed: int | None) -> list[str]:
+    """State the noise scale from gradient norms at two batch sizes, where two runs have them."""
+    lines = []
+    for place, run in enumerate(runs):
+        for other in runs[place + 1 :]:
+            sizes = [typed or part.rollouts for part in (run, other)]
+            same_group = run.num_generations == other.num_generations is not None
+            if None in sizes or sizes[0] == sizes[1] or not same_group:
+                continue
+            if VERL in (run.trainer, other.trainer):
+                lines.append(
+                    "Noise scale: verl averages actor/grad_norm over the mini-batches of a step, "
+                    "so runs with two batch sizes do not show it."
+                )
+                continue
+            if line := _noise_sentence(run, other):
+                lines.append(line)
+    return lines[:3]
+
+
+def _noise_sentence(run: ScalarRun, other: ScalarRun) -> str:
+    """State the noise scale from E||g||^2 = ||grad J||^2 + V / n at two values of n."""
+    size = run.num_generations
+    if size is None or run.rollouts is None or other.rollouts is None:
+        return ""
+    series = [
+        {
+            float(step): float(value) ** 2
+            for step, value in zip(part.steps, part.fields["grad_norm"], strict=True)
+            if math.isfinite(value)
+        }
+        for part in (run, other)
+        if "grad_norm" in part.fields
+    ]
+    if len(series) < 2:
+        return ""
+    steps = sorted(set(series[0]) & set(series[1]))[:MAX_COMPARED_STEPS]
+    if len(steps) < max(MIN_ROWS, MIN_UNITS):
+        return ""
+    norms = {
+        part.rollouts // size: np.array([values[step] for step in steps])
+        for part, values in zip((run, other), series, strict=True)
+        if part.rollouts
+    }
+    scale = noise_scale_from_norms(norms, size)["noise_scale"]
+    if not math.isfinite(scale.estimate) or not math.isfinite(scale.low):
+        text = "is not decided"
+    else:
+        high = f"{scale.high:.0f}" if math.isfinite(scale.high) else "no upper end"
+        text = f"is {scale.estimate:.0f} [{scale.low:.0f}, {high}] rollouts"
+    return (
+        f"The noise scale {text}, from the gradient norms of {run.name} (n = {run.rollouts}) and "
+        f"{other.name} (n = {other.rollouts}) at {len(steps)} common steps up to {steps[-1]:g}. "
+        "This requires that both runs start from the same model, use the same loss and stay close "
+        "to each other up to there."
+    )
