@@ -39,7 +39,7 @@ def command_line(verb: str, *overrides: str) -> str:
 def new_rollouts(
     model: Iterable[str], length: int | None = None, questions: int | None = None
 ) -> str:
-    """Return the command that draws new rollouts of a checkpoint if its log is too small.
+    """Return the command that draws new rollouts from a checkpoint whose log is too small.
 
     The command needs the data and the reward function of the run that wrote the log. Words in
     capitals are placeholders for values that the log does not contain.
@@ -58,7 +58,7 @@ def new_rollouts(
         f"max_completion_length={length or 'LENGTH'}", *sizes,
     )  # fmt: skip
     return (
-        f"{command}  # draws new rollouts; DATA.jsonl: the run's rows of question and answer; "
+        f"{command}  # draws new rollouts; DATA.jsonl: the run's questions and answers; "
         "REWARD.py: the run's FUNCTION(prompt, completion); see docs/models-and-data.md"
     )
 

@@ -357,7 +357,9 @@ def _over(
     """Divide an efficiency by a share and combine the ends of both intervals."""
     value, low, high = efficiency_at(_of_two(level))
     share = share_at(_of_two(level))
-    return Interval(value / share.estimate, low / share.high, high / share.low)
+    # With a few questions, the lower end at a high level underflows to 0.
+    above = high / share.low if share.low > 0 else math.inf
+    return Interval(value / share.estimate, low / share.high, above)
 
 
 def _of_two(level: float) -> float:

@@ -173,6 +173,7 @@ def pair_advice(gstar: Interval) -> str:
 def other_sizes(costs: GroupSizeCosts) -> str:
     """Return a line with the extra error of each admissible size up to 64 or twice the best size.
 
+    >>> from grpo_ustat.estimators.scaling import GroupSizeCosts
     >>> from grpo_ustat.estimators.intervals import Interval
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
     >>> other_sizes(GroupSizeCosts(4, 4, extra))

@@ -156,7 +156,7 @@ def main() -> None:
         print(*row.values(), sep="\t")
     if arguments.mixtures >= 1000:
         with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, table[0])
+            writer = csv.DictWriter(file, table[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(table)
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from commands import compose
 
+from grpo_ustat.measurements import error_figures, group_size
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import trainer
@@ -47,9 +48,8 @@ def state():
 @pytest.mark.nightly(minutes=1)
 @pytest.mark.parametrize("entry", ["mse", "train"])
 def test_many_runs_leave_a_process_as_it_was(entry, tmp_path, monkeypatch):
-    monkeypatch.setattr(study_run, "mse_figure", lambda *_: None)
-    monkeypatch.setattr(study_run, "scaling_figure", lambda *_: None)
-    monkeypatch.setattr(study_run, "draw_figures", lambda *_: None)
+    for drawing in ((study_run, "draw_figures"), (error_figures, "draw"), (group_size, "draw")):
+        monkeypatch.setattr(*drawing, lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     config = compose(entry, *(STUDY if entry == "mse" else TRAINING))

@@ -17,6 +17,7 @@ from resuming import SHORT, rows, weights
 pytestmark = pytest.mark.nightly(minutes=0.7)
 ROOT = Path(__file__).parents[2]
 IN_DOUBLE = str(ROOT / "tests/helpers/precision.py")
+PATIENCE = 300  # seconds, on a busy machine
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 TRAIN = ("grpo_ustat.train", *SHORT, "model.dtype=float64", "optimizer=sgd")
 STUDY = ("grpo_ustat.mse", "debug=mse", "model=tiny_direct", "study.questions=6")
@@ -83,7 +84,7 @@ def on_both(hosts, folder, words, launch=()):
     folder.mkdir()
     parts = [start(hosts, number, folder, words, launch) for number in (0, 1)]
     try:
-        said = [part.communicate(timeout=90) for part in parts]
+        said = [part.communicate(timeout=PATIENCE) for part in parts]
     finally:
         for part in parts:
             part.kill()
@@ -95,7 +96,7 @@ def on_both(hosts, folder, words, launch=()):
 def alone(folder, words):
     folder.mkdir()
     command = [sys.executable, IN_DOUBLE, *words]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=90)
+    subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=PATIENCE)
     return only_run(folder)
 
 

@@ -203,6 +203,13 @@ def test_the_page_of_objectives_says_what_to_type_for_each_recipe():
     ]
 
 
+def test_the_table_of_claims_has_the_words_of_the_page():
+    words = re.findall(r"^\*\*(.*?)\.?\*\*", PAGES["docs/verdicts.md"], re.MULTILINE)
+    starts = tuple(text.replace("\\", "").lower() for text in words)
+    for row in csv.DictReader((ROOT / "docs/examples/claims.csv").open()):
+        assert row["claim and source"].lower().startswith(starts), row["claim and source"]
+
+
 QUOTED = {  # how a claim begins in the records, and its paragraph on the page; digits
     "the noise is that of a prompt's": ('The noise of a step is "dominated', 2),
     "in mixed groups": ("Group advantages", 3),

@@ -146,10 +146,10 @@ def breaks_once(scorer, error):
     def fails(*_, **__):
         raise error
 
-    def attempt(model, group, layers):
+    def attempt(model, group, place, layers):
         scorer._scores = scores
         with replaced_forward(layers.layers[1], fails):
-            return scores(model, group, layers)
+            return scores(model, group, place, layers)
 
     scorer._scores = attempt
 

@@ -16,7 +16,7 @@ import pytest
 from golden import naming
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from launching import Command, alive, finished, lines, until  # noqa: E402
+from launching import Command, alive, finished, lines, until, without_figures  # noqa: E402
 from precision import compute_in_double  # noqa: E402
 from resuming import SHORT, differences, fit, rows  # noqa: E402
 
@@ -26,7 +26,6 @@ from grpo_ustat.launch import rank as worker
 from grpo_ustat.launch import run as job  # noqa: E402
 from grpo_ustat.launch import sharding
 from grpo_ustat.launch.sharding import check_sharing, export_sharing  # noqa: E402
-from grpo_ustat.mse import study as study_run  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.status import Entry  # noqa: E402
 from grpo_ustat.train import trainer  # noqa: E402
@@ -269,12 +268,9 @@ def test_a_study_on_two_ranks_of_a_parent_finds_what_one_finds(one, tmp_path):
         "max_completion_length=64",
     )  # fmt: skip
 
-    def before():
-        study_run.mse_figure = study_run.scaling_figure = lambda *_: None
-
     for count in (1, 2):
         ranks = (f"launch.num_processes={count}", f"hydra.run.dir=run{count}")
-        code, said = finished("mse", *small, *ranks, cwd=tmp_path, before=before)
+        code, said = finished("mse", *small, *ranks, cwd=tmp_path, before=without_figures)
         assert code == 0, said
     found = [(tmp_path / f"run{count}" / "curves.csv").read_text() for count in (1, 2)]
     assert found[0] == found[1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +30,7 @@ from grpo_ustat.runs.claims import holm_adjust
 DRAWS, SEED, ROLLOUTS = 20, 3, 32
 BOTH = "study.corrections=[token_truncate,sequence_truncate]"
 SHARES_D = np.array([0.9, 0.89, 0.9, 0.91])
+SHARE = "prompts' share of the noise"  # a curve beside the claims
 GAP_CLAIMS = (
     "a mismatch between sampler and model must be corrected",
     "ratios of the sequence (truncated) beat ratios of tokens",
@@ -118,6 +122,22 @@ def test_every_verdict_is_that_of_its_interval_and_of_its_corrected_p_value():
     assert hard.verdict == "holds" and "an update gives each prompt the same weight" in hard.beside
 
 
+def test_the_records_have_the_words_of_a_study():
+    """Each claim and number of docs/examples/verdicts.csv, of a policy or of its old rollouts."""
+    pool, share = a_pool(24, 20), Interval(0.9, 0.8, 1.0)
+    judged = compose("mse", "experiment=verdicts", "study.scored_by=embedded:tiny").measured.judged
+    weighted = {loss.tokens: pool for loss in judged.values()}
+    lag = Rescored(
+        "5 updates old", "tiny", "tiny", "lag", Drift(share, share, SHARES_D), [], judged, pool,
+        {EXACT: pool} | weighted,
+    )  # fmt: skip
+    study = study_of_pool(pool, (8,), 256, DRAWS, SEED, rescored=lag)
+    words = {(row.claim, row.measured) for row in claim_verdicts(study)}
+    path = Path(__file__).parents[2] / "docs/examples/verdicts.csv"
+    records = [row for row in csv.DictReader(path.open()) if row["claim"] != SHARE]
+    assert {(row["claim"], row["measured"]) for row in records} == words
+
+
 def test_the_correction_counts_all_that_is_measured():
     rows = [row for row in verdicts(a_pool(120, 20)) if row.number is not None]
     p_values = sorted(row.holm_p for row in rows)
@@ -154,6 +174,15 @@ def test_a_share_decides_no_more_often_than_its_interval_misses():
     assert decision.inside and decision.p_value == pytest.approx(0.1, rel=1e-3)
     shown = _over(exact, drift.completions_at, 0.9)
     assert shown.high == pytest.approx(bound) and shown.low == 1 / drift.completions.high
+
+
+def test_a_share_of_a_few_questions_may_be_anything_at_a_high_level():
+    share_at = Drift(Interval(0, 0, 0), Interval(1, 1, 1), SHARES_D).completions_at
+    exact = lambda _: Interval(1.0, 1.0, 1.0)  # noqa: E731
+    assert share_at(0.95).low > 0 and share_at(1 - 1e-9).low == 0
+    assert math.isinf(_over(exact, share_at, 1 - 1e-9).high)
+    decision = decide(partial(_over, exact, share_at), 2 / 3, 3 / 2)
+    assert decision.inside and 0 < decision.p_value < 1
 
 
 @pytest.mark.slow

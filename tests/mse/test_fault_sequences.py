@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import compose
+from launching import without_figures
 from resuming import timeless
 from safetensors import SafetensorError, safe_open
 
@@ -55,9 +56,9 @@ REFUSED = 3  # exit code of a study that refused in one line
 
 
 def run_study(config, folder):
-    """The study without its pictures and page, which take longer than all the rest."""
-    study_run.mse_figure = study_run.scaling_figure = study_run.leave_page = lambda *_: None
-    study_run.draw_figures = lambda *_: None
+    """The study without its figures and page, which take longer than all the rest."""
+    without_figures()
+    study_run.leave_page = lambda *_: None
     study_run.run(config, RunFolder(folder, config))
 
 
@@ -205,7 +206,8 @@ class Sequence:
         ]
         self.note(line)
         self.did["refused"] += 1
-        if found := re.search(r"(\S+)(?: is (?:missing or )?damaged: delete it|: the same)", line):
+        deletable = r"(\S+)(?: is (?:missing or )?damaged: delete it| and run the same)"
+        if found := re.search(deletable, line):
             Path(found[1]).unlink()
         elif "on_existing=overwrite" in line or "files of another program" in line:
             shutil.rmtree(folder)

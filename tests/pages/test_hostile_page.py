@@ -39,7 +39,9 @@ def browser():
 def unescaped(monkeypatch):
     """A page whose author forgot to escape."""
     careless = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=False)  # noqa: S701
-    careless.filters |= page_module._template().environment.filters
+    escaping = page_module._template().environment
+    careless.filters |= escaping.filters
+    careless.tests |= escaping.tests
     careless.filters["visible"] = careless.filters["cell"] = str
     template = careless.get_template("page.html.j2")
     monkeypatch.setattr(page_module, "_template", lambda: template)

@@ -32,7 +32,8 @@ def test_every_part_has_rows(tmp_path):
     assert list(parts) == ["rates", "correct", "sampling", "scores", "update", "ranks", "study"]
     assert all(row["TFLOP/s"] > 0 for row in parts["rates"])
     assert parts["correct"][0]["exit code"] == 0
-    assert len(parts["sampling"]) == 6 and len(parts["update"]) == 3
+    kinds = [row["what"].rpartition(", ")[2] for row in parts["sampling"]]
+    assert kinds == ["bfloat16", "TF32", "float32"] and len(parts["update"]) == 3
     for row in [*parts["sampling"], *parts["update"][:2]]:
         assert 0 < row["range"][0] <= row["tokens/s"] <= row["range"][1]
     assert all(row["Gram matrix off by"] < 0.1 for row in parts["scores"])

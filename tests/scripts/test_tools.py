@@ -14,9 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launching import finished
-
-from grpo_ustat.mse import study
+from launching import finished, without_figures
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -25,7 +23,8 @@ PYTHON = sorted(SCRIPTS.rglob("*.py"))
 COMMANDS = [
     path
     for path in PYTHON
-    if "__main__" in path.read_text() and path.stem != "trl_worker"  # which imports TRL
+    if 'if __name__ == "__main__"' in path.read_text()
+    and path.stem != "trl_worker"  # which imports TRL
 ]
 
 
@@ -129,7 +128,7 @@ def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
 
     def undrawn():
         subprocess.run = started
-        study.mse_figure = study.scaling_figure = lambda *_: None
+        without_figures()
 
     folder = tmp_path / "G-8/seed-0"  # as run folders are named
     trained = ("debug=train", "save_steps=1", f"hydra.run.dir={folder}")
