@@ -150,10 +150,10 @@ def cost(work: Work) -> Cost:
     The weights of P parameters take E P bytes, with E bytes per parameter. A frozen reference copy
     takes the same. With AdamW, a gradient and two moments take E P (1 + 2) bytes, which gives 16 P
     bytes in total for float32 weights. A checkpoint takes E P (1 + 2) bytes. The pool file of a
-    question takes 8 N^2 bytes for inner products and 17 N bytes for rewards, lengths and ends.
-    Tokens take 4 N bytes for each token position. The two sketches take 4 N R and 8 R' bytes, with
-    R = feature_sketch and R' = gradient_sketch entries, at most P. If a sketch has fewer than P
-    entries, each parameter has a random sign, stored in one bit. In AdamW's metric, scoring needs
+    question takes 8 N^2 bytes for inner products and 17 N bytes for rewards, lengths and
+    end-of-sequence flags. Tokens take 4 N bytes for each token position. The two sketches take
+    4 N R and 8 R' bytes, with R = feature_sketch and R' = gradient_sketch entries, at most P. If a
+    sketch has fewer than P entries, each parameter has a random sign, stored in one bit. In AdamW's metric, scoring needs
     memory for a gradient and a factor per parameter, in addition to the weights. On a CPU, it
     instead needs memory for three sums of group gradients for each half of the questions. These six
     sums and a second pool stay on disk.

@@ -192,8 +192,8 @@ def compared(applied_R: Array, other_R: Array) -> Agreement:
 def without_cause(comparison: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
     """Return the audit if no cause must be searched for; otherwise return None.
 
-    No search is needed if p equals d, or if p or d is 0 or not finite. If the terms of the declared
-    gradient cancel, d consists of rounding errors, and p is not compared with d.
+    No search is needed if p equals d, or if p or d is 0 or not finite. The same is true
+    if the terms of the declared gradient cancel, because d then consists only of rounding errors.
 
     Args:
         comparison: ratio and cosine of p and d.

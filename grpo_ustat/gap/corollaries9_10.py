@@ -193,7 +193,7 @@ def shifted_sum(problem: Problem, c: float, shift_P: np.ndarray | float) -> floa
 
 
 def baseline_claims(problem: Problem, c: float) -> list[Claim]:
-    """Make claims that V has the smallest weights of all baselines that depend on the prompt.
+    """Return claims that V has the smallest sum of limit weights among prompt-only baselines.
 
     The claims are undecided if Assumption 2 fails.
     """

@@ -124,7 +124,7 @@ class Setting:
     def moments(
         self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
     ) -> EstimateMoments:
-        """Compute the estimate's mean and variance for each prompt, from the vectors w, beta k."""
+        """Compute mean and variance of each prompt's estimate from its vectors w and beta k."""
         law_PY, size = self.old.probabilities_PY, self.group_size
         if self.normalisation.kind in ("none", "sigma"):
             reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]

@@ -186,7 +186,7 @@ def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
 
 
 def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
-    """Estimate the variance of run means that neither the cell nor the seed explains.
+    """Estimate the part of the run means' variance that cells and seeds do not explain.
 
     The estimate is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, from a randomised
     block design with the C cells that have several seeds and the S seeds that these cells share. It

@@ -41,9 +41,9 @@ class Splits:
     """Source with disjoint splits; questions that differ only in white space count as the same.
 
     Test questions come from the test rows. The training rows are shuffled with `seed`, and the
-    first of them form the study split. Examples are drawn with `examples_seed` from the remaining
-    training rows, and all others are used for training. A question's sort key in a shuffle depends
-    only on the question and the seed.
+    first `study` rows form the study split. Examples are drawn with `examples_seed` from the
+    remaining training rows, and all others are used for training. A question's sort key in a
+    shuffle depends only on the question and the seed.
 
     Args:
         train, test: questions from the training rows and from the test rows.

@@ -256,7 +256,10 @@ class Fsdp2Reader:
         return Window(self.leaf_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Propagate the gradients at the hidden states, or zeros, so that all ranks take part."""
+        """Backpropagate from the hidden states.
+
+        A rank without gradients there propagates zeros, because all ranks must take part.
+        """
         model: Any = causal(self.model)
         for parameter in model.get_output_embeddings().parameters():
             if parameter.requires_grad and parameter.grad is None:
