@@ -28,13 +28,11 @@ from grpo_ustat.distributed import ranks
 from grpo_ustat.launch import rank as worker
 from grpo_ustat.launch import torchrun
 from grpo_ustat.launch.command import load_command
-from grpo_ustat.measurements import error_figures, group_size
-from grpo_ustat.mse import study
 
 
-def without_figures():
-    """Studies of this process draw nothing from now on, which takes longer than all the rest."""
-    study.draw_figures = error_figures.draw = group_size.draw = lambda *_: None
+def without_figures(study):
+    """Studies by this module draw nothing from now on, which takes longer than all the rest."""
+    study.draw_figures = study.error_figures.draw = study.group_size.draw = lambda *_: None
 
 
 class Command:

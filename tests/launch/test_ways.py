@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from grpo_ustat.launch import rank as worker
 from grpo_ustat.launch import run as job  # noqa: E402
 from grpo_ustat.launch import sharding
 from grpo_ustat.launch.sharding import check_sharing, export_sharing  # noqa: E402
+from grpo_ustat.mse import study  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
 from grpo_ustat.runs.status import Entry  # noqa: E402
 from grpo_ustat.train import trainer  # noqa: E402
@@ -270,7 +272,9 @@ def test_a_study_on_two_ranks_of_a_parent_finds_what_one_finds(one, tmp_path):
 
     for count in (1, 2):
         ranks = (f"launch.num_processes={count}", f"hydra.run.dir=run{count}")
-        code, said = finished("mse", *small, *ranks, cwd=tmp_path, before=without_figures)
+        code, said = finished(
+            "mse", *small, *ranks, cwd=tmp_path, before=partial(without_figures, study)
+        )
         assert code == 0, said
     found = [(tmp_path / f"run{count}" / "curves.csv").read_text() for count in (1, 2)]
     assert found[0] == found[1]

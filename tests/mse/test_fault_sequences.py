@@ -57,7 +57,7 @@ REFUSED = 3  # exit code of a study that refused in one line
 
 def run_study(config, folder):
     """The study without its figures and page, which take longer than all the rest."""
-    without_figures()
+    without_figures(study_run)
     study_run.leave_page = lambda *_: None
     study_run.run(config, RunFolder(folder, config))
 

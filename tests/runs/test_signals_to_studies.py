@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from launching import Command, alive, finished, until, without_figures  # noqa: E402
 from slowed import slow_down  # noqa: E402
 
+from grpo_ustat.mse import study  # noqa: E402
 from grpo_ustat.runs import history  # noqa: E402
 
 QUESTIONS = 8  # two in a chunk
@@ -42,13 +43,17 @@ def alone(monkeypatch):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     place = tmp_path_factory.mktemp("undisturbed")
-    code, said = finished("mse", *STUDY, cwd=place, before=without_figures)
+    code, said = finished("mse", *STUDY, cwd=place, before=plainly)
     assert code == 0, said
     return (place / "run/curves.csv").read_bytes()
 
 
+def plainly():
+    without_figures(study)
+
+
 def slowly():
-    without_figures(), slow_down()
+    plainly(), slow_down()
 
 
 def parts(place):
@@ -81,7 +86,7 @@ def check_stopped(place, way, number, everyone, undisturbed, begun=None):
     assert [int(count) for count in there] == [len(kept)] and len(kept) < QUESTIONS, said
     assert said.count("the same command continues from there") == 1 and "Traceback" not in said
     assert history.launches(place / "run")[-1]["outcome"] == "stopped"
-    code, said = finished("mse", *STUDY, *overrides, cwd=place, before=without_figures)
+    code, said = finished("mse", *STUDY, *overrides, cwd=place, before=plainly)
     assert code == 0, said
     assert (place / "run/curves.csv").read_bytes() == undisturbed
     assert kept.items() <= parts(place).items() and len(parts(place)) == QUESTIONS

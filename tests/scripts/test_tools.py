@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from launching import finished, without_figures
 
+from grpo_ustat.mse import study
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 PYTHON = sorted(SCRIPTS.rglob("*.py"))
@@ -128,7 +130,7 @@ def test_constants_along_a_training_run(tmp_path, execute, monkeypatch):
 
     def undrawn():
         subprocess.run = started
-        without_figures()
+        without_figures(study)
 
     folder = tmp_path / "G-8/seed-0"  # as run folders are named
     trained = ("debug=train", "save_steps=1", f"hydra.run.dir={folder}")
