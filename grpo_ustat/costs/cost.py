@@ -153,10 +153,10 @@ def cost(work: Work) -> Cost:
     question takes 8 N^2 bytes for inner products and 17 N bytes for rewards, lengths and
     end-of-sequence flags. Tokens take 4 N bytes for each token position. The two sketches take
     4 N R and 8 R' bytes, with R = feature_sketch and R' = gradient_sketch entries, at most P. If a
-    sketch has fewer than P entries, each parameter has a random sign, stored in one bit. In AdamW's metric, scoring needs
-    memory for a gradient and a factor per parameter, in addition to the weights. On a CPU, it
-    instead needs memory for three sums of group gradients for each half of the questions. These six
-    sums and a second pool stay on disk.
+    sketch has fewer than P entries, each parameter has a random sign, stored in one bit. In AdamW's
+    metric, scoring needs memory for a gradient and a factor per parameter, in addition to the
+    weights. On a CPU, it instead needs memory for three sums of group gradients for each half of
+    the questions. These six sums and a second pool stay on disk.
     """
     size, entry, on_cpu = (
         model_size(work.model),
