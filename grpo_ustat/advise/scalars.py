@@ -291,8 +291,9 @@ def _missing_lines(run: ScalarRun) -> list[str]:
         if setting:
             lines.append(f"Not in this log: {meaning}. {setting}")
     lines.append(
-        "Noise scale: not in scalars of one batch size. No trainer logs the norms of micro-batches."
-        " A second run from the same model with another batch size shows it; name both logs."
+        "Noise scale: scalars of one batch size do not show it. grpo_ustat.watch(model, optimizer) "
+        "measures it in any PyTorch trainer, and a second run from the same model with another "
+        "batch size shows it if both logs are named."
     )
     return lines
 
