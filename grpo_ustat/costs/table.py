@@ -145,7 +145,7 @@ def score_notes(
     """Describe how N completions of a question are scored and how much memory is needed.
 
     Args:
-        weights: bytes of the weights.
+        weights: size of the weights in bytes.
     """
     memory = score_memory(model, completions, max_completion_length)
     if memory is None:

@@ -78,7 +78,7 @@ def additive_part(loss: Loss, group_size: int) -> Loss:
 
 
 def prompts_needed(prompts: int, kept: float = 1.0) -> int:
-    """Return the number of questions required for draws of two batches of B prompts.
+    """Return how many questions are needed to draw two batches of B prompts each.
 
     Args:
         prompts: number of prompts in a batch, B.

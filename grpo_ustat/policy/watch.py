@@ -100,7 +100,7 @@ def watch(
         scaler: gradient scaler of fp16 training.
 
     Raises:
-        ConfigError: a number is not valid, or the gradients are out of the meter's reach.
+        ConfigError: a number is not valid, or the meter cannot read the gradients.
     """
     return Meter(
         model, optimizer, rollouts, group_size, prompts_together, copy_gradient, data_ranks, scaler
