@@ -50,7 +50,6 @@ def zero_variance_bounds(
     group_size: int,
     shares: Mapping[int, Interval],
     mean_reward: Interval | None = None,
-    mean_stds: Mapping[int, Interval] | None = None,
 ) -> tuple[float, float] | None:
     """Bound the share of zero-variance groups of a given size over all mixtures of prompts.
 
@@ -58,9 +57,6 @@ def zero_variance_bounds(
         group_size: size G for which the share is bounded.
         shares: interval of the logged share of zero-variance groups, by group size.
         mean_reward: interval of the mean reward, if every reward is 0 or 1; None for other rewards.
-        mean_stds: interval of a mean over groups, keyed by group size: the mean of the standard
-            deviation of a group's rewards (divisor G - 1). Used only with `mean_reward`. In typical
-            cases, this information halves the width of the bounds.
 
     Returns:
         Lower and upper bound; None if no mixture agrees with the intervals, for example because
@@ -79,7 +75,6 @@ def zero_variance_bounds(
         target = _equal_rewards(group_size)
     else:
         constraints = [(_zero_variance(size), share) for size, share in shares.items()]
-        constraints += [(_standard_deviation(size), std) for size, std in (mean_stds or {}).items()]
         constraints.append((np.asarray, mean_reward))
         target = _zero_variance(group_size)
     high = _largest_mean(target, constraints)
@@ -97,24 +92,6 @@ def _zero_variance(size: int) -> Function:
 def _equal_rewards(size: int) -> Function:
     """Return the probability that the other G - 1 rewards equal the first, given Q."""
     return lambda q: q ** (size - 1)
-
-
-def _standard_deviation(size: int) -> Function:
-    """Return the expected standard deviation of G rewards of 0 or 1, given the success probability.
-
-    With k successes it is `sqrt(k (G - k) / (G (G - 1)))`.
-    """
-    # Imported here, so that a refused command line does not wait for SciPy.
-    from scipy.special import binom
-
-    successes = np.arange(size + 1)
-    weights = binom(size, successes) * np.sqrt(successes * (size - successes) / (size * (size - 1)))
-
-    def expectation(p: Array) -> Array:
-        powers = p[:, None] ** successes * (1 - p[:, None]) ** (size - successes)
-        return powers @ weights
-
-    return expectation
 
 
 def _largest_mean(target: Function, constraints: list[tuple[Function, Interval]]) -> float | None:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import binom
 
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, steps_mean
 from grpo_ustat.estimators.zero_variance_bounds import zero_variance_bounds
@@ -64,60 +63,41 @@ def zero_share(p: Array, size: int) -> float:
     return float(np.mean(p**size + (1 - p) ** size))
 
 
-def std_by_successes() -> Array:
-    """Return the standard deviation of a group with k successes, with divisor G - 1."""
-    k = np.arange(LOGGED_SIZE + 1)
-    return np.sqrt(k * (LOGGED_SIZE - k) / (LOGGED_SIZE * (LOGGED_SIZE - 1)))
-
-
 def exact_averages(p: Array) -> list[Interval]:
-    """Compute share, mean reward and mean standard deviation of groups."""
-    points, counts = np.unique(p, return_counts=True)
-    k = np.arange(LOGGED_SIZE + 1)
-    std = binom.pmf(k, LOGGED_SIZE, points[:, None]) @ std_by_successes()
-    values = zero_share(p, LOGGED_SIZE), p.mean(), counts @ std / len(p)
+    """Compute the zero-variance share and the mean reward."""
+    values = zero_share(p, LOGGED_SIZE), p.mean()
     return [Interval(float(x), float(x), float(x)) for x in values]
 
 
-def sampled_averages(p: Array, generator: np.random.Generator, count: int) -> list[Interval]:
-    """Return the first `count` averages of simulated steps, with intervals that hold jointly."""
+def sampled_averages(p: Array, generator: np.random.Generator) -> list[Interval]:
+    """Return the two averages over simulated steps, with intervals that hold jointly."""
     prompts = generator.integers(len(p), size=(STEPS, GROUPS))
     successes = generator.binomial(LOGGED_SIZE, p[prompts])
-    level = 1 - (1 - CONFIDENCE) / count
+    level = 1 - (1 - CONFIDENCE) / 2
     share = np.isin(successes, (0, LOGGED_SIZE)).mean(axis=1)
     means = successes.mean(axis=1) / LOGGED_SIZE
-    stds = std_by_successes()[successes].mean(axis=1)
     draws = STEPS * GROUPS
-    return [
-        steps_mean(share, level, draws),
-        steps_mean(means, level, draws * LOGGED_SIZE),
-        steps_mean(stds, level, draws),
-    ][:count]
+    return [steps_mean(share, level, draws), steps_mean(means, level, draws * LOGGED_SIZE)]
 
 
 def one_mixture(seed: int) -> list[dict[str, object]]:
-    """Compare the bounds of one mixture with the truth, in four settings."""
+    """Compare the bounds of one mixture with the truth, for exact and for sampled averages."""
     generator = np.random.default_rng(seed)
     kind = list(KINDS)[seed % len(KINDS)]
     p = KINDS[kind](generator)
     rows = []
-    for has_std in (False, True):
-        count = 3 if has_std else 2
-        for averages, intervals in (
-            ("exact", exact_averages(p)[:count]),
-            ("sampled", sampled_averages(p, generator, count)),
-        ):
-            stds = {LOGGED_SIZE: intervals[2]} if has_std else None
-            bounds = {
-                size: zero_variance_bounds(
-                    size, {LOGGED_SIZE: intervals[0]}, intervals[1], stds
-                ) or (1.0, 0.0)
-                for size in SIZES
-            }  # fmt: skip
-            inside = [low <= zero_share(p, size) <= high for size, (low, high) in bounds.items()]
-            widths = {f"width_{size}": high - low for size, (low, high) in bounds.items()}
-            setting = {"kind": kind, "averages": averages, "std": has_std}
-            rows.append({**setting, "outside": not all(inside), **widths})
+    for averages, (share, mean) in (
+        ("exact", exact_averages(p)),
+        ("sampled", sampled_averages(p, generator)),
+    ):
+        bounds = {
+            size: zero_variance_bounds(size, {LOGGED_SIZE: share}, mean) or (1.0, 0.0)
+            for size in SIZES
+        }
+        inside = [low <= zero_share(p, size) <= high for size, (low, high) in bounds.items()]
+        widths = {f"width_{size}": high - low for size, (low, high) in bounds.items()}
+        setting = {"averages": averages, "kind": kind}
+        rows.append({**setting, "outside": not all(inside), **widths})
     return rows
 
 
@@ -125,24 +105,21 @@ def summary(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     """Average over the mixtures of each kind, and over all."""
     table = []
     for averages in ("exact", "sampled"):
-        for has_std in (False, True):
-            for kind in (*KINDS, "all"):
-                chosen = [
-                    row
-                    for row in rows
-                    if (row["averages"], row["std"]) == (averages, has_std)
-                    and kind in ("all", row["kind"])
-                ]
-                if not chosen:
-                    continue
-                means = {
-                    name: round(float(np.mean([float(str(row[name])) for row in chosen])), 3)
-                    for name in chosen[0]
-                    if name.startswith("width")
-                }
-                outside = sum(bool(row["outside"]) for row in chosen)
-                setting = {"averages": averages, "std": has_std, "kind": kind}
-                table.append({**setting, "mixtures": len(chosen), "outside": outside, **means})
+        for kind in (*KINDS, "all"):
+            chosen = [
+                row for row in rows
+                if row["averages"] == averages and kind in ("all", row["kind"])
+            ]  # fmt: skip
+            if not chosen:
+                continue
+            means = {
+                name: round(float(np.mean([float(str(row[name])) for row in chosen])), 3)
+                for name in chosen[0]
+                if name.startswith("width")
+            }
+            outside = sum(bool(row["outside"]) for row in chosen)
+            setting = {"averages": averages, "kind": kind}
+            table.append({**setting, "mixtures": len(chosen), "outside": outside, **means})
     return table
 
 
