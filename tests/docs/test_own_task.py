@@ -85,10 +85,10 @@ def test_a_reward_by_the_page_stands_beside_the_tasks_own(package, tmp_path):
     [
         (
             "dataset=own dataset.name=sorting dataset.options.digits=3",
-            r"added, \+dataset.options.d",
+            r"unknown key dataset.options.digits: .*\+dataset.options.d",
         ),
-        ("dataset=own dataset.name=sort", "unknown dataset.name 'sort': .*tasks are: sorting"),
-        ("reward_funcs=[task,kind]", "unknown reward_funcs 'kind': .*rewards are: lenient"),
+        ("dataset=own dataset.name=sort", "unknown dataset.name 'sort': .*tasks are sorting"),
+        ("reward_funcs=[task,kind]", "unknown reward_funcs 'kind': .*rewards are lenient"),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_starts(package, tmp_path, arguments, match):

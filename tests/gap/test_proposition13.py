@@ -131,7 +131,7 @@ def test_disagrees_at_fixed_g_and_agrees_in_the_limit():
 @pytest.mark.slow(minutes=0.5)
 def test_every_end_is_at_its_own_root():
     evidence = small(replicates=1000, steps=600)
-    own = [claim for claim in evidence.claims if "root of its field" in claim.what]
+    own = [claim for claim in evidence.claims if "root of the enumerated" in claim.what]
     assert len(own) == 5
     assert min(claim.p_value for claim in own) > 0.05 / len(own)
     assert {claim.verdict for claim in own if claim.p_value > 0.05} == {AGREES}
@@ -142,5 +142,5 @@ def test_a_root_that_is_not_there_disagrees(monkeypatch):
     real = thirteen.root
     monkeypatch.setattr(thirteen, "root", lambda *given: real(*given) + 0.01)
     evidence = small(replicates=1000, steps=600, variant_sizes=[])
-    own = [claim for claim in evidence.claims if "root of its field" in claim.what]
+    own = [claim for claim in evidence.claims if "root of the enumerated" in claim.what]
     assert {claim.verdict for claim in own} == {DISAGREES}

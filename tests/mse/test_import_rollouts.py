@@ -90,7 +90,7 @@ def test_rewards_of_minus_one_and_one_are_imported_and_named(tmp_path):
         results.append(json.loads(found.read_text()))
         word = "accuracy" if name == "right" else "mean reward"
         page = (found.parent / "report.html").read_text()
-        assert f"tiny_base, {word} {results[-1]['policy']['mean_reward']:.3f} [" in page
+        assert f"tiny_base, whose {word} is {results[-1]['policy']['mean_reward']:.3f} [" in page
         assert f"{word.capitalize()} of the policy" in page
     right, signed = results
     assert (right["policy"]["quantity"], signed["policy"]["quantity"]) == (
@@ -185,7 +185,7 @@ def test_what_cannot_be_one_pool_is_refused(tmp_path, changes, message):
             "16 completions per prompt are needed",
         ),
         # groups of 16 would need 48 questions, those of 8 that are there 96
-        (["baselines=[batch_std]", "group_sizes=[8,16]"], "need a study of 96 questions, got 6"),
+        (["baselines=[batch_std]", "group_sizes=[8,16]"], "with 96 questions, but got 6"),
     ],
 )
 def test_a_rule_that_the_file_cannot_measure_is_refused_before_it_is_scored(

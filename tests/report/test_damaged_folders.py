@@ -149,7 +149,7 @@ def test_many_evaluations_take_seconds_and_are_counted(folders, tmp_path):
     lines = [f"{step},{rows[0].partition(',')[2]}" for step in range(30_000)]
     file.write_text("\n".join([head, *lines]) + "\n")
     (place / "bad-train/result.json").unlink()
-    assert any("30,000 evaluations, 1000 of them" in line for line in notes_of(place))
+    assert any("30,000 evaluations, of which 1000 are" in line for line in notes_of(place))
 
 
 def test_report_of_several_versions(folders, tmp_path):

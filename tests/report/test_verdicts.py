@@ -257,7 +257,7 @@ def test_theorems_and_training_make_one_report(tmp_path, monkeypatch):
     assert texts[texts.index("Test problems") + 1] == "coins (1); softmax (1)"
     assert texts[texts.index("Policies") + 1] == "tiny_base, bare"
     (agreement,) = (place for place, text in enumerate(texts) if text.startswith("1 of 2 "))
-    assert "step 8 is 0.400" in texts[agreement + 1]
+    assert "at step 8" in texts[agreement + 1] and "is 0.400" in texts[agreement + 1]
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_canaries_are_judged_in_every_batch_by_every_worker(stub, calls):
 @pytest.mark.slow
 def test_a_broken_judge_stops_the_run(pair, expected, judged, stub, calls):
     verifier = stub(deadline=0.5, canaries={("7", "7"): RIGHT, pair: expected})
-    with pytest.raises(JudgeError, match=f"{pair[1]} are {expected.value}, .* judged {judged}"):
+    with pytest.raises(JudgeError, match=f"{pair[1]} is {expected.value}, .* was {judged}"):
         verifier.judge([("3", "3")])
     assert asked_of(calls, pair[1]) == 2 and asked_of(calls, "3") == 0
 

@@ -165,7 +165,7 @@ def test_a_graded_reward_is_named_wherever_a_run_is_shown(tmp_path):
     first = next(home.glob("*/seed-0"))
     result = json.loads((first / "result.json").read_text())
     assert result["quantity"] == "mean reward"
-    rises = f"{result['evals'][0]['mean_reward']:.3f} -> {result['final_mean_reward']:.3f}"
+    rises = f"{result['evals'][0]['mean_reward']:.3f} to {result['final_mean_reward']:.3f}"
     assert rises in result["summary"]
     with (first / "eval.csv").open() as file:
         assert {row["quantity"] for row in csv.DictReader(file)} == {"mean reward"}

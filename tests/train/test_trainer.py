@@ -154,7 +154,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     names = {p.name for p in path.iterdir()}
     assert {".hydra", "metrics.jsonl", "code.json", "result.json", "eval.csv"} <= names
     assert {"checkpoint-2", "checkpoint-4", "report.html"} <= names
-    assert "in 4 steps of 16 rollouts, " in html.unescape((path / "report.html").read_text())
+    assert "4 steps of 16 rollouts" in html.unescape((path / "report.html").read_text())
     tokenizer = AutoTokenizer.from_pretrained(path / "checkpoint-4")
     assert tokenizer.decode(tokenizer("1 + 2 =\n")["input_ids"]) == "1 + 2 =\n"
     result = json.loads((path / "result.json").read_text())
