@@ -14,7 +14,7 @@ from grpo_ustat.advise.kinds import Kind
 from grpo_ustat.advise.request import Request
 from grpo_ustat.advise.rewards import read_log
 from grpo_ustat.estimators.intervals import CONFIDENCE
-from grpo_ustat.estimators.run_differences import Difference, prompts_to_show, reward_difference
+from grpo_ustat.estimators.run_differences import Difference, reward_difference, units_to_show
 from grpo_ustat.logs.rewards import (
     RewardGroups,
     expected_zero_variance,
@@ -23,6 +23,7 @@ from grpo_ustat.logs.rewards import (
     share_text,
 )
 from grpo_ustat.pages.advice import DIFFERENT, UNKNOWN, Advice
+from grpo_ustat.terminal.streams import aligned
 
 # Difference of mean rewards for which the number of prompts is computed: one percentage point.
 POINT = 0.01
@@ -74,7 +75,7 @@ def compared_advice(request: Request, kinds: Sequence[Kind]) -> Advice:
             }
         )
     details += sentences[1:]
-    needed = prompts_to_show(max(spreads), POINT, level) if max(spreads, default=0) > 0 else None
+    needed = units_to_show(max(spreads), POINT, level) if max(spreads, default=0) > 0 else None
     if needed is not None:
         unit = "one percentage point" if is_binary else f"a difference of {POINT}"
         details.append(
@@ -106,9 +107,7 @@ def _sentence(name: str, first: str, difference: Difference, is_binary: bool) ->
     if low > 0 or high < 0:
         word = "higher" if number > 0 else "lower"
         return f"The mean reward of {name} is {word} than that of {first}: {text}, {how}."
-    return (
-        f"The mean rewards of {name} and {first} do not differ by more than noise: {text}, {how}."
-    )
+    return f"The mean rewards of {name} and {first} are not shown to differ: {text}, {how}."
 
 
 def _rows(names: Sequence[str], rewards: Sequence[RewardGroups], size: int | None) -> list[str]:
@@ -124,11 +123,7 @@ def _rows(names: Sequence[str], rewards: Sequence[RewardGroups], size: int | Non
             share = expected_zero_variance(of_run, size)
             row.append("not enough data" if share is None else share_text(share))
         table.append(row)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    return aligned(table)
 
 
 def short_names(sources: Sequence[Path]) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from grpo_ustat.advise.compare import NAME_WIDTH
 from grpo_ustat.advise.scalar_bounds import (
     MIN_ROWS,
     ZeroVariance,
@@ -24,18 +25,17 @@ from grpo_ustat.estimators.intervals import (
     Interval,
     steps_mean,
     t_interval,
-    t_quantile,
 )
+from grpo_ustat.estimators.run_differences import units_to_show
 from grpo_ustat.logs.rewards import share_text
 from grpo_ustat.logs.scalar_names import NEMO_RL, OURS, PRIME_RL, TRL, VERL
 from grpo_ustat.logs.scalars import ScalarRun, with_num_generations
-from grpo_ustat.pages.advice import UNKNOWN, Advice
-from grpo_ustat.pages.tables import Table
+from grpo_ustat.pages.advice import DIFFERENT, UNKNOWN, Advice
 from grpo_ustat.records import Array
+from grpo_ustat.terminal.streams import aligned, excerpt
 
 # Difference of mean rewards for which numbers of seeds are computed: one percentage point.
 POINT = 0.01
-MAX_SEEDS = 10_000
 # Maximum number of first common steps whose gradient norms are compared between two runs, because
 # the policies of the runs drift apart.
 MAX_COMPARED_STEPS = 50
@@ -323,42 +323,33 @@ def _joint_advice(runs: Sequence[ScalarRun], rollouts: int | None) -> Advice:
         if share is not None:
             details.append(f"{run.name}: {_share_sentence(run, share)}")
         details += [f"{run.name}: {note}" for note in run.notes]
-    numbers = {"runs": [_row_numbers(run, rollouts) for run in runs]}
+    numbers = [_row_numbers(run, rollouts) for run in runs]
     sentence = details.pop(0) if details else "The runs have no mean reward in common."
     following = "train further seeds of both settings and name all of their logs"
     if decided:
         following = _next_command(runs[0])
-    return Advice(UNKNOWN, sentence, [*details, *noise], following, numbers)
+    lines = [*_rows(runs, numbers), *details, *noise]
+    return Advice(DIFFERENT if decided else UNKNOWN, sentence, lines, following, {"runs": numbers})
 
 
-def runs_table(runs: Sequence[ScalarRun], rollouts: int | None = None) -> Table:
-    """Return a table with a row for each run, over its recent steps."""
-    rows = []
-    for run in runs:
-        numbers = _row_numbers(run, rollouts)
-        rows.append(
-            [
-                run.name,
-                numbers["steps"],
-                _cell(numbers["reward"], "{:.3f}"),
-                _cell(numbers["zero_variance"], "{:.2f}"),
-                None if numbers["truncated"] is None else f"{numbers['truncated']:.2f}",
-            ]
-        )
-    return Table(
-        title="Runs",
-        columns=["run", "steps", "mean reward", "zero-variance share", "cut by length"],
-        rows=rows,
-        notes=["Means over the last half of the steps, with 95 % intervals over steps."],
-        name="scalars",
-        data=[_row_numbers(run, rollouts) for run in runs],
-    )
+def _rows(runs: Sequence[ScalarRun], numbers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a table with a row per run, over its recent steps."""
+    table = [["run", "steps", "mean reward", "zero variance", "cut"]]
+    for run, row in zip(runs, numbers, strict=True):
+        cut = "" if row["truncated"] is None else _percent(row["truncated"])
+        reward, share = _cell(row["reward"], "{:.3g}"), _cell(row["zero_variance"], "{:.2f}")
+        table.append([excerpt(run.name, NAME_WIDTH), row["steps"], reward, share, cut])
+    return [
+        *aligned(table),
+        "Each row has means over the last half of the run's steps, with 95 % intervals over steps: "
+        "the share of zero-variance groups, and the share of completions cut by length.",
+    ]
 
 
-def _cell(interval: Sequence[float] | None, layout: str) -> str | None:
-    """Format an estimate with its interval."""
+def _cell(interval: Sequence[float] | None, layout: str) -> str:
+    """Format an estimate with its interval; empty if there is none."""
     if interval is None:
-        return None
+        return ""
     estimate, low, high = (layout.format(value) for value in interval)
     return f"{estimate} [{low}, {high}]" if math.isfinite(interval[1]) else estimate
 
@@ -490,16 +481,17 @@ def _seed_difference(
 
 
 def _seeds_sentence(spread: float, factor: int) -> str:
-    """State the number of seeds whose interval has a half width of one percentage point.
+    """State the number of seeds with which one percentage point is shown in 4 of 5 comparisons.
 
     Args:
         spread: standard deviation between seeds, or of the differences between paired seeds.
         factor: 2 for two independent sets of seeds, 1 for paired seeds.
     """
-    for seeds in range(2, MAX_SEEDS):
-        if t_quantile(factor * (seeds - 1)) * spread * math.sqrt(factor / seeds) <= POINT:
-            return f"About {seeds} seeds of each setting would show one percentage point."
-    return f"More than {MAX_SEEDS} seeds of each setting would be needed for one percentage point."
+    seeds = units_to_show(spread, POINT, sets=factor)
+    return (
+        f"To show one percentage point ({POINT}) in 4 of 5 such comparisons, train {seeds} seeds "
+        "of each setting."
+    )
 
 
 def _spread_lines(runs: Sequence[ScalarRun]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Difference of the mean rewards of two runs, and the number of prompts that shows a difference."""
+"""Difference of the mean rewards of two runs, and the number of units that shows a difference."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from grpo_ustat.estimators.intervals import (
     normal_quantile,
     pooled_dof,
     t_interval,
+    t_quantile,
 )
 
-# Chance that a study of `prompts_to_show` prompts shows the difference.
+# Chance that a comparison with `units_to_show` units shows the difference.
 POWER = 0.8
 # Runs are paired if they share at least this part of the prompts of the run with fewer prompts.
 MIN_COMMON = 0.5
@@ -80,12 +81,31 @@ def reward_difference(
     return Difference(interval, 0, math.sqrt(sum(float(run.var(ddof=1)) for run in runs)))
 
 
-def prompts_to_show(spread: float, effect: float, level: float = CONFIDENCE) -> int:
-    """Return the number of prompts per run with which an effect is shown in 4 of 5 comparisons.
+def units_to_show(spread: float, effect: float, level: float = CONFIDENCE, sets: int = 1) -> int:
+    """Return the number of units per run with which an effect is shown in 4 of 5 comparisons.
 
-    >>> prompts_to_show(0.25, 0.01)
-    4906
+    Args:
+        spread: standard deviation between units (prompts or seeds), or between the differences of
+            paired units.
+        effect: true difference that is to be shown.
+        level: confidence level of the comparison.
+        sets: 1 if units are paired or if `spread` already is that of a difference, 2 for two
+            independent sets of units. The standard error is `spread sqrt(sets / units)` with
+            `sets (units - 1)` degrees of freedom.
+
+    >>> units_to_show(0.25, 0.01), units_to_show(0.01, 0.01, sets=2)
+    (4908, 17)
     """
     # The one-sided quantile of the power is the two-sided quantile at level 2 POWER - 1.
     quantiles = normal_quantile(level) + normal_quantile(2 * POWER - 1)
-    return max(2, math.ceil((quantiles * spread / effect) ** 2))
+    units = max(2, math.ceil(sets * (quantiles * spread / effect) ** 2))
+
+    def is_shown() -> bool:
+        dof = sets * (units - 1)
+        quantiles = t_quantile(dof, level) + t_quantile(dof, 2 * POWER - 1)
+        return quantiles * spread * math.sqrt(sets / units) <= effect
+
+    # Student's t needs a few units more than the normal distribution.
+    while not is_shown():
+        units += 1
+    return units

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.logs.tables import read_table
 from grpo_ustat.logs.turns import (
     Turns,
     check_turn_numbers,
@@ -32,7 +33,6 @@ from grpo_ustat.logs.turns import (
     shared_rewards,
 )
 from grpo_ustat.records import MAX_REWARD, is_number
-from grpo_ustat.runs.files import csv_rows, json_lines
 from grpo_ustat.terminal.streams import single_line
 
 # Columns that contain no rewards: TRL's columns, then this package's columns.
@@ -267,36 +267,12 @@ def default_weights(
     return {names[0]: 1.0}
 
 
-def read_columns(path: Path) -> dict[str, list[Any]]:
-    """Read the columns of a Parquet, CSV or JSON Lines file; a missing value is None."""
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
-        else:
-            if path.suffix == ".csv":
-                # CSV files from Excel begin with a byte-order mark, which `utf-8-sig` removes.
-                rows = csv_rows(path.read_text(encoding="utf-8-sig"))
-            else:
-                rows = [row for _, row in json_lines(path)]
-            names = dict.fromkeys(name for row in rows for name in row)
-            columns = {name: [row.get(name) for row in rows] for name in names}
-    except ConfigError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
-    if not any(columns.values()):
-        raise ConfigError(f"{path} has no rows")
-    return columns
-
-
 def read_rollouts(path: Path) -> list[Rollout]:
     """Read all rollouts of a table that are from one policy, in table order.
 
     Rows that are turns of one rollout become one `Rollout`.
     """
-    columns = read_columns(path)
+    columns = read_table(path)
     turns = _turns_of(path, columns.get("prompt_ids", columns.get("prompt")), columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
     if turns is not None:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -58,6 +58,19 @@ def wrapped(text: str, width: int = 80) -> str:
     glued = re.sub(r"(?<=\d) %| = ", lambda match: match[0].replace(" ", "\0"), text)
     lines = textwrap.fill(glued, width, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\0", " ")
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row, with cells padded to the width of their column.
+
+    >>> aligned([["run", "steps"], ["a", "8"]])
+    ['run  steps', 'a    8']
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
 
 
 def excerpt(text: str, most: int) -> str:
