@@ -155,6 +155,8 @@ def _kind_of_file(source: Path) -> Kind:
         if not names and not is_parquet(source):
             # Empty, compressed and binary files are named here.
             text_of_file(source)
+            if "is not a log of scalars" in str(error):
+                raise ConfigError(f"{source} is not a log: name {READABLE}") from error
         raise
 
 

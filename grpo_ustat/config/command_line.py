@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from grpo_ustat.config.secrets import redact_text
 
@@ -81,7 +82,26 @@ def install_line(extra: str) -> str:
             except `torch`.
     """
     names = extra if extra in ("cli", "logs", "torch") else f"cli,{extra}"
-    return f"pip install -e '.[{names}]'" if IN_CHECKOUT else f"pip install 'grpo-ustat[{names}]'"
+    if IN_CHECKOUT:
+        return f"pip install -e '.[{names}]'"
+    return f"pip install '{_source_folder() or 'grpo-ustat'}[{names}]'"
+
+
+def _source_folder() -> str:
+    """Return the folder from which this package was installed; empty for a package index."""
+    # Imported here so that other command lines start faster.
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        record: dict[str, Any] = json.loads(
+            distribution("grpo-ustat").read_text("direct_url.json") or "{}"
+        )
+    except (PackageNotFoundError, ValueError):
+        return ""
+    address = urlsplit(str(record.get("url", "")))
+    return unquote(address.path) if address.scheme == "file" and "dir_info" in record else ""
 
 
 def is_installed(module: str) -> bool:

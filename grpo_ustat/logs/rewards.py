@@ -340,16 +340,18 @@ def _counts_line(rewards: RewardGroups) -> str:
 
 def _variance_line(rewards: RewardGroups, prompts: int) -> str:
     """State the mean reward and the variances within and between prompts."""
-    within = "p(1 - p) within prompts" if rewards.is_binary else "variance within prompts"
+    within = "The reward variance within prompts"
+    if rewards.is_binary:
+        within += ", the mean of p(1 - p),"
     if prompts == 1:
         group_means = [group.mean() for group in rewards.groups]
         variances = [group.var(ddof=1) for group in rewards.groups]
         return (
-            f"Mean reward {np.mean(group_means):.3g}; {within} {np.mean(variances):.3g}, variance "
-            "of prompts' expected rewards unknown from a single prompt."
+            f"The mean reward is {np.mean(group_means):.3g}. {within} is {np.mean(variances):.3g}; "
+            "a single prompt does not show the variance between prompts."
         )
     return (
-        f"Mean reward {number_text(mean_reward(rewards))}; {within} "
-        f"{number_text(within_variance(rewards))}, variance of prompts' expected rewards "
-        f"{number_text(between_variance(rewards))}. The 95 % intervals are over prompts."
+        f"The mean reward is {number_text(mean_reward(rewards))}. {within} is "
+        f"{number_text(within_variance(rewards))}; the variance of expected rewards between "
+        f"prompts is {number_text(between_variance(rewards))}. The 95 % intervals are over prompts."
     )

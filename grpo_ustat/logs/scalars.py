@@ -236,17 +236,22 @@ def _settings_beside(path: Path) -> dict[str, Any]:
     return settings
 
 
+def _noted(logs: list[RawScalars], file: Path) -> list[RawScalars]:
+    """Add a note on the file that was chosen in a folder, which may have several logs."""
+    return [replace(raw, notes=[*raw.notes, f"The folder's log is {file}."]) for raw in logs]
+
+
 def _folder_scalars(path: Path) -> list[RawScalars]:
     """Read the log in a folder: of W&B, of a checkpoint or its run, of TensorBoard, or of ours."""
     run_files = sorted(path.glob("*.wandb")) or sorted(path.glob("latest-run/*.wandb"))
     if len(run_files) == 1:
         raw = wandb_scalars(run_files[0])
-        return [raw if raw.rows else _wandb_summary(path, raw)]
+        return _noted([raw if raw.rows else _wandb_summary(path, raw)], run_files[0])
     states = [path / "trainer_state.json"]
     states += sorted(path.glob("checkpoint-*/trainer_state.json"), key=natural_order, reverse=True)
     for file in (*states, path / "metrics.jsonl"):
         if file.is_file():
-            return _raw_scalars(file)
+            return _noted(_raw_scalars(file), file)
     event_files = sorted(path.glob("*.tfevents.*")) or sorted(path.glob("*/*.tfevents.*"))
     folders = sorted({file.parent for file in event_files}, key=natural_order)
     if len(folders) > 1:
@@ -256,7 +261,8 @@ def _folder_scalars(path: Path) -> list[RawScalars]:
     if event_files:
         parts = [event_scalars(file) for file in event_files if file.stat().st_size]
         rows = [row for part in parts for row in part.rows]
-        return [RawScalars(rows, notes=[note for part in parts for note in part.notes])]
+        notes = [note for part in parts for note in part.notes]
+        return _noted([RawScalars(rows, notes=notes)], event_files[0])
     runs = sorted(str(file.parent) for file in path.glob("**/*.wandb"))
     if runs:
         raise ConfigError(f"{path} contains {len(runs)} runs of W&B: name one, e.g. {runs[0]}")

@@ -307,7 +307,7 @@ def test_rollouts_of_every_framework_are_converted_first(tmp_path, name, place):
     source = tmp_path / "run" if place == "folder" or len(files) > 1 else files[0]
     advice = advice_of(Request(source, num_generations=4))
     text = " ".join(advice.details)
-    assert "2 prompts with 5 completions each" in text and "Mean reward 0.35 " in text
+    assert "2 prompts with 5 completions each" in text and "The mean reward is 0.35 " in text
     if name != "trl":
         assert advice.details[0].startswith(f"{name}: 10 of 10 rows of ")
     assert advice.next.startswith(f"grpo-ustat advise {source}") or name == "trl"

@@ -138,6 +138,7 @@ def test_a_verb_whose_package_is_missing_says_how_to_install_it(
 ):
     lacks(monkeypatch, module)
     monkeypatch.setattr(command_line, "IN_CHECKOUT", False)
+    monkeypatch.setattr(command_line, "_source_folder", str)
     line = f"grpo-ustat mse needs {package}: pip install 'grpo-ustat[cli]'\n"
     assert main(monkeypatch, capsys, "mse", "seed=1") == (2, "", line)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +41,14 @@ def test_an_extra_is_installed_as_this_package_was(monkeypatch):
     assert install_line("wandb") == "pip install -e '.[cli,wandb]'"
     assert install_line("cli") == "pip install -e '.[cli]'"
     monkeypatch.setattr(module, "IN_CHECKOUT", False)
-    assert install_line("wandb") == "pip install 'grpo-ustat[cli,wandb]'"
+    for record, source in (
+        (None, "grpo-ustat"),
+        ({"url": "file:///a%20b/grpo", "dir_info": {}}, "/a b/grpo"),
+        ({"url": "file:///wheels/g.whl", "archive_info": {}}, "grpo-ustat"),
+    ):
+        stored = SimpleNamespace(read_text=lambda _, record=record: record and json.dumps(record))
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda _, stored=stored: stored)
+        assert install_line("wandb") == f"pip install '{source}[cli,wandb]'"
 
 
 def test_every_extra_that_a_line_names_is_one():
