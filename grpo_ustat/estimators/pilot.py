@@ -54,6 +54,27 @@ def next_count(count: int, most: int) -> int:
     return min(most, max(PILOT_QUESTIONS, math.ceil(GROWTH * count)))
 
 
+def next_look(count: int, size: int, questions: int, completions: int) -> tuple[int, int] | None:
+    """Return the numbers of questions and of completions per question at the next look.
+
+    The number of questions grows first. When all questions are drawn, the number of completions
+    doubles, so that an undecided study spends its whole budget.
+
+    Args:
+        count, size: Numbers of questions and of completions per question at the last look.
+        questions, completions: Largest numbers of both.
+
+    Returns:
+        The two numbers, or None if the budget is spent.
+
+    >>> next_look(100, 16, 120, 48), next_look(120, 16, 120, 48), next_look(120, 48, 120, 48)
+    ((120, 16), (120, 32), None)
+    """
+    if count < questions:
+        return next_count(count, questions), size
+    return (count, min(2 * size, completions)) if size < completions else None
+
+
 def completions_per_question(pilot: ScorePool, most: int) -> int:
     """Choose N from `COMPLETIONS`, so that a given number of rollouts has the smallest variance.
 
@@ -63,11 +84,15 @@ def completions_per_question(pilot: ScorePool, most: int) -> int:
 
     Args:
         pilot: Pool of at least 4 questions with N0 >= 16 completions each.
-        most: Largest N. If it is below the smallest choice, the result is `most`.
+        most: Largest N.
+
+    Returns:
+        A size from N0 to `most`, or N0 if there is no other choice.
     """
-    sizes = [size for size in COMPLETIONS if size <= most]
+    least = pilot.rewards_PN.shape[1]
+    sizes = [least, *(size for size in COMPLETIONS if least < size <= most)]
     if len(sizes) < 2:
-        return sizes[0] if sizes else most
+        return least
     coefficients_3 = variance_coefficients(pilot)
     if coefficients_3 is None:
         return sizes[0]
@@ -77,7 +102,7 @@ def completions_per_question(pilot: ScorePool, most: int) -> int:
 
 def variance_coefficients(pilot: ScorePool) -> Array | None:
     """Estimate v0, v1 and v2 (see the module); None if too few rewards differ within questions."""
-    law, completions = _law(pilot), pilot.rewards_PN.shape[1]
+    law, completions = population_law(pilot), pilot.rewards_PN.shape[1]
     if not (law.has_errors and law.c3 > 0):
         return None
     estimates = Estimates(law.constants_4[None, :3], law.covariance_33[None], law.dof, law.prompts)
@@ -97,10 +122,10 @@ def _mean_variance(pilot: ScorePool, size: int, ratio: float) -> float:
     """Average `_question_variance` over the disjoint parts of the pilot with N = `size`."""
     firsts = range(0, pilot.rewards_PN.shape[1] - size + 1, size)
     parts = (_of_completions(pilot, slice(first, first + size)) for first in firsts)
-    return float(np.mean([_question_variance(_law(part), ratio) for part in parts]))
+    return float(np.mean([_question_variance(population_law(part), ratio) for part in parts]))
 
 
-def _law(pool: ScorePool) -> ScalingLaw:
+def population_law(pool: ScorePool) -> ScalingLaw:
     """Estimate the scaling law for the population from which the pool's questions are drawn."""
     request = Request([], {}, len(pool.rewards_PN), sample=True, costs={})
     return closed_form(pool, request, "questions").law

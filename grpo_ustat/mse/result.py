@@ -88,6 +88,7 @@ def study_result(
     left_out: dict[str, int],
     remarks: str,
     measured: Mapping[str, Any],
+    looks: list[parts.Look] | None = None,
 ) -> StudyResult:
     """Return the content of `result.json`.
 
@@ -99,6 +100,7 @@ def study_result(
         left_out: Number of excluded questions by reason.
         remarks: Sentences on the pool to add to the summary.
         measured: Records of all measurements, keyed by name.
+        looks: Looks at the data while the pool grew; None if the pool had a fixed size.
     """
     total_cost = pool_cost + replicate_cost
     pool, population = study.pool, study.population
@@ -134,6 +136,7 @@ def study_result(
         pool_versions=pool.packages,
         sampler=None if gap is None else parts.Sampler(name=config.rollout.name, gap=gap),
         left_out=left_out,
+        looks=looks,
         measured=measured,
     )
 

@@ -15,6 +15,7 @@ from grpo_ustat.estimators.pilot import (
     PILOT_QUESTIONS,
     completions_per_question,
     next_count,
+    next_look,
     variance_coefficients,
 )
 
@@ -39,9 +40,20 @@ def test_looks_grow_by_a_quarter_up_to_the_last():
     assert next_count(0, 7) == 7 and next_count(200, 200) == 200
 
 
-def test_fewer_completions_than_the_least_choice_leave_no_choice(rng):
+def test_an_undecided_study_spends_its_whole_budget():
+    """First all questions, then all completions of each; no look is repeated."""
+    look, looks = (0, 16), []
+    while look := next_look(*look, questions=130, completions=48):
+        looks.append(look)
+    assert looks[0] == (PILOT_QUESTIONS, 16) and looks[-3:] == [(130, 16), (130, 32), (130, 48)]
+    assert len(set(looks)) == len(looks)
+
+
+def test_without_a_larger_size_there_is_no_choice(rng):
     pilot = noisy_pool(rng, 8, 5, 1.0)
-    assert [completions_per_question(pilot, most) for most in (5, 16, 31)] == [5, 16, 16]
+    assert completions_per_question(pilot, 5) == 5
+    pilot = noisy_pool(rng, 8, PILOT_COMPLETIONS, 0.05)
+    assert [completions_per_question(pilot, most) for most in (16, 31)] == [16, 16]
 
 
 def test_the_noisier_a_completion_the_more_of_each_question(rng):
