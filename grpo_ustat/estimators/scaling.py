@@ -336,7 +336,7 @@ class ScalingLaw:
         see `Estimates.choose`. The probability alone does not suffice for a decision.
         """
         place, probabilities, _ = self._estimates.choose(sizes)
-        return sizes[int(place[0])], float(probabilities[0, 0])
+        return sizes[int(place[0])], min(float(probabilities[0, 0]), 1.0)
 
     def costs(self, rollouts: int) -> GroupSizeCosts:
         """Compute the extra error of each admissible group size, with simultaneous intervals.
