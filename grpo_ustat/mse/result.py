@@ -119,7 +119,7 @@ def study_result(
         summary=summary_text(study)
         + metric_text(config)
         + tf32_text(config)
-        + heavy_warning(study.at_hand.tails, population.tails)
+        + heavy_warning(study.at_hand.tails, population.tails, stops=looks is not None)
         + clipped_warning(
             "pool's",
             pool_cost.clipped / pool_cost.rollouts,
