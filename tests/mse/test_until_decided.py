@@ -22,6 +22,7 @@ from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse import until_decided
 from grpo_ustat.mse.plan import study_cost
 from grpo_ustat.mse.pool import EqualRewards
+from grpo_ustat.mse.pool_parts import Part
 from grpo_ustat.mse.pool_store import PoolStore
 from grpo_ustat.mse.until_decided import look_sentence, pool_until_decided, study_order
 from grpo_ustat.records import Prompt
@@ -223,7 +224,7 @@ def test_after_an_interruption_the_looks_and_the_result_are_the_same(
     def interrupted(self, prompt, first, part):
         if len(writes) == stop:
             raise KeyboardInterrupt
-        writes.append(prompt.id)
+        writes.extend([prompt.id] * isinstance(part, Part))
         original(self, prompt, first, part)
 
     monkeypatch.setattr(PoolStore, "write", interrupted)
