@@ -88,11 +88,12 @@ def heavy_warning(completions: Tails, questions: Tails, stops: bool = False) -> 
         stops: True if the study stopped when the data decided.
     """
     for tails, units, more in (
-        (questions, "questions", "Use study.until=null" if stops else "Raise study.questions"),
-        (completions, "completions", "Raise budget.pool_completions"),
+        (questions, "questions", "study.questions"),
+        (completions, "completions", "budget.pool_completions"),
     ):
         if tails.heavy and math.isfinite(tails.carriers):
-            return f" WARNING: {heavy_text(tails, units)}. {more}."
+            fix = "Use study.until=null" if stops else f"Raise {more}"
+            return f" WARNING: {heavy_text(tails, units)}. {fix}."
     return ""
 
 

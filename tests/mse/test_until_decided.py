@@ -272,8 +272,9 @@ def test_the_policy_is_loaded_once_for_all_batches(tmp_path, monkeypatch):
 def test_ranks_and_workers_take_the_same_decisions(whole, tmp_path):
     for name, words in (("ranks", "launch.num_processes=2"), ("workers", "launch.workers=2")):
         code, said = typed(
-            "mse", *SHORT, words, f"hydra.run.dir={tmp_path / name}", cwd=tmp_path, seconds=300
-        )
+            "mse", *SHORT, words, f"hydra.run.dir={tmp_path / name}",
+            cwd=tmp_path / f"at-{name}", seconds=300,
+        )  # fmt: skip
         assert code == 0, said
         assert said.count(" questions x 8: ") == 3
         result = json.loads((tmp_path / name / "result.json").read_text())
