@@ -29,9 +29,12 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.doctor import __main__ as doctor
 from grpo_ustat.doctor.checks import CHECKS, Check
 from grpo_ustat.gap.evidence import theorem
+from grpo_ustat.measurements.base import Study
 from grpo_ustat.mse import study
+from grpo_ustat.mse.until_decided import look_sentence
 from grpo_ustat.pages.page import render
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.terminal.streams import wrapped
 from grpo_ustat.train import trainer
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +85,22 @@ def finished(folder):
 def test_study_terminal(check, capsys, name):
     study.run(compose("mse"), finished(EXAMPLES / "mse" / name))
     check(f"mse_{name}", capsys.readouterr().out)
+
+
+def test_terminal_of_a_study_that_draws_until_it_decides(check, capsys, request):
+    """The recording in docs/examples: the sentences of the stored looks, and the answer."""
+    folder = EXAMPLES / "decided"
+    config = compose("mse", "study.until=decided")
+    study.run(config, finished(folder))
+    answer = capsys.readouterr().out.partition("to run it again.\n")[2]
+    looks = Study(RunRecord(folder)).result.looks
+    lines = [wrapped(look_sentence(look)) for look in looks]
+    command = "$ grpo-ustat mse model=tiny_base study.until=decided"
+    text = golden.masked("\n".join([command, *lines, answer]))
+    recording = folder / "terminal.txt"
+    if request.config.getoption("rewrite"):
+        recording.write_text(text)
+    assert recording.read_text() == text
 
 
 def test_training_terminal(check, capsys):

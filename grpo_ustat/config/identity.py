@@ -91,8 +91,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     - paths of local data, whose content is hashed instead
     - `study.part`, the part of a pool to fill
     - the number of minibatches, if the size of a minibatch is set
-    - settings of AdamW's metric, of corrections, of verdicts and of further measurements, if the
-      study does not use them
+    - settings of AdamW's metric, of corrections, of verdicts, of further measurements and of the
+      end of sampling (`study.until`), if the study does not use them
     - reward weights that are all 1
 
     The entry `tf32` is True if matrix products of the study use TF32.
@@ -132,6 +132,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
             study.pop("merge_adapters", None)
         if not study.get("corrections"):
             study = {k: v for k, v in study.items() if k != "correction_cap"}
+        if study.get("until") is None:
+            study.pop("until", None)
         # Verdicts do not change any other result.
         if not study.get("verdicts"):
             study.pop("verdicts", None)

@@ -100,11 +100,12 @@ class MseConfig(Common):
         """Summary of the policy, questions, completions, methods, baselines and group sizes."""
         questions = self.study.questions or getattr(self.dataset, "study_size", None)
         completions = self.budget.pool_completions
+        most = "" if self.study.until is None else "at most "
         source = (
             f"the rollouts of {self.pool}"
             if self.imports_pool
-            else f"{self.dataset.name}: {questions or 'all'} question{'s' * (questions != 1)} x "
-            f"{completions} completions"
+            else f"{self.dataset.name}: {most}{questions or 'all'} "
+            f"question{'s' * (questions != 1)} x {completions} completions"
         )
         sizes = ", ".join(map(str, self.group_sizes))
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
@@ -230,6 +231,7 @@ class MseConfig(Common):
         self._check_losses()
         self._check_pool()
         self._check_part()
+        self._check_until()
         # For an imported file, the file determines the numbers of questions and completions.
         if not self.imports_pool:
             self._check_counts()
@@ -369,6 +371,39 @@ class MseConfig(Common):
                 f"{part} with pool={self.pool}: an imported pool cannot be scored in parts, use "
                 "study.part=null"
             )
+
+    def _check_until(self) -> None:
+        """Refuse `study.until` if questions cannot be drawn in batches, or a batch is too small."""
+        if self.study.until is None:
+            return
+        until = f"study.until={self.study.until}"
+        if self.imports_pool:
+            raise ConfigError(
+                f"{until} with pool={self.pool}: the rollouts of a file are already drawn, use "
+                "study.until=null"
+            )
+        if self.study.part is not None:
+            raise ConfigError(
+                f"{until} with study.part={self.study.part}: a part has a fixed number of "
+                "questions, use study.until=null, or study.part=null with launch.num_processes=N"
+            )
+        if self.study.metric == "adam":
+            raise ConfigError(
+                f"{until} with study.metric=adam: AdamW's metric is computed from all questions "
+                "after sampling, use study.until=null or study.metric=euclidean"
+            )
+        # Imported here, because the help and refused command lines do not need it.
+        from grpo_ustat.estimators.pilot import PILOT_COMPLETIONS, PILOT_QUESTIONS
+
+        least = min(PILOT_QUESTIONS, self.study.questions or self.dataset.study_size)
+        completions = min(PILOT_COMPLETIONS, self.budget.pool_completions)
+        try:
+            self.check_questions(least, completions)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{until} can stop with {least} questions x {completions} completions, which are "
+                f"too few ({error}): use study.until=null"
+            ) from error
 
     def _check_counts(self) -> None:
         """Refuse a study with too few questions or completions for its methods and baselines."""

@@ -12,6 +12,7 @@ from grpo_ustat.estimators.token_weights import CORRECTIONS
 
 METHODS = ("closed_form", "monte_carlo")
 METRICS = ("euclidean", "adam")
+DECIDED = "decided"
 
 
 @dataclass
@@ -132,6 +133,12 @@ class StudyConfig:
     )
     questions: int | None = field(
         "to use, from the start of the study split; null: all", "questions", positive=True
+    )
+    until: str | None = field(
+        "decided: draw questions in batches until the data decide on a group size, with at most "
+        "study.questions questions and budget.pool_completions completions of each; null: draw "
+        "all of them",
+        choices=(DECIDED,),
     )
     part: str | None = field(
         "k/n, such as 3/8, to fill only the k-th of n parts of pool=DIR; null: the whole study"

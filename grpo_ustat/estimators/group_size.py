@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_ustat.records import Array
+from grpo_ustat.records import Array, Mask
 
 # Exponents a of the prior densities of pi = 2 C1/C3.
 PRIOR_EXPONENTS = (0.25, 0.75)
@@ -100,6 +100,21 @@ class Estimates(NamedTuple):
 
     def decide(self, sizes: Sequence[int]) -> tuple[Array, Array]:
         """Return the index of the size that each study chooses, and its tolerance or NaN."""
+        place_S, (close_S, loose_S), enough_S = self.choose(sizes)
+        tolerance_S = np.full(len(self.constants_S3), np.nan)
+        loosely_S = enough_S & (loose_S >= PROBABILITY) & (close_S >= CLOSE_PROBABILITY)
+        tolerance_S[loosely_S] = TOLERANCES[1]
+        tolerance_S[enough_S & (close_S >= PROBABILITY)] = TOLERANCES[0]
+        return place_S, tolerance_S
+
+    def choose(self, sizes: Sequence[int]) -> tuple[Array, Array, Mask]:
+        """Choose the size with the smallest expected extra error under the worst prior.
+
+        Returns:
+            The index of the size that each study chooses, [S]. The probability that its extra error
+            is at most each of `TOLERANCES`, the smallest under all priors, [2, S]. True for a study
+            with enough prompts for a decision, [S].
+        """
         sizes_G = np.array(sizes, float)
         complete_S = np.isfinite(self.constants_S3).all(axis=1)
         complete_S &= np.isfinite(self.covariance_S33).all(axis=(1, 2))
@@ -117,15 +132,11 @@ class Estimates(NamedTuple):
         chosen_SK = np.take_along_axis(extra_SKG, place_S[:, None, None], axis=2)[..., 0]
         effective_S = 1 / (1 / self.prompts + safe_S33[:, 2, 2] / safe_S3[:, 2] ** 2)
         enough_S = usable_S & (effective_S >= MIN_EFFECTIVE_PROMPTS)
-        tolerance_S = np.full(len(self.constants_S3), np.nan)
-        close_S, loose_S = (
+        probability_2S = np.stack([
             (weights_ASK * (chosen_SK <= tolerance)).sum(axis=2).min(axis=0)
             for tolerance in TOLERANCES
-        )
-        loosely_S = enough_S & (loose_S >= PROBABILITY) & (close_S >= CLOSE_PROBABILITY)
-        tolerance_S[loosely_S] = TOLERANCES[1]
-        tolerance_S[enough_S & (close_S >= PROBABILITY)] = TOLERANCES[0]
-        return place_S, tolerance_S
+        ])  # fmt: skip
+        return place_S, probability_2S, enough_S
 
     def ratio_quantiles(self, level: float) -> tuple[float, float, float]:
         """Return the lower end, middle and upper end of one study's k = C3/C1, over all priors.

@@ -329,6 +329,15 @@ class ScalingLaw:
         bound = float(tolerance[0])
         return Decision(sizes[int(place[0])], bound if math.isfinite(bound) else None)
 
+    def support(self, sizes: Sequence[int]) -> tuple[int, float]:
+        """Return the size that `decide` chooses, with a probability.
+
+        It is the probability that the size's extra error is at most 5 %, the smallest tolerance;
+        see `Estimates.choose`. The probability alone does not suffice for a decision.
+        """
+        place, probabilities, _ = self._estimates.choose(sizes)
+        return sizes[int(place[0])], min(float(probabilities[0, 0]), 1.0)
+
     def costs(self, rollouts: int) -> GroupSizeCosts:
         """Compute the extra error of each admissible group size, with simultaneous intervals.
 

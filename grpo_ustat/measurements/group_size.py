@@ -305,13 +305,17 @@ def decision_sentence(study: Study, rollouts: int) -> str:
         rollouts: Number of rollouts per training step, n.
     """
     sentence = best_size_sentence(study)
-    if not rewards_vary(study) or not study.need(SCALING).is_decided:
+    if not rewards_vary(study):
         return sentence
-    divisible = divisible_rollouts(rollouts)
-    costs = costs_sentence(study.need(SCALING).law.costs(divisible))
+    scaling, divisible = study.need(SCALING), divisible_rollouts(rollouts)
+    costs = scaling.law.costs(divisible)
+    if not scaling.is_decided and costs.tolerance is None:
+        return sentence
+    text = costs_sentence(costs)
     if divisible != rollouts:
-        costs = f"Only G = {rollouts} divides {rollouts}. {costs}"
-    return f"{sentence} {costs}"
+        text = f"Only G = {rollouts} divides {rollouts}. {text}"
+    # The sizes that divide n can be decided among, although G* has no interval.
+    return f"{sentence} {text}" if scaling.is_decided else text
 
 
 def best_size_sentence(study: Study) -> str:

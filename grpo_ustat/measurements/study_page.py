@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from grpo_ustat.measurements import group_size
 from grpo_ustat.measurements.assumption2 import rewards_vary
 from grpo_ustat.measurements.base import Study
@@ -14,6 +16,8 @@ from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.run_page import RunView
 from grpo_ustat.pages.tables import Cell, Table, closed_interval_text, interval_scope
 from grpo_ustat.runs.record import RunRecord
+from grpo_ustat.runs.study_parts import Look
+from grpo_ustat.terminal.streams import percentage
 
 
 def title(run: RunRecord) -> str:
@@ -29,9 +33,10 @@ def answer(run: RunRecord) -> str:
         parts = (run.folder / "pool").glob("*.safetensors")
         scored = len({part.name.split("-")[0] for part in parts})
         questions = run.value("study.questions") or run.value("dataset.study_size")
+        most = "at most " * (run.value("study.until") is not None)
         return (
-            f"Unfinished: completions of {scored} of {questions} questions are scored; no curve "
-            "has been drawn yet."
+            f"Unfinished: completions of {scored} of {most}{questions} questions are scored; no "
+            "curve has been drawn yet."
         )
     return study_answer(study, study.rollouts)
 
@@ -83,7 +88,30 @@ def tables(run: RunRecord) -> list[Table]:
     study = finished_study(run)
     if study is None or run.result is None or study.result.equal_rewards is not None:
         return []
-    return measured_tables(study, measurements_of([study]))
+    looks = [looks_table(study.result.looks)] if study.result.looks else []
+    return [*measured_tables(study, measurements_of([study])), *looks]
+
+
+def looks_table(looks: Sequence[Look]) -> Table:
+    """Return a table of the looks at the data of a study that drew questions until it decided."""
+    rows = [
+        [
+            f"{look.questions} x {look.completions}",
+            look.group_size,
+            None if look.probability is None else f"{look.probability:.2f}",
+            "not decided" if look.tolerance is None else f"within {percentage(look.tolerance)}",
+            look.more_questions,
+        ]
+        for look in looks
+    ]
+    columns = [
+        "questions x completions",
+        "G",
+        "probability",
+        "decision",
+        "further questions",
+    ]
+    return Table("The decision, look by look", columns, rows, [LOOKS_NOTE])
 
 
 def notes(run: RunRecord) -> list[str]:
@@ -114,6 +142,10 @@ def notes(run: RunRecord) -> list[str]:
     ]
 
 
+LOOKS_NOTE = (
+    "The probability is that the error at G is within 5 % of the least error. Further questions: "
+    "the number with which half of all similar studies would decide."
+)
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
 COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of rollouts"
 

@@ -10,6 +10,7 @@ from grpo_ustat.costs.cost import Cost, KeptPool, Work, cost
 from grpo_ustat.costs.duration import Plan, conditions
 from grpo_ustat.costs.table import score_notes
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH
+from grpo_ustat.estimators.pilot import PILOT_COMPLETIONS, PILOT_QUESTIONS
 from grpo_ustat.runs.status import PlannedRun
 
 
@@ -27,6 +28,13 @@ def plan(planned: PlannedRun) -> Plan:
         else "One process needs this memory; vLLM also uses the share "
         f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization}."
     )
+    if config.study.until is not None:
+        questions = config.study.questions or config.dataset.study_size
+        least = min(PILOT_QUESTIONS, questions), min(PILOT_COMPLETIONS, completions)
+        notes.append(
+            "study.until=decided: these are the largest numbers. The study stops when the data "
+            f"decide, at the earliest after {least[0]} questions x {least[1]} completions."
+        )
     # Workers share one GPU if the device is given with an index.
     gpus = workers if device == "cuda" else ranks
     return Plan(
@@ -36,6 +44,7 @@ def plan(planned: PlannedRun) -> Plan:
             "rollout": config.rollout.name,
             "reward": config.rewards_plan or None,
             "questions": config.study.questions or config.dataset.study_size,
+            "until": config.study.until,
             "N": completions,
             "G": config.group_sizes,
             "baselines": config.baselines,

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,10 @@ def build_pool(
         EqualRewards: If all completions have been drawn and all rewards are equal.
     """
     size = completions or config.budget.pool_completions
-    return read_pool(_fill(config, prompts, folder, size), prompts, size, config.weights)
+    store = PoolStore(folder, draws_of(config))
+    with counting_stop(store, prompts, size):
+        fill_pool(config, prompts, store, size)
+    return read_pool(store, prompts, size, config.weights)
 
 
 def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
@@ -98,17 +102,30 @@ def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
         Number of prompts in the whole pool that have all their completions.
     """
     size = config.budget.pool_completions
-    store = _fill(config, prompts, folder, size)
+    store = PoolStore(folder, draws_of(config))
+    with counting_stop(store, prompts, size):
+        fill_pool(config, prompts, store, size)
     return main_only(_complete_questions, store, prompts, size)
 
 
-def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> PoolStore:
-    """Add the completions that are missing in this job's share of the pool, and return the store.
+@contextmanager
+def counting_stop(store: PoolStore, prompts: list[Prompt], size: int) -> Iterator[None]:
+    """Add the number of questions in the pool to the message of a stop."""
+    try:
+        yield
+    except Stopped as stopped:
+        complete = _complete_questions(store, prompts, size)
+        raise Stopped(
+            f"{stopped}; {complete} of {len(prompts)} questions are in the pool"
+        ) from None
+
+
+def fill_pool(config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int) -> None:
+    """Add the completions that are missing in this job's share of the pool.
 
     If one worker saw only equal rewards while another worker saw different rewards, the first
     worker's completions are drawn again (identically) and scored.
     """
-    store = PoolStore(folder, draws_of(config))
     main_only(store.open)
     sampling, budget = config.sampling, config.budget
     workers = one_on_each_gpu(sampling.workers, sampling.policy.device)
@@ -119,19 +136,13 @@ def _fill(config: MseConfig, prompts: list[Prompt], folder: Path, size: int) -> 
             _chunks_to_sample, sampling, config.study.share, prompts, store, size, kind
         )
         if not chunks:
-            return store
+            return
         total = sum((size - first) * len(chunk) for first, chunk in chunks)
         work = [(size - first) * sum(len(prompts[p].text) for p in c) for first, c in chunks]
-        try:
-            share(
-                _score_chunks, chunks, workers, "score pool", total, sampling, budget, prompts,
-                store, size, seen, weights=work,
-            )  # fmt: skip
-        except Stopped as stopped:
-            complete = _complete_questions(store, prompts, size)
-            raise Stopped(
-                f"{stopped}; {complete} of {len(prompts)} questions are in the pool"
-            ) from None
+        share(
+            _score_chunks, chunks, workers, "score pool", total, sampling, budget, prompts,
+            store, size, seen, weights=work,
+        )  # fmt: skip
 
 
 def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:

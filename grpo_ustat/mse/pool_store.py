@@ -251,6 +251,17 @@ class PoolStore:
             stored_P.append(stored)
         return stored_P
 
+    def divides_at(self, prompts: Sequence[Prompt], size: int) -> bool:
+        """Return True if the first `size` completions of every question can be read alone.
+
+        A stored part cannot be split.
+        """
+        return not any(
+            first < size < first + count
+            for spans in self.parts(prompts, self.kind)
+            for first, count in spans
+        )
+
     def has_part(self, prompt: Prompt, first: int, count: int) -> bool:
         """Return True if a scored part with exactly these completions is stored."""
         return self._path(prompt, first, count).exists()

@@ -88,6 +88,7 @@ def study_result(
     left_out: dict[str, int],
     remarks: str,
     measured: Mapping[str, Any],
+    looks: list[parts.Look] | None = None,
 ) -> StudyResult:
     """Return the content of `result.json`.
 
@@ -99,6 +100,7 @@ def study_result(
         left_out: Number of excluded questions by reason.
         remarks: Sentences on the pool to add to the summary.
         measured: Records of all measurements, keyed by name.
+        looks: Looks at the data while the pool grew; None if the pool had a fixed size.
     """
     total_cost = pool_cost + replicate_cost
     pool, population = study.pool, study.population
@@ -117,7 +119,7 @@ def study_result(
         summary=summary_text(study)
         + metric_text(config)
         + tf32_text(config)
-        + heavy_warning(study.at_hand.tails, population.tails)
+        + heavy_warning(study.at_hand.tails, population.tails, stops=looks is not None)
         + clipped_warning(
             "pool's",
             pool_cost.clipped / pool_cost.rollouts,
@@ -134,6 +136,7 @@ def study_result(
         pool_versions=pool.packages,
         sampler=None if gap is None else parts.Sampler(name=config.rollout.name, gap=gap),
         left_out=left_out,
+        looks=looks,
         measured=measured,
     )
 

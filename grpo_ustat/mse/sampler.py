@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from grpo_ustat.config.parts import StudySampling
+from grpo_ustat.config.parts import PolicyOptions, StudySampling
 from grpo_ustat.distributed.ranks import RefusedByRank, world
 from grpo_ustat.policy.adapters import check_vllm_reads
 from grpo_ustat.policy.configured import configured_policy, configured_task
@@ -22,6 +24,8 @@ from grpo_ustat.tasks.base import Task
 MAX_LOGPROB_GAP = 0.05
 # The running vLLM engine, if there is one.
 _STARTED_ENGINES: dict[str, tuple[list[Any], Policy, Engine]] = {}
+# Policies that `kept_policy` keeps, keyed by their options; None outside its block.
+_KEPT_POLICIES: dict[str, Policy] | None = None
 
 
 def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
@@ -33,7 +37,7 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
     """
     options, sampler = sampling.policy, sampling.sampler
     if sampler.rollout.name == "local":
-        policy = configured_policy(options)
+        policy = _loaded(options)
         return policy, LocalEngine(policy), configured_task(sampling.task, options.model)
     if world() > 1:
         raise RefusedByRank(
@@ -49,6 +53,30 @@ def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
         _STARTED_ENGINES["vllm"] = (needs, policy, make_engine(sampler, options.model, policy))
     _, policy, engine = _STARTED_ENGINES["vllm"]
     return policy, engine, configured_task(sampling.task, options.model)
+
+
+@contextmanager
+def kept_policy() -> Iterator[None]:
+    """Let `start_sampler` load the local policy only once in the block.
+
+    This applies to the process that enters the block, but not to local workers.
+    """
+    global _KEPT_POLICIES
+    _KEPT_POLICIES = {}
+    try:
+        yield
+    finally:
+        _KEPT_POLICIES = None
+
+
+def _loaded(options: PolicyOptions) -> Policy:
+    """Return the configured policy, which is loaded unless `kept_policy` has kept it."""
+    if _KEPT_POLICIES is None:
+        return configured_policy(options)
+    key = repr(options)
+    if key not in _KEPT_POLICIES:
+        _KEPT_POLICIES[key] = configured_policy(options)
+    return _KEPT_POLICIES[key]
 
 
 def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:

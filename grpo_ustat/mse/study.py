@@ -50,6 +50,7 @@ from grpo_ustat.mse.pool import (
 )
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, prompt_date, reuse_pool
 from grpo_ustat.mse.result import closed_form_request, of_population, study_result
+from grpo_ustat.mse.until_decided import pool_until_decided, study_order
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.pages.tables import write_csv
@@ -174,7 +175,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
 
     If all rewards are equal, the result contains no measurements.
     """
-    left_out, moved, rollouts = {}, None, None
+    left_out, moved, rollouts, looks = {}, None, None, None
     pool_folder = folder / "pool"
     if config.pool and not config.imports_pool:
         pool_folder = Path(config.pool)
@@ -192,7 +193,12 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
                 root, draws = Path(config.output_root), draws_of(config)
                 if line := main_only(reuse_pool, root, draws, pool_folder, prompts, size):
                     Console(quiet=not is_main()).print(line, soft_wrap=True)
-            pool, pool_cost = _pool(config, prompts, pool_folder)
+            if config.study.until is None:
+                pool, pool_cost = build_pool(config, prompts, pool_folder)
+            else:
+                pool, pool_cost, looks = pool_until_decided(config, prompts, pool_folder)
+                prompts = prompts[: len(pool.rewards_PN)]
+            pool = _with_greedy_rewards(config, prompts, pool)
     except EqualRewards as equal:
         main_only(
             leave_sample, config.sampling, equal.prompts, pool_folder, folder, config.imports_pool
@@ -250,7 +256,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         )
     return study_result(
         config, pool_study, facts, pool_cost, replicate_cost, moved=moved, left_out=left_out,
-        remarks=remarks, measured=measured,
+        remarks=remarks, measured=measured, looks=looks,
     )  # fmt: skip
 
 
@@ -274,7 +280,10 @@ def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt],
         root = None if config.pool else Path(config.output_root)
         moment = main_only(prompt_date, pool, root, draws_of(config))
     task = configured_task(config.task_options, config.model, tokenizer, moment)
-    prompts = task.prompts("study")[: config.study.questions]
+    prompts = task.prompts("study")
+    if config.study.until is not None:
+        prompts = study_order(config, prompts)
+    prompts = prompts[: config.study.questions]
     tell_dropped(task)
     warn_of_prompt(config.task_options, prompts)
     warn_of_options(config.prompt, tokenizer)
@@ -284,12 +293,8 @@ def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt],
     return prompts, task.dropped
 
 
-def _pool(
-    config: MseConfig, prompts: list[Prompt], pool_folder: Path
-) -> tuple[ScorePool, WorkCost]:
-    """Return the pool and its cost; the pool has greedy rewards if a baseline needs them."""
-    greedy_P = None
-    if any("greedy_P" in BASELINES[name].needs for name in config.baselines):
-        greedy_P = greedy_rewards(config.sampling, prompts)
-    pool, pool_cost = build_pool(config, prompts, pool_folder, config.budget.pool_completions)
-    return replace(pool, greedy_P=greedy_P), pool_cost
+def _with_greedy_rewards(config: MseConfig, prompts: list[Prompt], pool: ScorePool) -> ScorePool:
+    """Return the pool, with greedy rewards if a baseline needs them."""
+    if not any("greedy_P" in BASELINES[name].needs for name in config.baselines):
+        return pool
+    return replace(pool, greedy_P=greedy_rewards(config.sampling, prompts))

@@ -76,7 +76,7 @@ def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
     )
 
 
-def heavy_warning(completions: Tails, questions: Tails) -> str:
+def heavy_warning(completions: Tails, questions: Tails, stops: bool = False) -> str:
     """Return a warning if 95 % intervals probably cover less than 90 %; see `Tails.heavy`.
 
     Intervals for new questions are checked first. There is no warning if no value contributes to
@@ -85,13 +85,15 @@ def heavy_warning(completions: Tails, questions: Tails) -> str:
     Args:
         completions, questions: Tails of the distribution of values over completions and over
             questions.
+        stops: True if the study stopped when the data decided.
     """
     for tails, units, more in (
         (questions, "questions", "study.questions"),
         (completions, "completions", "budget.pool_completions"),
     ):
         if tails.heavy and math.isfinite(tails.carriers):
-            return f" WARNING: {heavy_text(tails, units)}. Raise {more}."
+            fix = "Use study.until=null" if stops else f"Raise {more}"
+            return f" WARNING: {heavy_text(tails, units)}. {fix}."
     return ""
 
 

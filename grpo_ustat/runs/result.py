@@ -114,6 +114,8 @@ class StudyResult(RunResult):
     sampler: Sometimes[parts.Sampler] = None
     # Numbers of dropped questions, by reason.
     left_out: dict[str, Count]
+    # Looks at the data of a study with `study.until=decided`, in order.
+    looks: Sometimes[list[parts.Look]] = None
     # Records of the measurements in `measurements.registry`, by name.
     measured: Beside = field(default_factory=dict)
 

@@ -93,3 +93,21 @@ class CompletionCounts:
     # Completions without an answer.
     no_answer: Sometimes[Count] = None
     wrong: Sometimes[Count] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """State of a study with `study.until=decided` after a batch of questions."""
+
+    questions: Size
+    # Number of completions per question, N.
+    completions: Size
+    # Chosen G, and the probability that its extra error is at most 5 %; see
+    # `estimators.group_size.Estimates.choose`. None if the noise cannot be estimated yet.
+    group_size: Size | None
+    probability: float | None
+    # Bound on the extra error; None if the data do not decide.
+    tolerance: float | None
+    # Number of further questions with which half of all similar studies would decide; None if it is
+    # unknown or if the data decide.
+    more_questions: Count | None

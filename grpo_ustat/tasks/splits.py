@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.records import Question
+from grpo_ustat.records import Prompt, Question
+
+Item = TypeVar("Item", Question, Prompt)
 
 
 def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
@@ -67,11 +70,11 @@ class Splits:
         # Number of dropped rows by reason, including rows that the caller dropped.
         self.counts = Counter(counts)
         clean = self._without(train, [*barred, *(q.id for q in test)], "test questions")
-        tests = _shuffled(self._once(test, "test"), f"test/{seed}")
-        rest = _shuffled(self._once(clean, "train"), f"train/{seed}")
+        tests = in_random_order(self._once(test, "test"), f"test/{seed}")
+        rest = in_random_order(self._once(clean, "train"), f"train/{seed}")
         study = _first(rest, sizes["study"], "dataset.study_size")
         rest = self._without(rest[len(study) :], [q.id for q in study], "study questions")
-        shuffled = _shuffled(rest, f"examples/{examples_seed}")
+        shuffled = in_random_order(rest, f"examples/{examples_seed}")
         examples = _first(shuffled, sizes["examples"], "prompt.shots")
         solved = {question.id for question in examples}
         remaining = [question for question in rest if question.id not in solved]
@@ -109,12 +112,14 @@ def hold_out(
     questions: list[Question], count: int, seed: int
 ) -> tuple[list[Question], list[Question]]:
     """Draw `count` distinct questions by seed; return the remaining and the drawn questions."""
-    shuffled = _shuffled(list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}")
+    shuffled = in_random_order(
+        list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}"
+    )
     held = {question.id for question in shuffled[:count]}
     return [q for q in questions if q.id not in held], shuffled[:count]
 
 
-def _shuffled(questions: list[Question], seed: str) -> list[Question]:
+def in_random_order(questions: Sequence[Item], seed: str) -> list[Item]:
     """Sort questions by a hash of their families, which makes a family's questions adjacent."""
     return sorted(questions, key=lambda q: (_digest(f"{seed}/{family(q.id)}", 8), q.id))
 

@@ -1,0 +1,173 @@
+"""Pools that grow, question by question, until the data decide on a group size.
+
+Looking at the data several times does not invalidate the decision, because its probability is
+that of a posterior; `scripts/benchmarks` measures the errors of studies that stop in this way. The
+questions drawn so far must be a random sample of the study's questions. The study split of every
+built-in data set is in random order; see `study_order` for other data sets.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from grpo_ustat.config.mse import MseConfig
+from grpo_ustat.distributed.ranks import is_main, main_only
+from grpo_ustat.distributed.workers import WorkCost
+from grpo_ustat.estimators.group_size import PROBABILITY, TOLERANCES
+from grpo_ustat.estimators.pilot import (
+    COMPLETIONS,
+    PILOT_COMPLETIONS,
+    completions_per_question,
+    next_count,
+    next_look,
+    population_law,
+)
+from grpo_ustat.estimators.scaling import divisible_rollouts, divisors
+from grpo_ustat.mse.pool import EqualRewards, counting_stop, fill_pool, read_pool
+from grpo_ustat.mse.pool_store import PoolStore, draws_of
+from grpo_ustat.mse.sampler import kept_policy
+from grpo_ustat.records import Prompt, ScorePool
+from grpo_ustat.runs.study_parts import Look
+from grpo_ustat.tasks.splits import in_random_order
+from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import percentage, wrapped
+
+
+def study_order(config: MseConfig, prompts: list[Prompt]) -> list[Prompt]:
+    """Return the prompts in the order in which they are drawn.
+
+    A user's own task may list its questions by level or subject, so its order is drawn from the
+    seed.
+    """
+    if config.dataset.kind != "own":
+        return prompts
+    return in_random_order(prompts, f"study/{config.seed}")
+
+
+def pool_until_decided(
+    config: MseConfig, prompts: list[Prompt], folder: Path
+) -> tuple[ScorePool, WorkCost, list[Look]]:
+    """Draw questions in batches until the data decide or the budget is spent.
+
+    The pilot's completions determine the number of completions per question, N. An interrupted
+    study repeats the same looks on the stored completions.
+
+    Args:
+        prompts: All questions of the budget; the pool has the first ones.
+
+    Returns:
+        The pool of the questions drawn, its cost, and the looks at it.
+
+    Raises:
+        EqualRewards: The whole budget is spent and all rewards are equal.
+    """
+    store, most = PoolStore(folder, draws_of(config)), config.budget.pool_completions
+    console = Console(quiet=not is_main())
+    ends, looks, is_pilot = list[int](), list[Look](), True
+    step = next_look(0, 0, len(prompts), most)
+    with kept_policy():
+        while step is not None:
+            count, size = step
+            if is_pilot:
+                least = max(size, PILOT_COMPLETIONS)
+                size = main_only(_readable_size, store, prompts[:count], least, most)
+            ends = sorted({*ends, count})
+            step = next_look(count, size, len(prompts), most)
+            try:
+                pool, cost = _drawn_pool(config, prompts, ends, store, size)
+            except EqualRewards:
+                if step is None:
+                    raise
+                console.print(f"{count} questions x {size}: all rewards are equal; more follow.")
+                continue
+            look = main_only(look_at, pool, config.study.rollouts)
+            looks.append(look)
+            console.print(wrapped(look_sentence(look)), soft_wrap=True)
+            if look.tolerance is not None:
+                break
+            if is_pilot:
+                size = main_only(completions_per_question, pool, most)
+                size = main_only(_readable_size, store, prompts, size, most)
+                step, is_pilot = next_look(count, size, len(prompts), most), False
+    return pool, cost, looks
+
+
+def _readable_size(store: PoolStore, prompts: list[Prompt], least: int, most: int) -> int:
+    """Return the smallest N, at least `least`, at which no stored part has to be split."""
+    sizes = [size for size in COMPLETIONS if least <= size < most]
+    return next((size for size in sizes if store.divides_at(prompts, size)), most)
+
+
+def _drawn_pool(
+    config: MseConfig, prompts: list[Prompt], ends: list[int], store: PoolStore, size: int
+) -> tuple[ScorePool, WorkCost]:
+    """Return the pool of all batches, with N = `size`, and its cost.
+
+    Each batch is sampled in chunks of its own, so that completions are never drawn again when the
+    pool grows.
+
+    Args:
+        ends: Number of questions after each batch.
+    """
+    drawn = prompts[: ends[-1]]
+    with counting_stop(store, drawn, size):
+        for first, end in zip([0, *ends], ends, strict=False):
+            fill_pool(config, prompts[first:end], store, size)
+    return read_pool(store, drawn, size, config.weights)
+
+
+def look_at(pool: ScorePool, rollouts: int) -> Look:
+    """Return what the pool says about the best G at `rollouts` rollouts per training step."""
+    law, count = population_law(pool), len(pool.rewards_PN)
+    best, probability, tolerance, half = None, None, None, math.inf
+    if law.has_errors and law.c3 > 0:
+        divisible = divisible_rollouts(rollouts)
+        best, probability = law.support(divisors(divisible))
+        tolerance = law.costs(divisible).tolerance
+        if tolerance is None:
+            half, _ = law.prompts_to_decide(divisors(divisible))
+    return Look(
+        questions=count,
+        completions=pool.rewards_PN.shape[1],
+        group_size=best,
+        probability=probability,
+        tolerance=tolerance,
+        more_questions=_rounded(max(half, next_count(count, 10**9)) - count)
+        if math.isfinite(half)
+        else None,
+    )
+
+
+def _rounded(count: float) -> int:
+    """Round a positive number to two significant digits.
+
+    >>> _rounded(4.8), _rounded(1234.0)
+    (5, 1200)
+    """
+    return round(float(f"{count:.2g}"))
+
+
+def look_sentence(look: Look) -> str:
+    r"""Describe a look in a sentence.
+
+    >>> look = Look(questions=40, completions=32, group_size=8, probability=0.81, tolerance=None,
+    ...             more_questions=25)
+    >>> print(look_sentence(look).replace(" with", "\nwith").replace("; ", ";\n"))
+    40 questions x 32: G = 8 is within 5 %
+    with probability .81;
+    about 25 more questions are expected to decide.
+    """
+    drawn = f"{look.questions} questions x {look.completions}:"
+    if look.group_size is None or look.probability is None:
+        return f"{drawn} too few rewards differ for a best G."
+    within = look.tolerance or TOLERANCES[0]
+    text = f"{drawn} G = {look.group_size} is within {percentage(within)}"
+    if look.tolerance is not None:
+        return f"{text} of the least error, which decides."
+    text += f" with probability {look.probability:.2f}".replace("0.", ".")
+    if look.probability >= PROBABILITY:
+        text += ", but these are too few questions for a decision"
+    if look.more_questions is None:
+        return f"{text}; the number of questions needed is not known yet."
+    return f"{text}; about {look.more_questions} more questions are expected to decide."
