@@ -48,7 +48,6 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.group_size import (
-    MIN_EFFECTIVE_PROMPTS,
     MIN_RATIO,
     UNDRAWN_VARIANCE,
     USUAL_SIZES,
@@ -454,7 +453,7 @@ class ScalingLaw:
         Returns:
             The extra error. The result is NaN if the estimate of either MSE is not positive. The
             interval has width 0 if G = R. If G differs from R, the ends are NaN if the errors are
-            unknown or the constants come from fewer than 16 effective prompts (see `group_size`).
+            unknown or the constants come from too few effective prompts (see `Prior`).
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -462,7 +461,8 @@ class ScalingLaw:
         extra = error / other - 1
         if group_size == reference:
             return Interval(0.0, 0.0, 0.0)
-        if not (self.has_errors and self.undrawn <= UNDRAWN_VARIANCE / MIN_EFFECTIVE_PROMPTS):
+        least = self.prior.min_effective_prompts
+        if not (self.has_errors and self.undrawn <= UNDRAWN_VARIANCE / least):
             return Interval(extra, math.nan, math.nan)
         low, _, high = self._estimates.ratio_quantiles(level)
         rest = max(self.c2, 0.0) / self.c3

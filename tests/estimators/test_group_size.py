@@ -10,7 +10,6 @@ import pytest
 from scipy import integrate, stats
 
 from grpo_ustat.estimators.group_size import (
-    MIN_EFFECTIVE_PROMPTS,
     NO_PRIOR,
     UNDRAWN_VARIANCE,
     USUAL_SIZES,
@@ -137,7 +136,7 @@ def test_the_scale_of_scores_changes_nothing(rng, factor):
 
 
 def test_few_prompts_decide_nothing_however_alike_they_are():
-    few = law(1.0, 2.0, 9.0, 1e-9 * np.eye(3), dof=14, prompts=MIN_EFFECTIVE_PROMPTS - 1)
+    few = law(1.0, 2.0, 9.0, 1e-9 * np.eye(3), dof=14, prompts=WEAK_PRIOR.min_effective_prompts - 1)
     enough = replace(few, prompts=200.0, part_dof=199.0)
     assert few.decide(USUAL_SIZES).tolerance is None and few.gstar().high == math.inf
     assert np.isnan(few.extra_error(2, 4)[1:]).all()
@@ -249,8 +248,9 @@ def test_without_a_prior_a_set_without_an_upper_end_decides_only_if_the_largest_
     assert open_set.decide([2, 3]) == (3, 0.05)
     assert open_set.decide(USUAL_SIZES).tolerance is None and open_set.gstar().high == math.inf
     assert of_c1(0.1, c1=-1.0).decide(USUAL_SIZES).tolerance is None
-    few = replace(of_c1(0.01), prompts=MIN_EFFECTIVE_PROMPTS - 1)
-    assert few.decide(USUAL_SIZES).tolerance is None
+    few = replace(of_c1(0.01), prompts=NO_PRIOR.min_effective_prompts - 1)
+    assert few.decide(USUAL_SIZES).tolerance is None and np.isnan(few.extra_error(2, 4).low)
+    assert replace(few, prior=WEAK_PRIOR).decide(USUAL_SIZES).tolerance is not None
     assert open_set.extra_error(2, 3).high == pytest.approx((2 / 9 + 1) / (2 / 9 + 1 / 2) - 1)
 
 
