@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,6 @@ import numpy as np
 
 from grpo_ustat.estimators.closed_form import CURVE_SIZES
 from grpo_ustat.estimators.group_size import (
-    NO_PRIOR,
     PRIORS,
     TOLERANCES,
     USUAL_SIZE,
@@ -185,9 +184,8 @@ class Scaling:
 
     @property
     def needs_prior(self) -> bool:
-        """True if the data decide on a group size only together with the prior."""
-        alone = replace(self.law, prior=NO_PRIOR)
-        return self.is_decided and alone.decide(USUAL_SIZES).tolerance is None
+        """True if a best G is decided, but the data alone give no upper end for G*."""
+        return self.is_decided and math.isinf(self.law.gstar_of_data().high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,12 +351,11 @@ def best_size_sentence(study: Study) -> str:
 
 
 def _prior_sentence(scaling: Scaling) -> str:
-    """Return a sentence for a decision that the data do not support without the prior."""
-    _, low, high = scaling.law.gstar_of_data()
-    ends = f"[{low:.1f}, {high:.1f}]" if math.isfinite(high) else f"at least {low:.1f}"
+    """Return a sentence for a best G whose upper end comes from the prior."""
+    low = scaling.law.gstar_of_data().low
     return (
-        f"This answer depends on the prior (study.prior={scaling.prior}): the data alone give "
-        f"{ends} and do not decide."
+        f"The upper end comes from the prior (study.prior={scaling.prior}): the data alone show "
+        f"only that G* is at least {low:.1f}."
     )
 
 

@@ -140,13 +140,17 @@ CLOSE = {
 }  # fmt: skip
 
 
-def test_the_prior_is_named_only_if_the_data_alone_do_not_decide():
-    study = unsaved_study(changed(**CLOSE))
+def test_the_prior_is_named_if_the_upper_end_comes_from_it():
+    """C1 = .06 with a standard error of .05 may be 0 by the data alone."""
+    wide = {"c1": 0.06, "c2": 9.0, "gstar": 13.2, "gstar_low": 6.7, "gstar_high": 117.0}
+    study = unsaved_study(changed(**wide, covariance=np.diag([0.0025, 0.8, 0.8]).tolist()))
     assert decision_sentence(study, 256).startswith(
-        "The best G is about 2.5 [2.4, 3.1]. This answer depends on the prior (study.prior=weak): "
-        "the data alone give [2.4, 3.0] and do not decide. At 256 rollouts per step, use G = 2:"
+        "The best G is about 13.2 [6.7, 117.0]. The upper end comes from the prior "
+        "(study.prior=weak): the data alone show only that G* is at least 7.8. At 256 rollouts "
+        "per step, use G = 16:"
     )
-    assert "prior" not in decision_sentence(unsaved_study(RESULT), 256)
+    for bounded in (RESULT, changed(**CLOSE)):
+        assert "prior" not in decision_sentence(unsaved_study(bounded), 256)
 
 
 def test_a_record_keeps_the_prior_of_its_decision():

@@ -50,7 +50,7 @@ from grpo_ustat.records import Array, Integers
 
 CELLS = ((16, 16), (20, 32), (40, 16), (40, 32), (60, 32), (100, 16), (100, 32), (200, 16))
 # Largest number of questions, and completions per question; 0: as chosen by the pilot.
-STOPPING_CELLS = ((400, 16), (400, 32), (400, 64), (400, 0))
+STOPPING_CELLS = ((400, 16), (400, 32), (400, 0))
 SENTENCES = (
     "G", "G*", "costs", "worse", "at least", "noise", "noise at least", "share",
     "change", "keep",
@@ -157,32 +157,35 @@ def sentences(name: str, asked: Asked) -> Iterator[Cell]:
 def stopping(name: str, asked: Asked) -> Iterator[Cell]:
     """Judge studies that draw questions until the data decide; cells are questions x completions.
 
-    A look follows each growth by `pilot.GROWTH`. The study stops at the first look that decides. If
-    none decides, `rollouts` is infinite. A cell with 0 completions uses the number that the pilot
-    chooses. The column `fixed` has the smallest number of rollouts at which 80 % of studies decide
-    if they look only once.
+    The first number is the largest number of questions. A study stops at the first look that
+    decides. If none decides, `rollouts` is infinite. A cell with 0 completions has a pilot, which
+    chooses the number of completions for the later looks. The column `fixed` has the smallest
+    number of rollouts at which 80 % of studies decide if they look only once.
     """
     population, rng = POPULATIONS[name](), np.random.default_rng([asked.seed, 31])
-    most, largest = asked.cells[0][0], max(COMPLETIONS)
+    most = max(questions for questions, _ in asked.cells)
     counts = looks(most)
     studies: list[GrowingStudy] = []
-    for chosen, outcomes in population.draw_studies(most, largest, asked.studies, rng):
+    for chosen, outcomes in population.draw_studies(most, max(COMPLETIONS), asked.studies, rng):
         for first in range(0, len(chosen), most):
             of_study = slice(first, first + most)
             studies.append(grown(population, chosen[of_study], outcomes[of_study], counts))
     facts = {"fitted": name in FITTED, "gstar": round(population.law.best_size(), 2)}
     for prior in PRIORS.values():
         decided = {size: decisions(studies, size, prior) for size in COMPLETIONS}
-        for _, completions in asked.cells:
-            sizes = [completions or study.chosen for study in studies]
-            shares_L = np.mean([decided[n][:, s] for s, n in enumerate(sizes)], axis=0)
-            enough = [m for m, share in zip(counts, shares_L, strict=True) if share >= 0.8]
-            fixed = enough[0] * completions if enough and completions else math.inf
+        for questions, completions in asked.cells:
+            within = [count for count in counts if count <= questions]
+            shares = decided[completions].mean(axis=1) if completions else ()
+            enough = (m for m, share in zip(within, shares, strict=False) if share >= 0.8)
+            more = {
+                "prior": prior.name,
+                "completions": completions or "pilot",
+                "fixed": next(enough, math.inf) * completions if completions else None,
+            }
             stops = [
-                stopped(population.law, study, size, decided[size][:, s], counts, prior)
-                for s, (study, size) in enumerate(zip(studies, sizes, strict=True))
+                stopped(population.law, study, place, completions, within, decided, prior)
+                for place, study in enumerate(studies)
             ]
-            more = {"prior": prior.name, "completions": completions or "pilot", "fixed": fixed}
             yield Cell(facts | more, stops, statements=("G", "G*", "costs"))
 
 
@@ -236,17 +239,26 @@ def decisions(studies: Sequence[GrowingStudy], completions: int, prior: Prior) -
 def stopped(
     truth: ScalingLaw,
     study: GrowingStudy,
+    place: int,
     completions: int,
-    decided_L: Array,
     counts: Sequence[int],
+    decided: Mapping[int, Array],
     prior: Prior,
 ) -> dict[str, bool | float]:
-    """Return the statements of a study at the first look that decides, and its rollouts."""
-    if not decided_L.any():
-        return {"rollouts": math.inf}
-    look = int(decided_L.argmax())
-    law = replace(study.laws[completions][look], prior=prior)
-    return {"rollouts": float(counts[look] * completions), **dict(judged_decision(truth, law))}
+    """Return the statements of a study at the first look that decides, and its rollouts.
+
+    Args:
+        place: Position of the study in `decided`.
+        completions: Number of completions per question; 0 if the pilot chooses it.
+        counts: Numbers of questions at the looks.
+        decided: True where a look of a study decides, [L, S], by number of completions.
+    """
+    for look, count in enumerate(counts):
+        size = completions or (study.chosen if look else PILOT_COMPLETIONS)
+        if decided[size][look, place]:
+            law = replace(study.laws[size][look], prior=prior)
+            return {"rollouts": float(count * size), **dict(judged_decision(truth, law))}
+    return {"rollouts": math.inf}
 
 
 def needs(name: str, asked: Asked) -> Iterator[Cell]:
