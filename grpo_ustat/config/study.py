@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from grpo_ustat.config.common import LaunchConfig
 from grpo_ustat.config.own_functions import installed_measurements
 from grpo_ustat.config.schema import ConfigError, check_positive, field
+from grpo_ustat.estimators.group_size import PRIORS
 from grpo_ustat.estimators.token_weights import CORRECTIONS
 
 METHODS = ("closed_form", "monte_carlo")
@@ -83,6 +84,11 @@ class StudyConfig:
         "baselines without a closed form",
         "rollouts",
         at_least=2,
+    )
+    prior: str = field(
+        "prior of C1/C3 for the recommended G; weak: two weak priors that must both support it; "
+        "none: the data alone must support it",
+        choices=tuple(PRIORS),
     )
     metric: str = field(
         "metric of errors; euclidean: error of the gradient; adam: error of AdamW's step, with "

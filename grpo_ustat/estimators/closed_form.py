@@ -35,6 +35,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from grpo_ustat.estimators.group_size import WEAK_PRIOR, Prior
 from grpo_ustat.estimators.intervals import Interval, Tails, jackknife_interval, tails
 from grpo_ustat.estimators.minibatch import decompose
 from grpo_ustat.estimators.moments import (
@@ -95,6 +96,8 @@ class Request:
     # Cost of a prompt and cost of a completion, by the name of their unit. For each unit, the best
     # group size at a fixed budget is computed.
     costs: Mapping[str, tuple[float, float]]
+    # Prior of C1/C3 for decisions on the group size.
+    prior: Prior = WEAK_PRIOR
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         np.stack([values[name] for name in CONSTANTS_AND_GRADIENT])
         for values in (estimates, delete_one)
     )
-    law = ScalingLaw.jackknifed(whole_4, delete_one_4Kn, count)
+    law = ScalingLaw.jackknifed(whole_4, delete_one_4Kn, count, request.prior)
     if interval == "questions":
         intervals |= _of_training(law, request.costs)
 

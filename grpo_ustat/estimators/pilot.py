@@ -24,7 +24,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from grpo_ustat.estimators.closed_form import Request, closed_form
-from grpo_ustat.estimators.group_size import UNDRAWN_VARIANCE, Estimates
+from grpo_ustat.estimators.group_size import UNDRAWN_VARIANCE, WEAK_PRIOR, Estimates, Prior
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -125,9 +125,9 @@ def _mean_variance(pilot: ScorePool, size: int, ratio: float) -> float:
     return float(np.mean([_question_variance(population_law(part), ratio) for part in parts]))
 
 
-def population_law(pool: ScorePool) -> ScalingLaw:
+def population_law(pool: ScorePool, prior: Prior = WEAK_PRIOR) -> ScalingLaw:
     """Estimate the scaling law for the population from which the pool's questions are drawn."""
-    request = Request([], {}, len(pool.rewards_PN), sample=True, costs={})
+    request = Request([], {}, len(pool.rewards_PN), sample=True, costs={}, prior=prior)
     return closed_form(pool, request, "questions").law
 
 

@@ -48,11 +48,13 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.group_size import (
-    MIN_EFFECTIVE_PROMPTS,
+    MIN_RATIO,
     UNDRAWN_VARIANCE,
     USUAL_SIZES,
+    WEAK_PRIOR,
     Decision,
     Estimates,
+    Prior,
 )
 from grpo_ustat.estimators.intervals import (
     CONFIDENCE,
@@ -119,6 +121,8 @@ class ScalingLaw:
     part_dof: float
     # Number of prompts in the sample.
     prompts: float
+    # Prior of C1/C3 for decisions on the group size and for the interval of G*.
+    prior: Prior = WEAK_PRIOR
 
     @classmethod
     def exact(cls, c1: float, c2: float, c3: float, grad_sq: float = math.nan) -> ScalingLaw:
@@ -143,7 +147,9 @@ class ScalingLaw:
         )
 
     @classmethod
-    def jackknifed(cls, whole_4: Array, delete_one_4Kn: Array, prompts: float) -> ScalingLaw:
+    def jackknifed(
+        cls, whole_4: Array, delete_one_4Kn: Array, prompts: float, prior: Prior = WEAK_PRIOR
+    ) -> ScalingLaw:
         """Return the law with estimated constants and the jackknife covariance of their errors.
 
         Args:
@@ -152,11 +158,12 @@ class ScalingLaw:
                 leaves out unit i of part k, which has n units. The K parts are independent; K = 1
                 if the units are prompts.
             prompts: number of prompts in the sample.
+            prior: prior for decisions on the group size.
         """
         change = delete_one_4Kn - delete_one_4Kn.mean(axis=2, keepdims=True)
         count = change.shape[2]
         covariance_K44 = (count - 1) / count * np.einsum("akn,bkn->kab", change, change)
-        return cls(np.asarray(whole_4, float), covariance_K44, count - 1, prompts)
+        return cls(np.asarray(whole_4, float), covariance_K44, count - 1, prompts, prior)
 
     @classmethod
     def of_steps(cls, values_4S: Array, prompts: float = math.inf) -> ScalingLaw:
@@ -179,17 +186,19 @@ class ScalingLaw:
         c3: float,
         covariance: ArrayLike | None = None,
         dof: float | None = None,
+        prior: Prior = WEAK_PRIOR,
     ) -> ScalingLaw:
         """Return the law with stored constants; ||grad J||^2 is NaN.
 
         Args:
             c1, c2, c3: constants of the law.
             covariance, dof: see `stored_errors`; both None if the errors are unknown.
+            prior: prior for decisions on the group size.
         """
         covariance_K44 = np.full((1, 4, 4), math.nan)
         covariance_K44[0, :3, :3] = math.nan if covariance is None else covariance
         dof = 1.0 if dof is None else float(dof)
-        return cls(np.array([c1, c2, c3, math.nan], float), covariance_K44, dof, dof + 1)
+        return cls(np.array([c1, c2, c3, math.nan], float), covariance_K44, dof, dof + 1, prior)
 
     def stored_errors(self) -> dict[str, Any]:
         """Return the covariance of C1, C2 and C3 and its degrees of freedom for `result.json`.
@@ -250,7 +259,7 @@ class ScalingLaw:
     @property
     def _estimates(self) -> Estimates:
         constants_S3, covariance_S33 = self.constants_4[None, :3], self.covariance_33[None]
-        return Estimates(constants_S3, covariance_S33, self.dof, self.prompts)
+        return Estimates(constants_S3, covariance_S33, self.dof, self.prompts, self.prior)
 
     @property
     def undrawn(self) -> float:
@@ -390,9 +399,9 @@ class ScalingLaw:
         """Estimate the best G at a fixed cost.
 
         If the data decide among `USUAL_SIZES`, the interval is the smallest interval that contains
-        the central 95 % of the posterior under every prior. Otherwise the interval has no upper
-        end, and its lower end is that of Fieller's set, computed without a prior and with twice the
-        critical value.
+        the central 95 % of the posterior under every prior, or, without a prior, Fieller's set.
+        Otherwise the interval has no upper end, and its lower end is that of Fieller's set with
+        twice the critical value.
 
         The estimate is the plug-in estimate if the interval contains it. Otherwise it is the best G
         for the posterior median of log(C3/C1), averaged over the priors. The estimate is NaN if
@@ -402,35 +411,40 @@ class ScalingLaw:
         Args:
             prompt_cost, completion_cost: see `best_size`.
         """
-
-        def best(ratio: float) -> float:
-            """Return the best G if C3/C1 equals `ratio`, and C2 and C3 equal their estimates."""
-            if math.isinf(ratio):
-                return math.inf
-            law = ScalingLaw.exact(self.c3 / ratio, max(self.c2, 0.0), self.c3)
-            return law.best_size(prompt_cost, completion_cost)
-
-        plain = self.best_size(prompt_cost, completion_cost)
+        costs = prompt_cost, completion_cost
+        plain = self.best_size(*costs)
         if not self.has_errors or not self.covariance_33.any():
             return Interval(plain, math.nan, math.nan)
         if not self.c3 > 0:
             return Interval(plain, 1.0, math.inf)
         if self.decide(USUAL_SIZES).tolerance is None:
-            low = self._least_ratio()
-            return Interval(plain, best(low) if low > 0 else 1.0, math.inf)
-        low, middle, high = map(best, self._estimates.ratio_quantiles(CONFIDENCE))
+            ((least, _),) = self._estimates.confidence_sets(CONFIDENCE, ONE_SIDED_FACTOR)
+            low = self._best_at(least, *costs) if least > MIN_RATIO else 1.0
+            return Interval(plain, low, math.inf)
+        low, middle, high = (
+            self._best_at(ratio, *costs) for ratio in self._estimates.ratio_quantiles(CONFIDENCE)
+        )
         return Interval(plain if low <= plain <= high else middle, low, high)
 
-    def _least_ratio(self) -> float:
-        """Return the lower end of Fieller's set for k = C3/C1 with twice the critical value."""
-        covariance_33 = self.covariance_33
-        variances = (
-            float(covariance_33[2, 2]) + self.undrawn * self.c3**2,
-            float(covariance_33[0, 2]),
-            float(covariance_33[0, 0]),
-        )
-        critical = ONE_SIDED_FACTOR * t_quantile(self.dof, CONFIDENCE)
-        return fieller_set(self.c3, self.c1, variances, critical)[0]
+    def gstar_of_data(self) -> Interval:
+        """Estimate G* at a fixed number of rollouts by the data alone, without a prior.
+
+        The interval is Fieller's set with the variance of undrawn prompts; see `group_size`. It has
+        no upper end if the data do not exclude C1 = 0.
+        """
+        plain = self.best_size()
+        if not self.has_errors or not self.covariance_33.any():
+            return Interval(plain, math.nan, math.nan)
+        if not self.c3 > 0:
+            return Interval(plain, 1.0, math.inf)
+        ((low, high),) = self._estimates.confidence_sets(CONFIDENCE)
+        return Interval(plain, self._best_at(low), self._best_at(high))
+
+    def _best_at(self, ratio: float, *costs: float) -> float:
+        """Return the best G if C3/C1 equals `ratio`, and C2 and C3 equal their estimates."""
+        if math.isinf(ratio):
+            return math.inf
+        return ScalingLaw.exact(self.c3 / ratio, max(self.c2, 0.0), self.c3).best_size(*costs)
 
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
         """Estimate the extra error of G compared with R, MSE(n/G, G) / MSE(n/R, R) - 1, at fixed n.
@@ -448,7 +462,7 @@ class ScalingLaw:
         Returns:
             The extra error. The result is NaN if the estimate of either MSE is not positive. The
             interval has width 0 if G = R. If G differs from R, the ends are NaN if the errors are
-            unknown or the constants come from fewer than 16 effective prompts (see `group_size`).
+            unknown or the constants come from too few effective prompts (see `Prior`).
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -456,7 +470,8 @@ class ScalingLaw:
         extra = error / other - 1
         if group_size == reference:
             return Interval(0.0, 0.0, 0.0)
-        if not (self.has_errors and self.undrawn <= UNDRAWN_VARIANCE / MIN_EFFECTIVE_PROMPTS):
+        least = self.prior.min_effective_prompts
+        if not (self.has_errors and self.undrawn <= UNDRAWN_VARIANCE / least):
             return Interval(extra, math.nan, math.nan)
         low, _, high = self._estimates.ratio_quantiles(level)
         rest = max(self.c2, 0.0) / self.c3

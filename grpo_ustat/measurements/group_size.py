@@ -11,13 +11,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from grpo_ustat.estimators.closed_form import CURVE_SIZES
-from grpo_ustat.estimators.group_size import TOLERANCES, USUAL_SIZE, USUAL_SIZES
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.group_size import (
+    PRIORS,
+    TOLERANCES,
+    USUAL_SIZE,
+    USUAL_SIZES,
+    WEAK_PRIOR,
+)
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.estimators.scaling import (
     MIN_GSTAR,
     GroupSizeCosts,
@@ -93,6 +99,7 @@ EXTRA_ERROR_NOTE = (
 )
 # Quantities in the tables on the scaling law, other definitions of the best G and Assumption 2.
 LAW_ROWS = {"c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
+DATA_ALONE, PRIOR_ALONE, DATA_AND_PRIOR = "data alone", "prior alone", "data and prior"
 OTHER_SIZES = {
     "gstar_tokens": "best G at a fixed number of tokens",
     "gstar_paper": "sqrt(C3/C1), which the paper calls G*",
@@ -143,8 +150,12 @@ class Scaling:
     c1: Interval
     c2: Interval
     c3: Interval
-    # 1 + sqrt(C3/C1).
+    # 1 + sqrt(C3/C1), with the interval that uses the prior.
     gstar: Interval
+    # The same estimate, with the interval of the data alone.
+    gstar_data: Sometimes[Interval] = None
+    # Name of the prior of C1/C3, a key of `PRIORS`.
+    prior: Annotated[str, tuple(PRIORS)] = WEAK_PRIOR.name
     # sqrt(C3/C1).
     gstar_paper: Interval
     # Best G at a fixed number of tokens.
@@ -164,12 +175,17 @@ class Scaling:
     def law(self) -> ScalingLaw:
         """Scaling law with sampling errors of C1, C2 and C3; ||grad J||^2 is not included."""
         constants = (self.c1.estimate, self.c2.estimate, self.c3.estimate)
-        return ScalingLaw.stored(*constants, self.covariance, self.dof)
+        return ScalingLaw.stored(*constants, self.covariance, self.dof, PRIORS[self.prior])
 
     @property
     def is_decided(self) -> bool:
         """True if G* and both ends of its interval are finite."""
         return all(map(math.isfinite, self.gstar))
+
+    @property
+    def needs_prior(self) -> bool:
+        """True if a best G is decided, but the data alone give no upper end for G*."""
+        return self.is_decided and math.isinf(self.law.gstar_of_data().high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +235,8 @@ def measure_scaling(study: PoolStudy) -> Scaling:
         curve.append(FixedCost(group_size=size, n_mse=n_mse, low=low, high=high))
     return Scaling(
         **{name: population[name] for name in (*LAW_ROWS, *OTHER_SIZES)},
+        gstar_data=law.gstar_of_data(),
+        prior=law.prior.name,
         **law.stored_errors(),
         best_divisor=best_divisor,
         curve=curve,
@@ -325,7 +343,8 @@ def best_size_sentence(study: Study) -> str:
     scaling = study.need(SCALING)
     best, low, high = scaling.gstar
     if scaling.is_decided:
-        return f"The best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
+        sentence = f"The best G is about {best:.1f} [{low:.1f}, {high:.1f}]."
+        return f"{sentence} {_prior_sentence(scaling)}" if scaling.needs_prior else sentence
     more = (
         f"{_prompts_text(*prompts_to_decide(scaling))}. This study has {study.result.questions} "
         "questions"
@@ -333,6 +352,15 @@ def best_size_sentence(study: Study) -> str:
     if low > MIN_GSTAR:
         return f"The best G is at least {low:.1f}; {more}."
     return f"Not enough data for a best G: {more}."
+
+
+def _prior_sentence(scaling: Scaling) -> str:
+    """Return a sentence for a best G whose upper end comes from the prior."""
+    low = scaling.law.gstar_of_data().low
+    return (
+        f"The upper end comes from the prior (study.prior={scaling.prior}): the data alone show "
+        f"only that G* is at least {low:.1f}."
+    )
 
 
 def prompts_to_decide(scaling: Scaling) -> tuple[float, float]:
@@ -452,7 +480,7 @@ def extra_error_table(study: Study) -> Table | None:
 
 
 def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
-    """Return tables on the scaling law and Assumption 2, and on other definitions of the best G."""
+    """Return tables on G*, the scaling law, Assumption 2, and other definitions of the best G."""
     ((study, scaling),) = scaling_by_study.items()
     assumption = study.need(ASSUMPTION2)
     rows = [
@@ -465,9 +493,39 @@ def law_tables(scaling_by_study: Mapping[Study, Scaling]) -> list[Table]:
     columns = ["quantity", "estimate", "low", "high"]
     others = _quantity_rows(scaling, OTHER_SIZES)
     return [
+        *_prior_tables(scaling),
         Table("Scaling law and Assumption 2", columns, rows, notes),
         Table("Other definitions of the best G", columns, others, [SIZES_NOTE], folded=True),
     ]
+
+
+def _prior_tables(scaling: Scaling) -> list[Table]:
+    """Return a table of G* by the data alone, by the prior alone, and by both.
+
+    The list is empty if the errors of the constants are unknown.
+    """
+    data, prior = scaling.law.gstar_of_data(), PRIORS[scaling.prior]
+    if math.isnan(data.low):
+        return []
+    by_source = {DATA_ALONE: data}
+    note = (
+        "Intervals contain 95 %. No prior is used (study.prior=none): a G is recommended only if "
+        "the interval of the data alone supports it."
+    )
+    if prior.exponents:
+        ends = (1 + math.sqrt(ratio) for ratio in prior.ratio_quantiles(CONFIDENCE))
+        low, middle, high = ends
+        by_source |= {PRIOR_ALONE: Interval(middle, low, high), DATA_AND_PRIOR: scaling.gstar}
+        note = (
+            f"Intervals contain 95 %. The prior (study.prior={prior.name}) consists of two "
+            "densities of C1/C3. Its interval contains the central 95 % of both, and a recommended "
+            "G must be supported under both."
+        )
+    rows: list[list[Cell]] = [
+        [source, *(x if math.isfinite(x) else None for x in interval)]
+        for source, interval in by_source.items()
+    ]
+    return [Table("Best G and the prior", ["source", "G*", "low", "high"], rows, [note])]
 
 
 def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> list[list[Cell]]:

@@ -15,6 +15,7 @@ from grpo_ustat.estimators.closed_form import (
     CurvePoint,
     Request,
 )
+from grpo_ustat.estimators.group_size import PRIORS
 from grpo_ustat.estimators.intervals import pool_mean_reward, quantity
 from grpo_ustat.measurements.base import PoolStudy
 from grpo_ustat.measurements.group_size import summary_text
@@ -58,6 +59,7 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
         questions=questions,
         sample=config.study.interval == "questions",
         costs={"tokens": (facts.prompt_tokens, float(pool.lengths_PN.mean()))},
+        prior=PRIORS[config.study.prior],
     )
 
 

@@ -14,7 +14,13 @@ from pathlib import Path
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.distributed.workers import WorkCost
-from grpo_ustat.estimators.group_size import PROBABILITY, TOLERANCES
+from grpo_ustat.estimators.group_size import (
+    PRIORS,
+    PROBABILITY,
+    TOLERANCES,
+    WEAK_PRIOR,
+    Prior,
+)
 from grpo_ustat.estimators.pilot import (
     COMPLETIONS,
     PILOT_COMPLETIONS,
@@ -81,7 +87,7 @@ def pool_until_decided(
                     raise
                 console.print(f"{count} questions x {size}: all rewards are equal; more follow.")
                 continue
-            look = main_only(look_at, pool, config.study.rollouts)
+            look = main_only(look_at, pool, config.study.rollouts, PRIORS[config.study.prior])
             looks.append(look)
             console.print(wrapped(look_sentence(look)), soft_wrap=True)
             if look.tolerance is not None:
@@ -117,9 +123,9 @@ def _drawn_pool(
     return read_pool(store, drawn, size, config.weights)
 
 
-def look_at(pool: ScorePool, rollouts: int) -> Look:
+def look_at(pool: ScorePool, rollouts: int, prior: Prior = WEAK_PRIOR) -> Look:
     """Return what the pool says about the best G at `rollouts` rollouts per training step."""
-    law, count = population_law(pool), len(pool.rewards_PN)
+    law, count = population_law(pool, prior), len(pool.rewards_PN)
     best, probability, tolerance, half = None, None, None, math.inf
     if law.has_errors and law.c3 > 0:
         divisible = divisible_rollouts(rollouts)
@@ -131,7 +137,8 @@ def look_at(pool: ScorePool, rollouts: int) -> Look:
         questions=count,
         completions=pool.rewards_PN.shape[1],
         group_size=best,
-        probability=probability,
+        # Without a prior, there is a confidence set but no probability.
+        probability=probability if prior.exponents else None,
         tolerance=tolerance,
         more_questions=_rounded(max(half, next_count(count, 10**9)) - count)
         if math.isfinite(half)
@@ -159,15 +166,18 @@ def look_sentence(look: Look) -> str:
     about 25 more questions are expected to decide.
     """
     drawn = f"{look.questions} questions x {look.completions}:"
-    if look.group_size is None or look.probability is None:
+    if look.group_size is None:
         return f"{drawn} too few rewards differ for a best G."
     within = look.tolerance or TOLERANCES[0]
     text = f"{drawn} G = {look.group_size} is within {percentage(within)}"
     if look.tolerance is not None:
         return f"{text} of the least error, which decides."
-    text += f" with probability {look.probability:.2f}".replace("0.", ".")
-    if look.probability >= PROBABILITY:
-        text += ", but these are too few questions for a decision"
+    if look.probability is None:
+        text = f"{drawn} the data alone do not yet decide"
+    else:
+        text += f" with probability {look.probability:.2f}".replace("0.", ".")
+        if look.probability >= PROBABILITY:
+            text += ", but these are too few questions for a decision"
     if look.more_questions is None:
         return f"{text}; the number of questions needed is not known yet."
     return f"{text}; about {look.more_questions} more questions are expected to decide."

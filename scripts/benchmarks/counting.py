@@ -93,9 +93,13 @@ def counts(values: Sequence[bool | float]) -> Row:
     >>> counts([False, True])["wrong_given_printed"], counts([1.0, 2.0, 6.0])["median"]
     (0.5, 2.0)
     """
-    row: Row = dict.fromkeys(("wrong", "wrong_given_printed", "low", "high", "mean", "median"))
+    row: Row = dict.fromkeys(
+        ("wrong", "wrong_given_printed", "low", "high", "mean", "median", "quantile_80")
+    )
     if values and not isinstance(values[0], bool | np.bool_):
-        row |= {"mean": float(np.nanmean(values)), "median": float(np.nanmedian(values))}
+        median, most = np.nanquantile(values, (0.5, 0.8), method="inverted_cdf")
+        row |= {"mean": float(np.nanmean(values)), "median": float(median)}
+        row["quantile_80"] = float(most)
     else:
         row["wrong"] = wrong = int(sum(values))
         if values:

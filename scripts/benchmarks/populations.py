@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,24 @@ CHUNK = 3_000_000
 # Largest number of tokens in a completion.
 MAX_LENGTH = 60
 Table = tuple[Array, Array, Array]
+
+
+class ScoredPrompts(NamedTuple):
+    """Contributions of prompts to the constants that a study estimates."""
+
+    # ||g||^2, A_V - ||g||^2 and D + ||g||^2.
+    terms_3P: Array
+    # Gradient estimates.
+    ghat_PD: Array
+    # Mean squared score norms.
+    norms_P: Array
+
+    def law(self, count: int) -> ScalingLaw:
+        """Return the scaling law that a study of the first `count` prompts estimates."""
+        ghat_PD = self.ghat_PD[:count]
+        others_P = ghat_PD @ ghat_PD.sum(axis=0) - np.square(ghat_PD).sum(axis=1)
+        terms = GroupTerms(*self.terms_3P[:, :count], others_P, self.norms_P[:count])
+        return ScalingLaw.jackknifed(terms.constants_4, terms.without_each_4P[:, None], count)
 
 
 class Population:
@@ -90,7 +109,10 @@ class Population:
 
     def pool(self, chosen: Integers, completions: int, rng: np.random.Generator) -> ScorePool:
         """Draw a pool of scored completions for the chosen prompts."""
-        outcomes = self.draw(chosen, completions, rng)
+        return self.pool_of_outcomes(chosen, self.draw(chosen, completions, rng))
+
+    def pool_of_outcomes(self, chosen: Integers, outcomes: Integers) -> ScorePool:
+        """Return the pool of the chosen prompts with the given outcomes, [P, N]."""
         rewards, lengths = (
             np.take_along_axis(values_PY[chosen], outcomes, axis=1)
             for values_PY in (self.rewards_PY, self.lengths_PY)
@@ -106,26 +128,29 @@ class Population:
         Each study draws its prompts with replacement. Its intervals come from the delete-one-prompt
         jackknife.
         """
+        for chosen, outcomes in self.draw_studies(prompts, completions, count, rng):
+            for study in range(0, len(chosen), prompts):
+                of_study = slice(study, study + prompts)
+                yield self.scored(chosen[of_study], outcomes[of_study]).law(prompts)
+
+    def draw_studies(
+        self, prompts: int, completions: int, count: int, rng: np.random.Generator
+    ) -> Iterator[tuple[Integers, Integers]]:
+        """Yield prompts drawn with replacement, and their outcomes, of some studies at a time."""
         chunk = max(1, CHUNK // (prompts * completions * self.scores_PYD.shape[2]))
         for first in range(0, count, chunk):
-            several = min(chunk, count - first)
-            chosen = rng.integers(len(self.p_PY), size=several * prompts)
-            outcomes = self.draw(chosen, completions, rng)
-            rewards = np.take_along_axis(self.rewards_PY[chosen], outcomes, axis=1)
-            norms = np.take_along_axis(self.norms_PY[chosen], outcomes, axis=1)
-            scores = np.take_along_axis(self.scores_PYD[chosen], outcomes[..., None], axis=1)
-            ghat = np.einsum("pn,pnd->pd", pool_gradient_weights(rewards), scores)
-            moments = norm_moments(norms, rewards, np.square(ghat).sum(axis=1))
-            terms = moments.g_sq, moments.a_v - moments.g_sq, moments.d + moments.g_sq
-            terms_3SP = np.stack(terms).reshape(3, several, prompts)
-            ghat = ghat.reshape(several, prompts, -1)
-            others_SP = np.einsum("spd,sd->sp", ghat, ghat.sum(axis=1))
-            others_SP -= np.square(ghat).sum(axis=2)
-            norms_SP = norms.mean(axis=1).reshape(several, prompts)
-            for study in range(several):
-                of_study = GroupTerms(*terms_3SP[:, study], others_SP[study], norms_SP[study])
-                delete_one_41P = of_study.without_each_4P[:, None]
-                yield ScalingLaw.jackknifed(of_study.constants_4, delete_one_41P, prompts)
+            chosen = rng.integers(len(self.p_PY), size=min(chunk, count - first) * prompts)
+            yield chosen, self.draw(chosen, completions, rng)
+
+    def scored(self, chosen: Integers, outcomes_PN: Integers) -> ScoredPrompts:
+        """Compute the contributions of each chosen prompt to the constants of a study."""
+        rewards = np.take_along_axis(self.rewards_PY[chosen], outcomes_PN, axis=1)
+        norms = np.take_along_axis(self.norms_PY[chosen], outcomes_PN, axis=1)
+        scores = np.take_along_axis(self.scores_PYD[chosen], outcomes_PN[..., None], axis=1)
+        ghat_PD = np.einsum("pn,pnd->pd", pool_gradient_weights(rewards), scores)
+        moments = norm_moments(norms, rewards, np.square(ghat_PD).sum(axis=1))
+        terms = moments.g_sq, moments.a_v - moments.g_sq, moments.d + moments.g_sq
+        return ScoredPrompts(np.stack(terms), ghat_PD, norms.mean(axis=1))
 
 
 def pool_of(rewards_PN: Array, scores_PND: Array, lengths_PN: Integers | None = None) -> ScorePool:
@@ -256,6 +281,42 @@ def few_loud() -> Population:
     return Population(p, rewards, scores * np.where(loud, 5.0, 1.0)[:, None, None])
 
 
+def clustered() -> Population:
+    """Make prompts of 40 topics with separate gradient directions; topic sizes follow Zipf's law.
+
+    Rewards follow a direction that all topics share and the direction of the topic.
+    """
+    rng = np.random.default_rng(21)
+    p, scores = softmax_table(rng, outcomes=8, width=32, temperature=1.5)
+    sizes = 1 / np.arange(1, 41)
+    topic = rng.choice(40, size=len(p), p=sizes / sizes.sum())
+    directions = rng.normal(size=(40, 32)) / math.sqrt(32)
+    follows = np.einsum("pyd,pd->py", scores, directions[topic])
+    easy = 1.0 * rng.normal(size=(40,))[topic][:, None]
+    rewards = (0.4 * scores[..., 0] + follows + easy + 1.5 * rng.normal(size=p.shape) > 0.5) * 1.0
+    return Population(*with_flips(p, rewards, scores, 0.15))
+
+
+def rare_success() -> Population:
+    """Make hard prompts: right answers have probabilities between 0.1 % and 50 %.
+
+    A prompt's probability of a right answer is lognormal. Scores of unlikely outcomes are large, as
+    for a softmax over tokens.
+    """
+    rng = np.random.default_rng(22)
+    p, scores = softmax_table(rng, outcomes=8, width=16)
+    right = np.zeros(p.shape)
+    right[:, :2] = 1.0
+    chance = np.clip(0.06 * np.exp(1.5 * rng.normal(size=(len(p), 1))), 1e-3, 0.5)
+    of_right, of_wrong = (
+        p * mask / (p * mask).sum(1, keepdims=True) for mask in (right, 1 - right)
+    )
+    p = chance * of_right + (1 - chance) * of_wrong
+    scores = scores * (-np.log(p))[..., None] ** 0.5
+    scores[..., 0] += 0.4 * right
+    return Population(*with_flips(p, right, scores, 0.01))
+
+
 def camps(
     second: float, share: float = 0.5, angle: float = 90.0, tail: float = 0.0, within: float = 0.0
 ) -> Population:
@@ -331,5 +392,10 @@ FITTED: Mapping[str, Callable[[], Population]] = {
     "one direction": one_direction,
     "nearly unrelated": nearly_unrelated,
 }
-UNSEEN: Mapping[str, Callable[[], Population]] = {"opposed": opposed, "few loud": few_loud}
+UNSEEN: Mapping[str, Callable[[], Population]] = {
+    "opposed": opposed,
+    "few loud": few_loud,
+    "clustered": clustered,
+    "rare success": rare_success,
+}
 POPULATIONS = {**FITTED, **UNSEEN, **TURNED}

@@ -10,10 +10,10 @@ import pytest
 from scipy import integrate, stats
 
 from grpo_ustat.estimators.group_size import (
-    MIN_EFFECTIVE_PROMPTS,
-    PRIOR_EXPONENTS,
+    NO_PRIOR,
     UNDRAWN_VARIANCE,
     USUAL_SIZES,
+    WEAK_PRIOR,
 )
 from grpo_ustat.estimators.intervals import Tails, tails
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -84,7 +84,7 @@ def test_what_is_decided_holds_with_95_percent_under_every_prior(rng):
                 errors = [relative(x, k, rest) for x in USUAL_SIZES]
                 return relative(size, k, rest) <= (1 + limit) * min(errors)
 
-            sure[limit] = min(probability(estimate, a, close) for a in PRIOR_EXPONENTS)
+            sure[limit] = min(probability(estimate, a, close) for a in WEAK_PRIOR.exponents)
         expected = 0.05 if sure[0.05] >= 0.95 else None
         if expected is None and sure[0.10] >= 0.95 and sure[0.05] >= 0.80:
             expected = 0.10
@@ -99,7 +99,7 @@ def test_the_interval_holds_the_central_95_percent_under_every_prior(rng):
     interval = estimate.gstar()
     below, above = (
         [probability(estimate, a, lambda k, end=end: 1 + math.sqrt(k) < end)
-         for a in PRIOR_EXPONENTS]
+         for a in WEAK_PRIOR.exponents]
         for end in (interval.low, interval.high)
     )  # fmt: skip
     assert min(abs(x - 0.025) for x in below) < 1e-3 and max(below) < 0.026
@@ -136,7 +136,7 @@ def test_the_scale_of_scores_changes_nothing(rng, factor):
 
 
 def test_few_prompts_decide_nothing_however_alike_they_are():
-    few = law(1.0, 2.0, 9.0, 1e-9 * np.eye(3), dof=14, prompts=MIN_EFFECTIVE_PROMPTS - 1)
+    few = law(1.0, 2.0, 9.0, 1e-9 * np.eye(3), dof=14, prompts=WEAK_PRIOR.min_effective_prompts - 1)
     enough = replace(few, prompts=200.0, part_dof=199.0)
     assert few.decide(USUAL_SIZES).tolerance is None and few.gstar().high == math.inf
     assert np.isnan(few.extra_error(2, 4)[1:]).all()
@@ -201,6 +201,83 @@ def test_more_prompts_decide_more_studies():
     assert 40 <= half < most < 1000
     wider = replace(estimate, covariance_K44=4 * estimate.covariance_K44)
     assert wider.prompts_to_decide(USUAL_SIZES)[0] > half
+
+
+def of_c1(error, dof=1e9, c1=1.0):
+    """C1 = 1 with this standard error, exact C2 = 2 and C3 = 9, and no prior."""
+    return replace(law(c1, 2.0, 9.0, np.diag([error**2, 0, 0]), dof), prior=NO_PRIOR)
+
+
+def test_the_interval_of_the_data_is_fiellers():
+    """|1 - 9/k| is at most t times .1 for k from 9/(1 + .1 t) to 9/(1 - .1 t)."""
+    t = stats.t.ppf(0.975, 1e9)
+    ends = [1 + math.sqrt(9 / (1 + sign * 0.1 * t)) for sign in (1, -1)]
+    expected = pytest.approx((4.0, *ends))
+    assert of_c1(0.1).gstar_of_data() == expected and of_c1(0.1).gstar() == expected
+    assert replace(of_c1(0.1), prior=WEAK_PRIOR).gstar_of_data() == expected
+    assert of_c1(0.6).gstar_of_data() == (
+        4.0,
+        pytest.approx(1 + math.sqrt(9 / (1 + 0.6 * t))),
+        math.inf,
+    )
+    # C1 above C3/2 is impossible, and C1 below 0 too.
+    assert of_c1(3.0, c1=6.0).gstar_of_data().low == pytest.approx(1 + math.sqrt(2))
+    assert of_c1(0.1, c1=-1.0).gstar_of_data()[1:] == (pytest.approx(1 + math.sqrt(2)), math.inf)
+
+
+@pytest.mark.parametrize("sizes", [USUAL_SIZES, (2, 3, 6), (2, 5, 10), (7,)])
+def test_without_a_prior_one_size_must_do_for_every_ratio_of_the_set(sizes):
+    """Largest extra errors by enumeration of 20001 ratios of the set."""
+    seen = set()
+    for error in (0.02, 0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.6):
+        estimate = of_c1(error)
+        t = stats.t.ppf(0.975, 1e9) * error
+        inverse_K = np.linspace(max(0.0, (1 - t) / 9), min((1 + t) / 9, 0.5), 20001)
+        errors = np.array([size * inverse_K + 2 / 9 + 1 / (size - 1) for size in sizes])
+        worst = (errors / errors.min(axis=0) - 1).max(axis=1)
+        expected = next((limit for limit in (0.05, 0.10) if worst.min() <= limit), None)
+        assert estimate.decide(sizes) == (sizes[worst.argmin()], expected)
+        seen.add(expected)
+    assert seen == ({0.05} if sizes == (7,) else seen | {0.05})
+
+
+def test_without_a_prior_a_set_without_an_upper_end_decides_only_if_the_largest_size_does():
+    """At k from 4.1 to infinity G = 3 is better than 2; among all sizes none is good everywhere."""
+    open_set = of_c1(0.6)
+    assert open_set.gstar_of_data().high == math.inf
+    assert open_set.decide([2, 3]) == (3, 0.05)
+    assert open_set.decide(USUAL_SIZES).tolerance is None and open_set.gstar().high == math.inf
+    assert of_c1(0.1, c1=-1.0).decide(USUAL_SIZES).tolerance is None
+    few = replace(of_c1(0.01), prompts=NO_PRIOR.min_effective_prompts - 1)
+    assert few.decide(USUAL_SIZES).tolerance is None and np.isnan(few.extra_error(2, 4).low)
+    assert replace(few, prior=WEAK_PRIOR).decide(USUAL_SIZES).tolerance is not None
+    assert open_set.extra_error(2, 3).high == pytest.approx((2 / 9 + 1) / (2 / 9 + 1 / 2) - 1)
+
+
+def test_the_prior_decides_where_the_data_alone_do_not():
+    """G* is between 2.4 and 3.0 by the data, at whose ends G = 2 and 4 are best."""
+    weak = law(4.0, 2.0, 9.0, np.diag([0.64, 0.01, 0.01]), 99, 100)
+    alone = replace(weak, prior=NO_PRIOR)
+    assert alone.gstar_of_data()[1:] == pytest.approx((1 + math.sqrt(2), 2.99), abs=0.01)
+    assert weak.decide(USUAL_SIZES) == (2, 0.10)
+    assert alone.decide(USUAL_SIZES) == (2, None)
+    assert alone.prompts_to_decide(USUAL_SIZES)[0] >= weak.prompts_to_decide(USUAL_SIZES)[0]
+
+
+def test_quantiles_of_the_prior_by_hand():
+    """P(2 C1/C3 <= x) is (x^a - c)/(1 - c) with c = .0001^a; large ratios have small shares."""
+    low, middle, high = WEAK_PRIOR.ratio_quantiles(0.95)
+
+    def share(k, a):
+        return 1 - ((2 / k) ** a - 1e-4**a) / (1 - 1e-4**a)
+
+    assert share(low, 0.75) == pytest.approx(0.025, abs=1e-2)
+    assert share(high, 0.25) == pytest.approx(0.975, abs=1e-2)
+    medians = [2 / (0.5 * (1 + 1e-4**a)) ** (1 / a) for a in (0.25, 0.75)]
+    assert middle == pytest.approx(math.sqrt(medians[0] * medians[1]), rel=0.02)
+    assert [1 + math.sqrt(k) for k in medians] == pytest.approx([5.67, 3.24], abs=0.01)
+    beyond_48 = [1 - share(47**2, a) for a in (0.25, 0.75)]
+    assert beyond_48 == pytest.approx([0.0816, 0.0042], abs=2e-4)
 
 
 def test_tails_by_hand():

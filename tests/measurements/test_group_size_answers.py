@@ -15,12 +15,17 @@ from commands import compose
 from folders import unsaved_study
 from slow_cases import slow_after
 
+from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.estimators.group_size import NO_PRIOR
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.measurements.assumption2 import ASSUMPTION2
 from grpo_ustat.measurements.group_size import (
+    SCALING,
+    Scaling,
     decision_sentence,
     extra_error_table,
     interval_note,
+    law_tables,
     noise_sentence,
     study_answer,
 )
@@ -28,6 +33,7 @@ from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.mse.pool_store import draws_of
 from grpo_ustat.pages.advice import noise_text
 from grpo_ustat.pages.learning import training_noise_sentence
+from grpo_ustat.runs.contents import content_of, record_of
 
 # n MSE = G + 2 + 9/(G-1): G* = 4, and 13, 9, 11.286, 18.6 at G = 2, 4, 8, 16
 RESULT = {
@@ -125,6 +131,61 @@ def test_what_the_data_cannot_tell_apart_is_not_called_a_cost():
     assert decision_sentence(unsaved_study(unknown), 256).endswith(
         "At 256 rollouts per step, no G is known to have an error within 10 % of the minimum."
     )
+
+
+# C1 = 4 with a standard error of .8: G* is 2.5, and 2.4 to 3.0 by the data alone
+CLOSE = {
+    "c1": 4.0, "gstar": 2.5, "gstar_low": 2.4, "gstar_high": 3.1,
+    "covariance": np.diag([0.64, 0.01, 0.01]).tolist(),
+}  # fmt: skip
+
+
+def test_the_prior_is_named_if_the_upper_end_comes_from_it():
+    """C1 = .06 with a standard error of .05 may be 0 by the data alone."""
+    wide = {"c1": 0.06, "c2": 9.0, "gstar": 13.2, "gstar_low": 6.7, "gstar_high": 117.0}
+    study = unsaved_study(changed(**wide, covariance=np.diag([0.0025, 0.8, 0.8]).tolist()))
+    assert decision_sentence(study, 256).startswith(
+        "The best G is about 13.2 [6.7, 117.0]. The upper end comes from the prior "
+        "(study.prior=weak): the data alone show only that G* is at least 7.8. At 256 rollouts "
+        "per step, use G = 16:"
+    )
+    for bounded in (RESULT, changed(**CLOSE)):
+        assert "prior" not in decision_sentence(unsaved_study(bounded), 256)
+
+
+def test_a_record_keeps_the_prior_of_its_decision():
+    """Without a prior the same numbers do not decide, and no size is recommended."""
+    no_end = CLOSE | {"gstar_high": None, "prior": "none"}
+    study = unsaved_study(changed(**no_end, gstar_data=2.5, gstar_data_low=2.4))
+    scaling = study.need(SCALING)
+    assert scaling.law.prior is NO_PRIOR and scaling.law.costs(256).tolerance is None
+    assert not scaling.needs_prior and extra_error_table(study) is None
+    assert scaling.gstar_data == (2.5, 2.4, math.inf)
+    assert record_of(Scaling, content_of(scaling)) == scaling
+    with pytest.raises(ConfigError, match="scaling is missing or has the wrong type"):
+        unsaved_study(changed(prior="strong")).need(SCALING)
+
+
+@pytest.mark.parametrize("prior, sources", [
+    ("weak", ["data alone", "prior alone", "data and prior"]), ("none", ["data alone"]),
+])  # fmt: skip
+def test_the_page_compares_the_data_with_the_prior(prior, sources):
+    study = unsaved_study(changed(**CLOSE, prior=prior))
+    table = law_tables({study: study.need(SCALING)})[0]
+    assert [row[0] for row in table.rows] == sources
+    assert table.rows[0][1:] == [2.5, pytest.approx(2.41, abs=0.01), pytest.approx(2.99, abs=0.01)]
+    if prior == "weak":
+        _, middle, low, high = table.rows[1]
+        assert (low, middle) == (pytest.approx(2.43, abs=0.02), pytest.approx(4.2, abs=0.1))
+        assert 48 < high < 142
+        assert table.rows[2][1:] == [2.5, 2.4, 3.1]
+
+
+def test_a_study_asks_for_a_prior_that_exists():
+    assert compose("mse").study.prior == "weak"
+    assert compose("mse", "study.prior=none").study.prior == "none"
+    with pytest.raises(ConfigError, match=r"unknown study\.prior 'flat': choose from weak, none"):
+        compose("mse", "study.prior=flat")
 
 
 @pytest.mark.parametrize(

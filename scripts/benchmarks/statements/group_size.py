@@ -12,20 +12,31 @@ noise at least   n_c(8) is below the printed lower bound
 share            the interval of the prompts' share of the noise at G = 8 misses the true share
 change           `advise` says raise or lower, from any of 4 to 64, to a size that is not better
 keep             `advise` keeps a size whose error exceeds the minimum by 30 % or more
+
+The first three are also judged in studies that draw questions until the data decide.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from counting import Asked, Cell, Kind
 from populations import FITTED, POPULATIONS, UNSEEN, Population
 
 from grpo_ustat.advise.runs import MIN_STEPS
-from grpo_ustat.estimators.group_size import USUAL_SIZES
+from grpo_ustat.estimators.group_size import PRIORS, USUAL_SIZES, Estimates, Prior
+from grpo_ustat.estimators.pilot import (
+    COMPLETIONS,
+    PILOT_COMPLETIONS,
+    PILOT_QUESTIONS,
+    completions_per_question,
+    next_count,
+)
 from grpo_ustat.estimators.scaling import MIN_GSTAR, ScalingLaw
 from grpo_ustat.measurements.group_size import NEIGHBOUR_OFFSETS
 from grpo_ustat.pages.advice import (
@@ -35,9 +46,11 @@ from grpo_ustat.pages.advice import (
     TOLERABLE_EXTRA_ERROR,
     group_size_advice,
 )
-from grpo_ustat.records import Array
+from grpo_ustat.records import Array, Integers
 
 CELLS = ((16, 16), (20, 32), (40, 16), (40, 32), (60, 32), (100, 16), (100, 32), (200, 16))
+# Largest number of questions, and completions per question; 0: as chosen by the pilot.
+STOPPING_CELLS = ((400, 16), (400, 32), (400, 0))
 SENTENCES = (
     "G", "G*", "costs", "worse", "at least", "noise", "noise at least", "share",
     "change", "keep",
@@ -56,24 +69,14 @@ MONITORED = (
 
 def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
     """Yield each statement that the study prints, with True if the statement is wrong."""
-    errors = {size: truth.n_mse(size) for size in USUAL_SIZES}
-    gstar = truth.best_size()
     size, tolerance = study.decide(USUAL_SIZES)
     interval = study.gstar()
     extra = {other: study.extra_error(other, size) for other in USUAL_SIZES if other <= 64}
-    true = {other: errors[other] / errors[size] - 1 for other in USUAL_SIZES}
+    true = {other: truth.n_mse(other) / truth.n_mse(size) - 1 for other in USUAL_SIZES}
     if tolerance is not None:
-        yield "G", errors[size] / min(errors.values()) - 1 > tolerance
-        yield "G*", not interval.low <= gstar <= interval.high
-        place = USUAL_SIZES.index(size)
-        near = {
-            USUAL_SIZES[place + step]
-            for step in NEIGHBOUR_OFFSETS
-            if 0 <= place + step < len(USUAL_SIZES)
-        } & set(extra)
-        yield "costs", any(not extra[x].low <= true[x] <= extra[x].high for x in near)
+        yield from judged_decision(truth, study)
     elif interval.low > MIN_GSTAR:
-        yield "at least", gstar < interval.low
+        yield "at least", truth.best_size() < interval.low
     worse = [other for other, (_, low, _) in extra.items() if low > 0]
     if worse:
         yield "worse", any(true[other] <= 0 for other in worse)
@@ -86,6 +89,24 @@ def judged(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
     if math.isfinite(share.low):
         yield "share", not share.low <= truth.prompt_share(SIZE).estimate <= share.high
     yield from advised(truth, study)
+
+
+def judged_decision(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
+    """Yield "G", "G*" and "costs" of a study that decides, with True if the statement is wrong."""
+    errors = {size: truth.n_mse(size) for size in USUAL_SIZES}
+    size, tolerance = study.decide(USUAL_SIZES)
+    assert tolerance is not None
+    interval = study.gstar()
+    yield "G", errors[size] / min(errors.values()) - 1 > tolerance
+    yield "G*", not interval.low <= truth.best_size() <= interval.high
+    place = USUAL_SIZES.index(size)
+    wrong = False
+    for step in NEIGHBOUR_OFFSETS:
+        if 0 <= place + step < len(USUAL_SIZES) and USUAL_SIZES[place + step] <= 64:
+            near = USUAL_SIZES[place + step]
+            extra = study.extra_error(near, size)
+            wrong |= not extra.low <= errors[near] / errors[size] - 1 <= extra.high
+    yield "costs", wrong
 
 
 def advised(truth: ScalingLaw, study: ScalingLaw) -> Iterator[tuple[str, bool]]:
@@ -131,6 +152,113 @@ def sentences(name: str, asked: Asked) -> Iterator[Cell]:
             (dict(judged(population.law, study)) for study in studies),
             statements=SENTENCES,
         )
+
+
+def stopping(name: str, asked: Asked) -> Iterator[Cell]:
+    """Judge studies that draw questions until the data decide; cells are questions x completions.
+
+    The first number is the largest number of questions. A study stops at the first look that
+    decides. If none decides, `rollouts` is infinite. A cell with 0 completions has a pilot, which
+    chooses the number of completions for the later looks. The column `fixed` has the smallest
+    number of rollouts at which 80 % of studies decide if they look only once.
+    """
+    population, rng = POPULATIONS[name](), np.random.default_rng([asked.seed, 31])
+    most = max(questions for questions, _ in asked.cells)
+    counts = looks(most)
+    studies: list[GrowingStudy] = []
+    for chosen, outcomes in population.draw_studies(most, max(COMPLETIONS), asked.studies, rng):
+        for first in range(0, len(chosen), most):
+            of_study = slice(first, first + most)
+            studies.append(grown(population, chosen[of_study], outcomes[of_study], counts))
+    facts = {"fitted": name in FITTED, "gstar": round(population.law.best_size(), 2)}
+    for prior in PRIORS.values():
+        decided = {size: decisions(studies, size, prior) for size in COMPLETIONS}
+        for questions, completions in asked.cells:
+            within = [count for count in counts if count <= questions]
+            shares = decided[completions].mean(axis=1) if completions else ()
+            enough = (m for m, share in zip(within, shares, strict=False) if share >= 0.8)
+            more = {
+                "prior": prior.name,
+                "completions": completions or "pilot",
+                "fixed": next(enough, math.inf) * completions if completions else None,
+            }
+            stops = [
+                stopped(population.law, study, place, completions, within, decided, prior)
+                for place, study in enumerate(studies)
+            ]
+            yield Cell(facts | more, stops, statements=("G", "G*", "costs"))
+
+
+def looks(most: int) -> list[int]:
+    """Return the numbers of questions at which a study of at most `most` questions looks."""
+    counts = [next_count(0, most)]
+    while counts[-1] < most:
+        counts.append(next_count(counts[-1], most))
+    return counts
+
+
+class GrowingStudy(NamedTuple):
+    """A simulated study at each of its looks."""
+
+    # Number of completions per question that the pilot chooses.
+    chosen: int
+    # Scaling laws at the looks, by the number of completions per question.
+    laws: Mapping[int, Sequence[ScalingLaw]]
+
+
+def grown(
+    population: Population, chosen: Integers, outcomes: Integers, counts: Sequence[int]
+) -> GrowingStudy:
+    """Estimate the scaling law at each look, with each number of completions."""
+    pilot = population.pool_of_outcomes(
+        chosen[:PILOT_QUESTIONS], outcomes[:PILOT_QUESTIONS, :PILOT_COMPLETIONS]
+    )
+    scored = {size: population.scored(chosen, outcomes[:, :size]) for size in COMPLETIONS}
+    return GrowingStudy(
+        completions_per_question(pilot, max(COMPLETIONS)),
+        {size: [prompts.law(m) for m in counts] for size, prompts in scored.items()},
+    )
+
+
+def decisions(studies: Sequence[GrowingStudy], completions: int, prior: Prior) -> Array:
+    """Return True where a look of a study decides, [L, S]."""
+    looks_LS = zip(*(study.laws[completions] for study in studies), strict=True)
+    rows: list[Array] = []
+    for laws in looks_LS:
+        estimates = Estimates(
+            np.array([law.constants_4[:3] for law in laws]),
+            np.array([law.covariance_33 for law in laws]),
+            laws[0].dof,
+            laws[0].prompts,
+            prior,
+        )
+        rows.append(np.isfinite(estimates.decide(USUAL_SIZES)[1]))
+    return np.array(rows)
+
+
+def stopped(
+    truth: ScalingLaw,
+    study: GrowingStudy,
+    place: int,
+    completions: int,
+    counts: Sequence[int],
+    decided: Mapping[int, Array],
+    prior: Prior,
+) -> dict[str, bool | float]:
+    """Return the statements of a study at the first look that decides, and its rollouts.
+
+    Args:
+        place: Position of the study in `decided`.
+        completions: Number of completions per question; 0 if the pilot chooses it.
+        counts: Numbers of questions at the looks.
+        decided: True where a look of a study decides, [L, S], by number of completions.
+    """
+    for look, count in enumerate(counts):
+        size = completions or (study.chosen if look else PILOT_COMPLETIONS)
+        if decided[size][look, place]:
+            law = replace(study.laws[size][look], prior=prior)
+            return {"rollouts": float(count * size), **dict(judged_decision(truth, law))}
+    return {"rollouts": math.inf}
 
 
 def needs(name: str, asked: Asked) -> Iterator[Cell]:
@@ -211,6 +339,7 @@ def verdict_of(truth: ScalingLaw, run_4S: Array, size: int, rollouts: int) -> di
 
 KINDS = {
     "group_size": Kind(sentences, [*FITTED, *UNSEEN], CELLS, 1000),
+    "stopping": Kind(stopping, [*FITTED, *UNSEEN], STOPPING_CELLS, 400),
     "needs": Kind(needs, [*FITTED, *UNSEEN], ((16, 16), (40, 16)), 40),
     "advice": Kind(advice, MONITORED, STEP_CELLS, 300),
 }
