@@ -331,7 +331,7 @@ def decision_sentence(study: Study, rollouts: int) -> str:
         return sentence
     text = costs_sentence(costs)
     if divisible != rollouts:
-        text = f"Only G = {rollouts} divides {rollouts}. {text}"
+        text = f"With {rollouts} rollouts per step, only G = {rollouts} is possible. {text}"
     # The sizes that divide n can be decided among, although G* has no interval.
     return f"{sentence} {text}" if scaling.is_decided else text
 
