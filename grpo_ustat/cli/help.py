@@ -73,7 +73,6 @@ BRIEF = {
     "study.rollouts": "n, completions per training step",
     "theorem.rollouts": "n, completions per step",
     "study.questions": "number of questions; null: all",
-    "study.prior": "weak, or none: the data alone decide",
     "study.metric": "euclidean, or adam for AdamW's step",
     "study.parameters": "regular expression for parameter names",
     "study.cut_at": "tokens at which completions were truncated",
