@@ -153,7 +153,7 @@ class Scaling:
     # 1 + sqrt(C3/C1), with the interval that uses the prior.
     gstar: Interval
     # The same estimate, with the interval of the data alone.
-    gstar_data: Sometimes[Interval] = None
+    gstar_data: Interval
     # Name of the prior of C1/C3, a key of `PRIORS`.
     prior: Annotated[str, tuple(PRIORS)] = WEAK_PRIOR.name
     # sqrt(C3/C1).

@@ -241,6 +241,36 @@ def test_after_an_interruption_the_looks_and_the_result_are_the_same(
 
 
 @pytest.mark.slow
+def test_a_pilot_that_grows_is_read_alike_after_an_interruption(tmp_path, monkeypatch):
+    """The pilot's parts are 16 + 8 completions, later questions have one part of 24."""
+    words = (*SHORT, "budget.pool_completions=24", "study.questions=26")
+    monkeypatch.setattr(until_decided, "completions_per_question", lambda pool, most: most)
+    expected = study(tmp_path / "whole", *words)
+    assert looks_of(expected) == [(20, 16), (25, 24), (26, 24)]
+    names = sorted(p.name.split("-", 1)[1] for p in (tmp_path / "whole/pool").glob("*-*.safe*"))
+    assert names == 20 * ["0-16.safetensors"] + 6 * ["0-24.safetensors"] + 20 * ["16-8.safetensors"]
+    reads, read = [], until_decided.read_pool
+
+    def interrupted(*arguments):
+        reads.append(1)
+        if len(reads) == 2:
+            raise KeyboardInterrupt
+        return read(*arguments)
+
+    monkeypatch.setattr(until_decided, "read_pool", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path / "cut", *words)
+    assert study(tmp_path / "cut", *words)["looks"] == expected["looks"]
+
+
+@pytest.mark.slow
+def test_a_later_checkpoint_is_measured_on_the_questions_drawn(tmp_path):
+    result = study(tmp_path / "run", *SHORT, "study.questions=22", "study.scored_by=embedded:tiny")
+    assert looks_of(result) == [(20, 8), (22, 8)] and result["off_policy"]
+    assert result["questions"] == 22
+
+
+@pytest.mark.slow
 def test_a_pool_of_the_same_questions_is_read_and_nothing_is_sampled(whole, tmp_path, monkeypatch):
     """Of the study itself, and of a fixed study whose parts are longer than a pilot's."""
     path, result = whole

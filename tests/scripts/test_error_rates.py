@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from grpo_ustat.estimators.group_size import PRIORS, USUAL_SIZES, WEAK_PRIOR
 from grpo_ustat.estimators.groups import law_of_prompts
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.scaling import ScalingLaw
@@ -81,6 +84,58 @@ def test_a_population_is_enumerated():
     (study,) = population.studies(6000, 8, 1, np.random.default_rng(0))
     error_4 = np.sqrt(np.diagonal(study.covariance_K44.sum(axis=0)))
     assert (abs(study.constants_4 - population.law.constants_4) < 4 * error_4).all()
+
+
+def test_a_growing_study_is_a_study_of_its_first_prompts(rng):
+    """At each look: the law of the first prompts, and the decision of this law."""
+    population, counts = UNSEEN["opposed"](), [20, 25, 32]
+    chosen = rng.integers(len(population.p_PY), size=32)
+    outcomes = population.draw(chosen, 64, rng)
+    study = group_size.grown(population, chosen, outcomes, counts)
+    for size, laws in study.laws.items():
+        for prior in PRIORS.values():
+            decided_L = group_size.decisions([study], size, prior)[:, 0]
+            assert decided_L.tolist() == [
+                replace(law, prior=prior).decide(USUAL_SIZES).tolerance is not None for law in laws
+            ]
+        for count, law in zip(counts, laws, strict=True):
+            pool = population.pool_of_outcomes(chosen[:count], outcomes[:count, :size])
+            ghat = np.einsum(
+                "pn,pnd->pd", pool_gradient_weights(pool.rewards_PN), pool.features_PNR
+            )
+            expected, *_ = law_of_prompts(pool.rewards_PN, pool.sq_norm_PN, ghat @ ghat.T)
+            np.testing.assert_allclose(law.constants_4, expected.constants_4)
+            np.testing.assert_allclose(law.covariance_33, expected.covariance_33)
+
+
+def test_a_study_stops_at_the_first_look_that_decides():
+    """Looks at 20, 25 and 32 questions; only the pilot's look has 16 completions."""
+    truth = ScalingLaw.exact(1.0, 2.0, 9.0)
+    sharp = replace(ScalingLaw.stored(1.0, 2.0, 9.0, 1e-6 * np.eye(3), 99.0), prompts=100)
+    study = group_size.GrowingStudy(64, dict.fromkeys((16, 32, 64), [sharp] * 3))
+    later, never = np.array([[False], [True], [True]]), np.zeros((3, 1), bool)
+    decided = {16: later, 32: never, 64: later}
+    stops = {
+        size: group_size.stopped(truth, study, 0, size, [20, 25, 32], decided, WEAK_PRIOR)
+        for size in (16, 32, 0)
+    }
+    assert stops[16] == {"rollouts": 400.0, "G": False, "G*": False, "costs": False}
+    assert stops[32] == {"rollouts": math.inf} and stops[0]["rollouts"] == 1600.0
+    row = counts([400.0, 500.0, 600.0, 700.0, math.inf])
+    assert (row["median"], row["quantile_80"]) == (600.0, 700.0)
+    assert group_size.looks(40) == [20, 25, 32, 40]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["light, G* 8.8", "Pareto, high", "clustered", "rare success"])
+def test_stopping_when_the_data_decide_keeps_what_is_printed_rarely_wrong(name):
+    """Of 150 studies of at most 200 questions, with and without the prior."""
+    cells = [(200, 16), (200, 0)]
+    for row in rows(group_size.stopping, name, cells, 150):
+        if row["sentence"] == "rollouts":
+            assert row["median"] <= 3200, row
+        else:
+            assert row["printed"] >= 120 and rarely(row["wrong"], row["printed"]), row
 
 
 @pytest.mark.nightly
