@@ -47,6 +47,7 @@ independent of a completion given that it was drawn. Two estimates avoid this:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -54,8 +55,8 @@ from itertools import accumulate
 import numpy as np
 
 from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, compositions
-from grpo_ustat.estimators.plans import Plan, Rewards, Setting, trained_stages
-from grpo_ustat.records import Array, Integers
+from grpo_ustat.estimators.plans import Plan, Rewards, Setting, all_of, trained_stages
+from grpo_ustat.records import Array, Integers, ScorePool
 
 # Largest number of paths that are listed. If a plan has more, orders of the pool are drawn.
 MAX_PATHS = 5000
@@ -71,6 +72,7 @@ class TooManyPaths(ValueError):
 class Paths:
     """All paths of a plan, for given reward levels. Axes: C paths, L levels."""
 
+    plan: Plan
     level_L: Array
     # Counts by stage and level, without a history.
     stages_C: list[Counts]
@@ -82,23 +84,20 @@ class Paths:
     counts_CL: Integers
     # Number of completions that are generated, without a history.
     generated_C: Array
-    # False if another prompt replaces the prompt.
-    kept_C: Array
-
-    @property
-    def number_trained_C(self) -> Array:
-        """Number of completions that are trained."""
-        return np.array([sum(map(sum, stages)) for stages in self.trained_C], dtype=float)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of the scores on every path, by level."""
+    """Weights of an estimate on every path."""
 
-    # Sum of the weights, A.
+    # Sum of the weights by level, A.
     sum_CL: Array
-    # Sum of the squared weights, Q.
+    # Sum of the squared weights by level, Q.
     square_CL: Array
+    # Number of completions that are trained.
+    trained_C: Array
+    # 0 if another prompt replaces the prompt, otherwise 1; None if the plan replaces no prompts.
+    kept_C: Array | None = None
 
 
 def paths_of(plan: Plan, setting: Setting, levels: Sequence[float]) -> Paths:
@@ -117,21 +116,21 @@ def paths_of(plan: Plan, setting: Setting, levels: Sequence[float]) -> Paths:
             raise TooManyPaths(
                 f"plan {plan.name} has more than {MAX_PATHS} paths at {len(levels)} reward levels"
             )
-    stages_C, trained_C, kept = [], [], []
+    stages_C: list[Counts] = []
+    trained_C: list[Counts] = []
     for path in found_paths:
         rewards = tuple(_rewards(stage, levels) for stage in path)
         trained = trained_stages(plan, rewards)
         stages_C.append(path[plan.has_history :])
         trained_C.append(tuple(_counts(stage, levels) for stage in trained))
-        kept.append(not plan.replaces or len({x for stage in trained for x in stage}) > 1)
     return Paths(
+        plan,
         np.array(levels, dtype=float),
         stages_C,
         trained_C,
         np.array([sum(map(_log_orders, path)) for path in found_paths]),
         np.array([np.sum(path, axis=0) for path in found_paths], dtype=np.int64),
         np.array([sum(map(sum, stages)) for stages in stages_C], dtype=float),
-        np.array(kept, dtype=float),
     )
 
 
@@ -192,10 +191,10 @@ def chances(paths: Paths, probability_UL: Array) -> Array:
 
     >>> from grpo_ustat.estimators.plans import PLANS
     >>> until_mixed = paths_of(PLANS["until_mixed"], Setting(size=2, most=4), [0.0, 1.0])
-    >>> [stages[-1] for stages in until_mixed.stages_C]  # the last draw, (wrong, right)
-    [(1, 0), (0, 1), (0, 1), (1, 1), (1, 0), (1, 0), (0, 1)]
+    >>> [path[-1] for path in until_mixed.stages_C]  # wrong and right completions of the last round
+    [(2, 0), (1, 1), (0, 2), (1, 1), (2, 0), (1, 1), (0, 2)]
     >>> chances(until_mixed, np.array([[0.5, 0.5]])).round(9).tolist()
-    [[0.0625, 0.0625, 0.125, 0.5, 0.125, 0.0625, 0.0625]]
+    [[0.0625, 0.125, 0.0625, 0.5, 0.0625, 0.125, 0.0625]]
     """
     with np.errstate(divide="ignore"):
         log_UL = np.log(probability_UL)
@@ -203,33 +202,36 @@ def chances(paths: Paths, probability_UL: Array) -> Array:
     return np.exp(paths.log_orders_C + terms_UCL.sum(axis=2))
 
 
-# Function that returns the weight of every trained completion, by stage.
-Estimate = Callable[[Rewards], list[Array]]
+# Function (rewards of the trained completions by stage, baseline) -> weight of each of them. If the
+# baseline is None, it is the mean of other trained completions.
+Estimate = Callable[[Rewards, "float | None"], list[Array]]
 
 
-def per_rollout(trained: Rewards) -> list[Array]:
+def per_rollout(trained: Rewards, baseline: float | None = None) -> list[Array]:
     """Sum leave-one-out advantages, so that every trained completion of a batch weighs the same.
 
     >>> [x.tolist() for x in per_rollout(((0.0, 0.0), (1.0,)))]
     [[-0.5, -0.5], [1.0]]
     """
+    if baseline is not None:
+        return [np.array(stage) - baseline for stage in trained]
     count, total = sum(map(len, trained)), sum(map(sum, trained))
     if count < 2:
         return [np.zeros(len(stage)) for stage in trained]
     return [(count * np.array(stage) - total) / (count - 1) for stage in trained]
 
 
-def per_prompt(trained: Rewards) -> list[Array]:
+def per_prompt(trained: Rewards, baseline: float | None = None) -> list[Array]:
     """Average leave-one-out advantages, so that every prompt of a batch weighs the same.
 
     >>> [x.tolist() for x in per_prompt(((0.0, 1.0),))]
     [[-0.5, 0.5]]
     """
     count = max(1, sum(map(len, trained)))
-    return [weights / count for weights in per_rollout(trained)]
+    return [weights / count for weights in per_rollout(trained, baseline)]
 
 
-def earlier(trained: Rewards) -> list[Array]:
+def earlier(trained: Rewards, baseline: float | None = None) -> list[Array]:
     """Subtract the mean of the other completions of the same and of earlier stages.
 
     A first stage of a single completion has the baseline 0.
@@ -246,8 +248,11 @@ def earlier(trained: Rewards) -> list[Array]:
     return weights
 
 
-def without_last(trained: Rewards) -> list[Array]:
+def without_last(trained: Rewards, baseline: float | None = None) -> list[Array]:
     """Subtract the mean of the other completions, without those of the last stage.
+
+    If drawing stops at the k-th success, the baseline of the last completion is (k-1)/(T-1), the
+    unbiased estimate of the success rate (Haldane 1945).
 
     >>> [x.tolist() for x in without_last(((0.0, 0.0), (1.0,)))]
     [[0.0, 0.0], [1.0]]
@@ -262,11 +267,6 @@ def without_last(trained: Rewards) -> list[Array]:
     return [*first, np.array(trained[-1]) - total / count]
 
 
-def first_stage(trained: Rewards) -> list[Array]:
-    """Average the leave-one-out advantages of the first stage; other weights are 0."""
-    return [*per_prompt(trained[:1]), *(np.zeros(len(stage)) for stage in trained[1:])]
-
-
 # Estimates by name. `all_orders` needs all paths; see `weights_of`.
 ALL_ORDERS = "all_orders"
 ESTIMATES: dict[str, Estimate] = {
@@ -277,6 +277,41 @@ ESTIMATES: dict[str, Estimate] = {
 }
 
 
+def estimates_of(plan: Plan) -> list[str]:
+    """Return the names of the estimates that are defined for a plan.
+
+    If only some of the generated completions are trained, that a completion is trained depends on
+    later stages, so the theory of `earlier` does not hold.
+    """
+    names = ["per_rollout", "per_prompt"]
+    if plan.trains is all_of and not plan.has_history:
+        names += ["earlier", "without_last"]
+    return names if plan.has_history else [*names, ALL_ORDERS]
+
+
+def distinct_weights(paths: Paths) -> dict[str, Weights]:
+    """Return the weights of every estimate whose weights are no multiple of an earlier estimate's.
+
+    `ALL_ORDERS` is left out if all completions are drawn in one stage.
+    """
+    weights: dict[str, Weights] = {}
+    for name in estimates_of(paths.plan):
+        if name == ALL_ORDERS and max(map(len, paths.stages_C)) == 1:
+            continue
+        of_estimate = weights_of(paths, name)
+        if not any(_are_multiples(of_estimate, other) for other in weights.values()):
+            weights[name] = of_estimate
+    return weights
+
+
+def _are_multiples(left: Weights, right: Weights) -> bool:
+    """Return True if the weights of two estimates differ by a factor."""
+    factor = np.sqrt(left.square_CL.sum() / max(right.square_CL.sum(), 1e-300))
+    return np.allclose(left.sum_CL, factor * right.sum_CL) and np.allclose(
+        left.square_CL, factor**2 * right.square_CL
+    )
+
+
 def weights_of(paths: Paths, estimate: str) -> Weights:
     """Return the weights of an estimate on every path.
 
@@ -285,14 +320,20 @@ def weights_of(paths: Paths, estimate: str) -> Weights:
     """
     if estimate == ALL_ORDERS:
         return _all_orders(paths)
-    sums, squares = [], []
-    for stages in paths.trained_C:
-        rewards = tuple(_rewards(counts, list(paths.level_L)) for counts in stages)
-        by_level = _by_level(stages, ESTIMATES[estimate](rewards))
-        sums.append(by_level[0])
-        squares.append(by_level[1])
-    kept_C1 = paths.kept_C[:, None]
-    return Weights(np.array(sums) * kept_C1, np.array(squares) * kept_C1)
+    levels = list(paths.level_L)
+    sums: list[Array] = []
+    squares: list[Array] = []
+    for generated, trained in zip(paths.stages_C, paths.trained_C, strict=True):
+        baseline = None
+        if paths.plan.baseline_of_generated:
+            baseline = float(np.sum(generated, axis=0) @ paths.level_L / np.sum(generated))
+        weights = ESTIMATES[estimate](tuple(_rewards(x, levels) for x in trained), baseline)
+        sum_L, square_L = _by_level(trained, weights)
+        sums.append(sum_L)
+        squares.append(square_L)
+    trained_C = np.array([sum(map(sum, stages)) for stages in paths.trained_C], dtype=float)
+    kept_C = (trained_C > 0).astype(float) if paths.plan.replaces else None
+    return Weights(np.array(sums), np.array(squares), trained_C, kept_C)
 
 
 def _by_level(stages: Counts, weights: Sequence[Array]) -> tuple[Array, Array]:
@@ -308,8 +349,9 @@ def _by_level(stages: Counts, weights: Sequence[Array]) -> tuple[Array, Array]:
 
 def _all_orders(paths: Paths) -> Weights:
     """Average the first stage's weights over all paths with the same completions."""
+    levels = list(paths.level_L)
     first_CL = np.array([
-        _by_level(stages[:1], first_stage((_rewards(stages[0], list(paths.level_L)),)))[0]
+        _by_level(stages[:1], per_prompt((_rewards(stages[0], levels),)))[0]
         for stages in paths.stages_C
     ])  # fmt: skip
     _, same_C = np.unique(paths.counts_CL, axis=0, return_inverse=True)
@@ -320,10 +362,21 @@ def _all_orders(paths: Paths) -> Weights:
         [(np.bincount(same_C, orders_C * first_C) / total_S)[same_C] for first_C in first_CL.T],
         axis=1,
     )
-    return Weights(sum_CL, sum_CL**2 / np.maximum(paths.counts_CL, 1))
+    square_CL = sum_CL**2 / np.maximum(paths.counts_CL, 1)
+    return Weights(sum_CL, square_CL, paths.generated_C)
 
 
-def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> GroupTerms:
+@dataclass(frozen=True)
+class PlanTerms:
+    """Terms of a plan with an estimate, and the numbers of completions."""
+
+    terms: GroupTerms
+    # Mean number of generated and of trained completions of every prompt.
+    generated_P: Array
+    trained_P: Array
+
+
+def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> PlanTerms:
     """Compute the terms of every prompt of a pool.
 
     Args:
@@ -336,8 +389,12 @@ def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> GroupTerms:
     energy_P, mean_PR = sums.moments(
         chance_UC, weights.sum_CL, products_CLL, weights.square_CL[:, :, None, None]
     )
-    kept_P = None if paths.kept_C.all() else (chance_UC @ paths.kept_C)[which_P]
-    return GroupTerms(energy_P, mean_PR, kept_P)
+    kept_P = None if weights.kept_C is None else (chance_UC @ weights.kept_C)[which_P]
+    return PlanTerms(
+        GroupTerms(energy_P, mean_PR, kept_P),
+        (chance_UC @ paths.generated_C)[which_P],
+        (chance_UC @ weights.trained_C)[which_P],
+    )
 
 
 def prompt_weight(paths: Paths, weights: Weights, p_U: Array) -> Array:
@@ -345,7 +402,8 @@ def prompt_weight(paths: Paths, weights: Weights, p_U: Array) -> Array:
 
     >>> from grpo_ustat.estimators.plans import PLANS
     >>> paths = paths_of(PLANS["fixed"], Setting(size=4), [0.0, 1.0])
-    >>> prompt_weight(paths, weights_of(paths, "per_rollout"), np.array([0.1, 0.5])).round(9).tolist()
+    >>> weights = weights_of(paths, "per_rollout")
+    >>> prompt_weight(paths, weights, np.array([0.1, 0.5])).round(9).tolist()
     [4.0, 4.0]
     """
     chance_UC = chances(paths, np.stack([1 - p_U, p_U], axis=1))
@@ -368,3 +426,88 @@ def constant_weight(paths: Paths, weights: Weights) -> float | None:
     kappa = float(rise_UL.mean())
     far = np.abs(rise_UL - kappa).max() > TOLERANCE * max(1.0, abs(kappa))
     return None if far or not kappa > 0 else kappa
+
+
+def drawn_plan_terms(
+    pool: ScorePool,
+    plan: Plan,
+    setting_P: Sequence[Setting],
+    estimates: Sequence[str],
+    order_PDN: Integers,
+    blocks: int,
+) -> dict[str, list[PlanTerms]]:
+    """Compute the terms of a plan over drawn orders, if its paths cannot be listed.
+
+    The result contains the terms from each block of orders, by estimate.
+
+    Args:
+        setting_P: setting for every prompt.
+        estimates: keys of `ESTIMATES`.
+        order_PDN: D orders of the completions of every prompt. Use the same for all plans.
+        blocks: number of equal blocks of orders, for the Monte Carlo error.
+    """
+    prompts, draws, completions = order_PDN.shape
+    energy_EPD = np.empty((len(estimates), prompts, draws))
+    weight_EPBN = np.zeros((len(estimates), prompts, blocks, completions))
+    generated_PD, trained_PD, kept_PD = np.empty((3, prompts, draws))
+    for x in range(prompts):
+        weight_EDN = np.zeros((len(estimates), draws, completions))
+        for d, order_N in enumerate(order_PDN[x]):
+            stages = _drawn_stages(plan, setting_P[x], pool.rewards_PN[x][order_N])
+            rewards = tuple(tuple(sorted(pool.rewards_PN[x][order_N[s]])) for s in stages)
+            trained = trained_stages(plan, rewards)
+            generated = [z for stage in rewards[plan.has_history :] for z in stage]
+            baseline = float(np.mean(generated)) if plan.baseline_of_generated else None
+            generated_PD[x, d] = len(generated)
+            trained_PD[x, d] = sum(map(len, trained))
+            kept_PD[x, d] = not plan.replaces or trained_PD[x, d] > 0
+            for e, estimate in enumerate(estimates):
+                by_stage = ESTIMATES[estimate](trained, baseline)
+                for place, kept, weights in zip(
+                    stages[plan.has_history :], trained, by_stage, strict=True
+                ):
+                    _place(weight_EDN[e, d], order_N[place], pool.rewards_PN[x], kept, weights)
+        energy_EPD[:, x] = ((weight_EDN @ pool.gram_PNN[x]) * weight_EDN).sum(axis=2)
+        weight_EPBN[:, x] = weight_EDN.reshape(len(estimates), blocks, -1, completions).mean(axis=2)
+    generated_PB, trained_PB, kept_PB = (
+        x.reshape(prompts, blocks, -1).mean(axis=2) for x in (generated_PD, trained_PD, kept_PD)
+    )
+    energy_EPB = energy_EPD.reshape(len(estimates), prompts, blocks, -1).mean(axis=3)
+    return {
+        estimate: [
+            PlanTerms(
+                GroupTerms(
+                    energy_EPB[e, :, b],
+                    np.einsum("pn,pnr->pr", weight_EPBN[e, :, b], pool.features_PNR),
+                    kept_PB[:, b] if plan.replaces else None,
+                ),
+                generated_PB[:, b],
+                trained_PB[:, b],
+            )
+            for b in range(blocks)
+        ]
+        for e, estimate in enumerate(estimates)
+    }
+
+
+def _drawn_stages(plan: Plan, setting: Setting, rewards_N: Array) -> list[slice]:
+    """Return the stages that a plan draws from a sequence of completions."""
+    stages: list[slice] = []
+    end = 0
+    while size := plan.more(tuple(tuple(sorted(rewards_N[s])) for s in stages), setting):
+        stages.append(slice(end, end + size))
+        end += size
+    return stages
+
+
+def _place(
+    weight_N: Array, place_T: Integers, rewards_N: Array, kept: Sequence[float], weights: Array
+) -> None:
+    """Write the weights of the trained completions of a stage to the completions drawn first."""
+    of_reward = dict(zip(kept, weights, strict=True))
+    left = Counter(kept)
+    for place in place_T:
+        reward = rewards_N[place]
+        if left[reward]:
+            left[reward] -= 1
+            weight_N[place] = of_reward[reward]

@@ -55,6 +55,7 @@ class Setting:
 
 
 Rule = Callable[[Rewards, Setting], int]
+Trains = Callable[[Rewards], Rewards]
 Saving = Callable[[tuple[float, ...], Array, Setting], Array]
 
 
@@ -81,10 +82,16 @@ class Plan:
     # True if the first stage comes from an earlier epoch, so that it is neither trained nor counted
     # as generated.
     has_history: bool = False
-    # True if another prompt replaces a prompt whose trained completions have equal rewards.
-    replaces: bool = False
     # Completions that are trained, by stage, as a function of all generated completions.
-    trains: Callable[[Rewards], Rewards] = all_of
+    trains: Trains = all_of
+    # True if another prompt replaces a prompt of which no completion is trained.
+    replaces: bool = False
+    # True if the baseline is the mean of all generated completions. False if it is the mean of the
+    # other trained completions.
+    baseline_of_generated: bool = False
+    # Smallest and largest number of completions of a prompt under a valued plan, in multiples of
+    # the mean. The smallest number is at least 2.
+    bounds: tuple[float, float] = (0.0, 4.0)
 
     def more(self, rewards: Rewards, setting: Setting) -> int:
         """Return the number of completions of the next stage; 0 to stop.
@@ -102,18 +109,24 @@ class Plan:
             return self.first_size(setting)
         if len(rewards) > 1:
             return 0
-        least = self.least_size(setting)
-        sizes_K = np.arange(least, setting.most, dtype=float)
+        least, most = self.least_size(setting), self.most_size(setting)
+        sizes_K = np.arange(least, most, dtype=float)
         worth = self.saving(rewards[0], sizes_K, setting) > setting.price
         return least + int(worth.sum()) - drawn
 
     def first_size(self, setting: Setting) -> int:
         """Return the number of completions of the history, or of the pilot, of a valued plan."""
-        return setting.history if self.has_history else max(MIN_GROUP_SIZE, setting.size // 2)
+        return setting.history if self.has_history else half(setting.size)
 
     def least_size(self, setting: Setting) -> int:
         """Return the smallest number of completions of a prompt under a valued plan."""
-        return MIN_GROUP_SIZE if self.has_history else self.first_size(setting)
+        if not self.has_history:
+            return self.first_size(setting)
+        return max(MIN_GROUP_SIZE, round(self.bounds[0] * setting.size))
+
+    def most_size(self, setting: Setting) -> int:
+        """Return the largest number of completions of a prompt under a valued plan."""
+        return min(setting.most, round(self.bounds[1] * setting.size))
 
 
 def trained_stages(plan: Plan, rewards: Rewards) -> Rewards:
@@ -146,9 +159,9 @@ def plan(
     words: str,
     source: str,
     *,
-    has_history: bool = False,
+    trains: Trains = all_of,
     replaces: bool = False,
-    trains: Callable[[Rewards], Rewards] = all_of,
+    baseline_of_generated: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Return a decorator that registers a rule in `PLANS` under its name; see `Plan`."""
 
@@ -156,20 +169,25 @@ def plan(
         """Register a rule in `PLANS` and return it."""
         name = rule.__name__
         PLANS[name] = Plan(
-            name, words, source, rule, has_history=has_history, replaces=replaces, trains=trains
-        )
+            name, words, source, rule, trains=trains, replaces=replaces,
+            baseline_of_generated=baseline_of_generated,
+        )  # fmt: skip
         return rule
 
     return declare
 
 
-def valued(words: str, source: str, *, has_history: bool) -> Callable[[Saving], Saving]:
+def valued(
+    words: str, source: str, *, has_history: bool, bounds: tuple[float, float]
+) -> Callable[[Saving], Saving]:
     """Return a decorator that registers a saving in `PLANS` under its name; see `Plan`."""
 
     def declare(saving: Saving) -> Saving:
         """Register a saving in `PLANS` and return it."""
         name = saving.__name__
-        PLANS[name] = Plan(name, words, source, saving=saving, has_history=has_history)
+        PLANS[name] = Plan(
+            name, words, source, saving=saving, has_history=has_history, bounds=bounds
+        )
         return saving
 
     return declare
@@ -195,6 +213,45 @@ def successes(rewards: Rewards) -> int:
     return sum(reward > 0 for stage in rewards for reward in stage)
 
 
+def half(size: int) -> int:
+    """Return half of a size, at least 2: the size of a pilot or of a round.
+
+    >>> half(8), half(3)
+    (4, 2)
+    """
+    return max(MIN_GROUP_SIZE, size // 2)
+
+
+def split(rewards: Rewards, right: int, wrong: int) -> Rewards:
+    """Return the right and the wrong completions that were drawn first, by stage.
+
+    Args:
+        right, wrong: largest number of completions with and without success.
+
+    >>> split(((0.0, 0.0, 1.0), (0.0, 1.0)), right=2, wrong=1)
+    ((0.0, 1.0), (1.0,))
+    """
+    left = {True: right, False: wrong}
+    stages: list[tuple[float, ...]] = []
+    for stage in rewards:
+        kept: list[float] = []
+        for reward in stage:
+            if left[reward > 0]:
+                left[reward > 0] -= 1
+                kept.append(reward)
+        stages.append(tuple(kept))
+    return tuple(stages)
+
+
+def mixed_only(rewards: Rewards) -> Rewards:
+    """Return all completions if their rewards differ, otherwise none.
+
+    >>> mixed_only(((0.0, 1.0),)), mixed_only(((0.0, 0.0),))
+    (((0.0, 1.0),), ((),))
+    """
+    return rewards if are_mixed(rewards) else tuple(() for _ in rewards)
+
+
 @plan("The same number of completions for every prompt.", "GRPO, arXiv 2402.03300")
 def fixed(rewards: Rewards, setting: Setting) -> int:
     """Draw a group of `size` completions.
@@ -207,7 +264,8 @@ def fixed(rewards: Rewards, setting: Setting) -> int:
 
 @plan(
     "Groups with equal rewards are replaced by groups of other prompts.",
-    "DAPO's dynamic sampling, arXiv 2503.14476",
+    "DAPO's dynamic sampling, arXiv 2503.14476; prime-rl, verl, OpenRLHF, NeMo-RL",
+    trains=mixed_only,
     replaces=True,
 )
 def refill(rewards: Rewards, setting: Setting) -> int:
@@ -220,33 +278,148 @@ def refill(rewards: Rewards, setting: Setting) -> int:
 
 
 @plan(
-    "Two completions, then one at a time until the rewards differ.",
-    "trl#7402, Reinforce-Ada, arXiv 2510.04996",
+    "Rounds of half the size until the rewards of the prompt differ.",
+    "trl#3758, trl#7402 with pass_rate; open-instruct#1861 at a fixed policy",
 )
 def until_mixed(rewards: Rewards, setting: Setting) -> int:
-    """Stop at the first completion whose reward differs from the others.
+    """Stop after the first round in which the rewards differ.
 
-    >>> [until_mixed(x, Setting(size=8)) for x in [(), ((0.0, 0.0),), ((0.0, 0.0), (1.0,))]]
-    [2, 1, 0]
+    >>> [until_mixed(x, Setting(size=8)) for x in [(), ((0.0,) * 4,), ((0.0,) * 3 + (1.0,),)]]
+    [4, 4, 0]
     """
-    if not rewards:
-        return MIN_GROUP_SIZE
-    return 0 if are_mixed(rewards) else 1
+    return 0 if are_mixed(rewards) else half(setting.size)
 
 
 @plan(
-    "Two completions, then one at a time until one is right.",
-    "Reinforce-Ada, positive-focused, arXiv 2510.04996",
+    "Rounds of half the size until one completion is right.",
+    "AR3PO, arXiv 2509.25808; Reinforce-Ada, positive-focused, before down-sampling",
 )
 def until_success(rewards: Rewards, setting: Setting) -> int:
-    """Stop at the first completion with a positive reward.
+    """Stop after the first round with a success.
 
-    >>> [until_success(x, Setting(size=8)) for x in [(), ((0.0, 0.0),), ((0.0, 1.0),)]]
+    >>> [until_success(x, Setting(size=8)) for x in [(), ((0.0,) * 4,), ((0.0,) * 3 + (1.0,),)]]
+    [4, 4, 0]
+    """
+    return 0 if successes(rewards) else half(setting.size)
+
+
+@plan(
+    "Two completions, then one at a time until the second success.",
+    "inverse sampling, Haldane 1945",
+)
+def second_success(rewards: Rewards, setting: Setting) -> int:
+    """Stop at the second success.
+
+    >>> [second_success(x, Setting(size=8)) for x in [(), ((0.0, 1.0),), ((1.0, 1.0),)]]
     [2, 1, 0]
     """
     if not rewards:
         return MIN_GROUP_SIZE
-    return 0 if successes(rewards) else 1
+    return int(successes(rewards) < 2)
+
+
+def balanced(rewards: Rewards) -> Rewards:
+    """Return the completions that Reinforce-Ada trains: half a round, if possible half of it right.
+
+    Missing right or wrong completions are replaced by the others.
+
+    >>> balanced(((0.0,) * 7 + (1.0,),))
+    ((0.0, 0.0, 0.0, 1.0),)
+    """
+    kept, right = half(len(rewards[0])), successes(rewards)
+    wrong = sum(map(len, rewards)) - right
+    of_right = min(right, max(kept // 2, kept - wrong))
+    return split(rewards, of_right, kept - of_right)
+
+
+@plan(
+    "Rounds of the size until a quarter of a round is right and a quarter is wrong; half a round "
+    "is trained.",
+    "Reinforce-Ada, balanced, arXiv 2510.04996v2 and its code",
+    trains=balanced,
+    baseline_of_generated=True,
+)
+def reinforce_ada(rewards: Rewards, setting: Setting) -> int:
+    """Stop when the trained half of a round can be balanced; see `balanced`.
+
+    >>> [reinforce_ada(x, Setting(size=8)) for x in [(), ((0.0,) * 8,), ((0.0,) * 6 + (1.0,) * 2,)]]
+    [8, 8, 0]
+    """
+    if not rewards:
+        return setting.size
+    needed, right = half(len(rewards[0])) // 2, successes(rewards)
+    wrong = sum(map(len, rewards)) - right
+    return 0 if min(right, wrong) >= needed else setting.size
+
+
+def rejected(rewards: Rewards) -> Rewards:
+    """Return the completions that AERO trains: all right ones and at most as many wrong ones.
+
+    If half or more are right, all are trained; if none or all are right, none.
+
+    >>> rejected(((0.0,) * 7 + (1.0,),)), rejected(((0.0, 1.0, 1.0),))
+    (((0.0, 1.0),), ((0.0, 1.0, 1.0),))
+    """
+    right, total = successes(rewards), sum(map(len, rewards))
+    return mixed_only(split(rewards, right, right if 2 * right < total else total))
+
+
+@plan(
+    "A group of the size, then two at a time while none is right, up to twice the size; all right "
+    "and as many wrong completions are trained.",
+    "AERO, arXiv 2602.14338, by AryaFayyazi/CGRPO's baselines/aero.py, without its posterior step",
+    trains=rejected,
+)
+def aero(rewards: Rewards, setting: Setting) -> int:
+    """Stop at the first success, or after twice the size.
+
+    >>> [aero(x, Setting(size=4)) for x in [(), ((0.0,) * 4,), ((0.0,) * 4, (0.0, 1.0))]]
+    [4, 2, 0]
+    """
+    if not rewards:
+        return setting.size
+    drawn = sum(map(len, rewards))
+    return 0 if successes(rewards) else min(2, 2 * setting.size - drawn)
+
+
+# Bounds of the share of right completions in a pilot that is committed.
+COMMITTED = (0.125, 0.75)
+
+
+def is_committed(pilot: tuple[float, ...]) -> bool:
+    """Return True if the success rate of a pilot is in `COMMITTED`.
+
+    >>> is_committed((0.0, 0.0, 1.0, 1.0)), is_committed((0.0,) * 4)
+    (True, False)
+    """
+    return COMMITTED[0] <= successes((pilot,)) / len(pilot) <= COMMITTED[1]
+
+
+def committed(rewards: Rewards) -> Rewards:
+    """Return all completions if the pilot was committed, otherwise none.
+
+    >>> committed(((0.0, 0.0),))
+    ((),)
+    """
+    return rewards if is_committed(rewards[0]) else tuple(() for _ in rewards)
+
+
+@plan(
+    "A pilot of half the size; if 12.5 to 75 % of it are right, three times as many more; other "
+    "prompts are replaced.",
+    "Pilot-Commit, arXiv 2605.26606, databricks/pilot-commit, without its stale pilots",
+    trains=committed,
+    replaces=True,
+)
+def pilot_commit(rewards: Rewards, setting: Setting) -> int:
+    """Commit to prompts whose pilot is neither too hard nor too easy.
+
+    >>> [pilot_commit(x, Setting(size=8)) for x in [(), ((0.0,) * 4,), ((0.0,) * 3 + (1.0,),)]]
+    [4, 0, 12]
+    """
+    if not rewards:
+        return half(setting.size)
+    return 3 * len(rewards[0]) if len(rewards) == 1 and is_committed(rewards[0]) else 0
 
 
 def posterior(history: tuple[float, ...], setting: Setting) -> tuple[float, float]:
@@ -257,10 +430,12 @@ def posterior(history: tuple[float, ...], setting: Setting) -> tuple[float, floa
 
 
 @valued(
-    "Sizes for the smallest sum of p (1-p) / (G-1), with p estimated from 8 earlier completions and "
-    "from the other prompts.",
-    "VIP, arXiv 2602.01601, with a Beta distribution in place of the Gaussian process",
+    "Sizes for the smallest sum of p (1-p) / (G-1), with p from 8 earlier completions and the "
+    "other prompts.",
+    "VIP, arXiv 2602.01601, with a Beta distribution in place of its Gaussian process and without "
+    "the term log p of its code",
     has_history=True,
+    bounds=(0.0, 4.0),
 )
 def vip(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
     """Return the fall of `E[p (1-p) | history] / (n-1)`, VIP's variance, by completion n+1.
@@ -274,25 +449,42 @@ def vip(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
 
 
 @valued(
-    "Sizes for the smallest sum of p (1-p) / (G-1), with p the mean of 8 earlier completions.",
+    "Sizes for the smallest sum of p (1-p) / (G-1), with p from 8 earlier completions alone.",
     "VIP, arXiv 2602.01601, without its prediction from other prompts",
     has_history=True,
+    bounds=(0.0, 4.0),
 )
 def p_one_minus_p(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
-    """Return the fall of `p (1-p) / (n-1)` by completion n+1, with the history's unbiased p (1-p).
+    """Return the fall of `p (1-p) / (n-1)` by completion n+1, with an unbiased estimate of p (1-p).
 
     >>> p_one_minus_p((0.0, 1.0), np.array([2.0]), Setting(size=4)).tolist()
     [0.25]
     """
-    variance = float(np.var(history, ddof=1))
-    return variance / ((sizes_K - 1) * sizes_K)
+    return float(np.var(history, ddof=1)) / ((sizes_K - 1) * sizes_K)
 
 
 @valued(
-    "Sizes for the largest sum of p (1-p)^2 (1 - p^G - (1-p)^G), with p the mean of 8 earlier "
+    "Sizes proportional to p (1-p) between half and 1.5 of the mean, with p from 8 earlier "
+    "completions.",
+    "DynaMO, arXiv 2602.19208",
+    has_history=True,
+    bounds=(0.5, 1.5),
+)
+def dynamo(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
+    """Return `p (1-p) / (n+1)`, which exceeds the price up to a size proportional to p (1-p).
+
+    >>> dynamo((0.0, 1.0), np.array([4.0]), Setting(size=8)).tolist()
+    [0.1]
+    """
+    return float(np.var(history, ddof=1)) / (sizes_K + 1)
+
+
+@valued(
+    "Sizes for the largest sum of p (1-p)^2 (1 - p^G - (1-p)^G), with p from 8 earlier "
     "completions.",
     "Knapsack RL, arXiv 2509.25849, without its fallback",
     has_history=True,
+    bounds=(0.0, 16.0),
 )
 def knapsack(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
     """Return the gain of Knapsack RL's value by completion n+1.
@@ -305,14 +497,15 @@ def knapsack(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Ar
 
 
 @valued(
-    "Half the completions as a pilot, then sizes for the smallest sum of p (1-p) / G.",
+    "A pilot of half the size, then sizes for the smallest sum of p (1-p) / G.",
     "two-stage allocation, Neyman 1934",
     has_history=False,
+    bounds=(0.0, 4.0),
 )
-def pilot_commit(pilot: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
+def pilot_then_size(pilot: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
     """Return the fall of `E[p (1-p) | pilot] / n` by completion n+1.
 
-    >>> pilot_commit((0.0, 1.0), np.array([2.0]), Setting(size=4)).round(4).tolist()
+    >>> pilot_then_size((0.0, 1.0), np.array([2.0]), Setting(size=4)).round(4).tolist()
     [0.0333]
     """
     a, b = posterior(pilot, setting)

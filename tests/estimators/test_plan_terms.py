@@ -13,10 +13,11 @@ from prompt_pools import whole_pool
 from grpo_ustat.estimators.group_terms import LevelSums
 from grpo_ustat.estimators.plan_terms import (
     ALL_ORDERS,
-    ESTIMATES,
     TooManyPaths,
     chances,
     constant_weight,
+    drawn_plan_terms,
+    estimates_of,
     paths_of,
     plan_terms,
     pool_chances,
@@ -31,7 +32,6 @@ FEATURES_YD = np.array([[1.0, 0.3], [-0.4, 1.1], [0.2, -2.0]])
 SCORES_YD = FEATURES_YD - CHANCE_Y @ FEATURES_YD
 REWARDS = {"0 and 1": np.array([1.0, 0.0, 1.0]), "three levels": np.array([0.0, 0.4, 1.0])}
 SETTING = Setting(size=3, most=3, history=2, price=0.02, prior=(0.6, 0.9))
-NAMES = [*ESTIMATES, ALL_ORDERS]
 
 
 def stopped(plan, setting, outcomes, z_Y):
@@ -56,24 +56,20 @@ def weights(name, plan, setting, outcomes, z_Y):
     place = [i for stage in trained for i in stage]
     z = z_Y[outcomes]
     weight = np.zeros(len(outcomes))
+    stage_of = {i: k for k, stage in enumerate(trained) for i in stage}
     for i in place:
-        others = {
-            "per_rollout": [j for j in place if j != i],
-            "per_prompt": [j for j in place if j != i],
-            "earlier": [
-                j for k, stage in enumerate(trained) for j in stage
-                if j != i and k <= next(k for k, stage in enumerate(trained) if i in stage)
-            ],
-            "without_last": [
-                j for stage in (trained[:-1] if len(trained) > 1 else trained) for j in stage
-                if j != i
-            ],
-        }[name]  # fmt: skip
-        weight[i] = z[i] - np.mean(z[others]) if others else (z[i] if name != "per_rollout" else 0)
-        if name == "per_prompt":
-            weight[i] = weight[i] / len(place) if len(place) > 1 else 0.0
-    if plan.replaces and len(set(z[place])) < 2:
-        weight[:] = 0
+        if name == "earlier":
+            others = [j for j in place if j != i and stage_of[j] <= stage_of[i]]
+        elif name == "without_last" and len(drawn) > 1:
+            others = [j for j in place if j != i and stage_of[j] < len(drawn) - 1]
+        else:
+            others = [j for j in place if j != i]
+        if plan.baseline_of_generated:
+            others = [j for stage in drawn for j in stage]
+        if others:
+            weight[i] = z[i] - np.mean(z[others])
+    if name == "per_prompt":
+        weight /= max(1, len(place))
     return weight, len(place)
 
 
@@ -111,10 +107,6 @@ def term(name, plan, setting, outcomes, z_Y):
     return weights(name, plan, setting, outcomes, z_Y)[0] @ SCORES_YD[list(outcomes)]
 
 
-def judged(plan, kind):
-    return (name for name in NAMES if name != ALL_ORDERS or not plan.has_history)
-
-
 @pytest.mark.parametrize("kind", REWARDS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=lambda plan: plan.name)
 def test_the_mean_over_all_pools_is_that_of_all_stopping_paths(plan, kind):
@@ -124,8 +116,8 @@ def test_the_mean_over_all_pools_is_that_of_all_stopping_paths(plan, kind):
     chance_P = CHANCE_Y[pools].prod(axis=1)
     pool = whole_pool(SCORES_YD[pools], z_Y[pools], np.ones_like(pools))
     sums, paths = LevelSums(pool, np.ones(pools.shape)), paths_of(plan, SETTING, sorted(set(z_Y)))
-    for name in judged(plan, kind):
-        terms = plan_terms(sums, paths, weights_of(paths, name))
+    for name in estimates_of(plan):
+        terms = plan_terms(sums, paths, weights_of(paths, name)).terms
         h_PD = np.array([term(name, plan, SETTING, list(outcomes), z_Y) for outcomes in pools])
         expected = chance_P @ np.square(h_PD).sum(axis=1), chance_P @ h_PD
         assert chance_P @ terms.energy_P == pytest.approx(expected[0], abs=1e-10), name
@@ -145,12 +137,33 @@ def test_the_terms_of_a_pool_are_the_mean_over_all_its_orders(plan, kind):
     outcomes = np.array([[0, 1, 1, 2, 2, 1]])
     pool = whole_pool(SCORES_YD[outcomes], z_Y[outcomes], np.ones_like(outcomes))
     sums, paths = LevelSums(pool, np.ones((1, 6))), paths_of(plan, setting, sorted(set(z_Y)))
-    for name in judged(plan, kind):
-        terms = plan_terms(sums, paths, weights_of(paths, name))
+    for name in estimates_of(plan):
+        terms = plan_terms(sums, paths, weights_of(paths, name)).terms
         orders = set(itertools.permutations(outcomes[0]))
         h_QD = np.array([term(name, plan, setting, list(order), z_Y) for order in orders])
         assert terms.energy_P[0] == pytest.approx(np.square(h_QD).sum(1).mean(), abs=1e-10), name
         assert terms.mean_PR[0] == pytest.approx(h_QD.mean(axis=0), abs=1e-10), name
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=lambda plan: plan.name)
+def test_drawn_orders_give_the_same_terms(plan, kind):
+    """All 720 orders of a pool of 6, as if they had been drawn."""
+    z_Y, setting = REWARDS[kind], Setting(size=3, most=4, history=2, price=0.02, prior=(0.6, 0.9))
+    outcomes = np.array([[0, 1, 1, 2, 2, 1], [1, 1, 1, 1, 2, 1]])
+    pool = whole_pool(SCORES_YD[outcomes], z_Y[outcomes], np.ones_like(outcomes))
+    sums, paths = LevelSums(pool, np.ones((2, 6))), paths_of(plan, setting, sorted(set(z_Y)))
+    orders = np.array([list(itertools.permutations(range(6)))] * 2)
+    names = [name for name in estimates_of(plan) if name != ALL_ORDERS]
+    drawn = drawn_plan_terms(pool, plan, [setting] * 2, names, orders, 1)
+    for name, (found,) in drawn.items():
+        exact = plan_terms(sums, paths, weights_of(paths, name))
+        assert found.terms.energy_P == pytest.approx(exact.terms.energy_P, abs=1e-10)
+        assert found.terms.mean_PR == pytest.approx(exact.terms.mean_PR, abs=1e-10)
+        assert found.generated_P == pytest.approx(exact.generated_P, abs=1e-10)
+        assert found.trained_P == pytest.approx(exact.trained_P, abs=1e-10)
+        if plan.replaces:
+            assert found.terms.kept_P == pytest.approx(exact.terms.kept_P, abs=1e-10)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=lambda plan: plan.name)
@@ -162,7 +175,7 @@ def test_binary_plans_reweight_prompts(plan):
     sequences = np.array(list(itertools.product(range(3), repeat=5)))
     chance_Q = CHANCE_Y[sequences].prod(axis=1)
     paths = paths_of(plan, SETTING, [0.0, 1.0])
-    for name in judged(plan, "0 and 1"):
+    for name in estimates_of(plan):
         h_QD = np.array([term(name, plan, SETTING, list(x), z_Y) for x in sequences])
         kappa = prompt_weight(paths, weights_of(paths, name), np.array([p]))[0]
         assert chance_Q @ h_QD == pytest.approx(kappa * gradient_D, abs=1e-10), name
@@ -178,19 +191,17 @@ def test_remedies_have_the_weights_of_their_theorems(levels):
             assert kappa == pytest.approx(1, abs=1e-9), plan.name
         if plan.has_history:
             assert constant_weight(paths, weights_of(paths, "per_prompt")) == pytest.approx(1)
-        if len(levels) == 2 and not plan.replaces and plan.trains is PLANS["fixed"].trains:
-            p_U = np.array([0.1, 0.4, 0.9])
-            trained_U = chances(paths, np.stack([1 - p_U, p_U], axis=1)) @ paths.number_trained_C
-            assert prompt_weight(paths, weights_of(paths, "earlier"), p_U) == pytest.approx(
-                trained_U
-            )
+        if len(levels) == 2 and "earlier" in estimates_of(plan):
+            p_U, weights = np.array([0.1, 0.4, 0.9]), weights_of(paths, "earlier")
+            trained_U = chances(paths, np.stack([1 - p_U, p_U], axis=1)) @ weights.trained_C
+            assert prompt_weight(paths, weights, p_U) == pytest.approx(trained_U)
 
 
 def test_stopping_by_rewards_is_biased():
     """Leave-one-out sums weigh prompts as they should not; equal groups do not."""
     p_U = np.array([0.1, 0.5, 0.9])
     for name, biased in {"fixed": False, "until_mixed": True, "until_success": True}.items():
-        paths = paths_of(PLANS[name], Setting(size=8, most=16), [0.0, 1.0])
+        paths = paths_of(PLANS[name], Setting(size=8, most=32), [0.0, 1.0])
         for estimate in ("per_rollout", "per_prompt"):
             kappa_U = prompt_weight(paths, weights_of(paths, estimate), p_U)
             assert (np.ptp(kappa_U) > 0.05 * kappa_U.mean()) == biased, (name, estimate)
@@ -198,14 +209,7 @@ def test_stopping_by_rewards_is_biased():
 
 def test_inverse_sampling_has_the_weights_of_girshick_mosteller_and_savage():
     """All orders at the second success: (k-1)(T-k)/((T-1)(T-2)) of the difference of the means."""
-
-    def second(rewards, setting):
-        if not rewards:
-            return 2
-        return int(sum(sum(stage) for stage in rewards) < 2)
-
-    plan = PLANS["until_success"].__class__("second", "", "", second)
-    paths = paths_of(plan, Setting(size=4, most=40), [0.0, 1.0])
+    paths = paths_of(PLANS["second_success"], Setting(size=4, most=40), [0.0, 1.0])
     weights = weights_of(paths, ALL_ORDERS)
     for counts_L, sum_L in zip(paths.counts_CL, weights.sum_CL, strict=True):
         right, total = counts_L[1], counts_L.sum()
@@ -218,3 +222,27 @@ def test_too_many_paths_are_refused():
     with pytest.raises(TooManyPaths, match="fixed"):
         paths_of(PLANS["fixed"], Setting(size=64), [k / 10 for k in range(11)])
     assert math.comb(64 + 10, 10) > 5000
+
+
+RATES = np.array([0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "most", "weights", "generated"),
+    [
+        ("until_mixed", 8, 32, [2.38, 1.66, 1.19, 1.1, 1.19, 1.66, 2.38],
+         [24.5, 11.2, 5.3, 4.5, 5.3, 11.2, 24.5]),
+        ("until_success", 16, 128, [2.23, 1.33, 1.04, 1, 1, 1, 1], [49.6, 14, 8.5, 8, 8, 8, 8]),
+        ("reinforce_ada", 8, 32, [7.17, 3.95, 1.35, 1, 1.35, 3.95, 7.17],
+         [30.9, 21, 10.3, 8.6, 10.3, 21, 30.9]),
+        ("pilot_commit", 32, 64, [0.09, 0.55, 0.98, 0.99, 0.77, 0.09, 0],
+         [17.9, 39.3, 62.7, 63.5, 52.2, 19.3, 16]),
+    ],
+)  # fmt: skip
+def test_weights_of_published_rules(name, size, most, weights, generated):
+    """A second computation of these weights, by sums over binary rewards, rounded."""
+    paths = paths_of(PLANS[name], Setting(size=size, most=most), [0.0, 1.0])
+    found = weights_of(paths, "per_prompt")
+    assert prompt_weight(paths, found, RATES) == pytest.approx(weights, abs=0.0051)
+    drawn = chances(paths, np.stack([1 - RATES, RATES], axis=1)) @ paths.generated_C
+    assert drawn == pytest.approx(generated, abs=0.051)
