@@ -374,6 +374,8 @@ class PlanTerms:
     # Mean number of generated and of trained completions of every prompt.
     generated_P: Array
     trained_P: Array
+    # Largest number of stages of a prompt, without a history.
+    stages: int
 
 
 def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> PlanTerms:
@@ -394,6 +396,7 @@ def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> PlanTerms:
         GroupTerms(energy_P, mean_PR, kept_P),
         (chance_UC @ paths.generated_C)[which_P],
         (chance_UC @ weights.trained_C)[which_P],
+        max(map(len, paths.stages_C)),
     )
 
 
@@ -450,6 +453,7 @@ def drawn_plan_terms(
     energy_EPD = np.empty((len(estimates), prompts, draws))
     weight_EPBN = np.zeros((len(estimates), prompts, blocks, completions))
     generated_PD, trained_PD, kept_PD = np.empty((3, prompts, draws))
+    most_stages = 0
     for x in range(prompts):
         weight_EDN = np.zeros((len(estimates), draws, completions))
         for d, order_N in enumerate(order_PDN[x]):
@@ -458,6 +462,7 @@ def drawn_plan_terms(
             trained = trained_stages(plan, rewards)
             generated = [z for stage in rewards[plan.has_history :] for z in stage]
             baseline = float(np.mean(generated)) if plan.baseline_of_generated else None
+            most_stages = max(most_stages, len(trained))
             generated_PD[x, d] = len(generated)
             trained_PD[x, d] = sum(map(len, trained))
             kept_PD[x, d] = not plan.replaces or trained_PD[x, d] > 0
@@ -483,6 +488,7 @@ def drawn_plan_terms(
                 ),
                 generated_PB[:, b],
                 trained_PB[:, b],
+                most_stages,
             )
             for b in range(blocks)
         ]
