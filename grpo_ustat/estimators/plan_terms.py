@@ -182,7 +182,7 @@ def pool_chances(paths: Paths, counts_UL: Array) -> Array:
     possible_UC = (left_UCL >= 0).all(axis=2)
     ways_UC = (gammaln(counts_UL + 1)[:, None] - gammaln(np.maximum(left_UCL, 0) + 1)).sum(axis=2)
     total_U1 = counts_UL.sum(axis=1, keepdims=True)
-    all_UC = gammaln(total_U1 + 1) - gammaln(total_U1 - drawn_C + 1)
+    all_UC: Array = gammaln(total_U1 + 1) - gammaln(total_U1 - drawn_C + 1)
     return np.where(possible_UC, np.exp(paths.log_orders_C + ways_UC - all_UC), 0.0)
 
 
@@ -510,10 +510,10 @@ def _place(
     weight_N: Array, place_T: Integers, rewards_N: Array, kept: Sequence[float], weights: Array
 ) -> None:
     """Write the weights of the trained completions of a stage to the completions drawn first."""
-    of_reward = dict(zip(kept, weights, strict=True))
+    of_reward = dict(zip(kept, weights.tolist(), strict=True))
     left = Counter(kept)
-    for place in place_T:
-        reward = rewards_N[place]
+    for place in place_T.tolist():
+        reward = float(rewards_N[place])
         if left[reward]:
             left[reward] -= 1
             weight_N[place] = of_reward[reward]
