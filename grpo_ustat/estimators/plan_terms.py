@@ -172,18 +172,23 @@ def pool_chances(paths: Paths, counts_UL: Array) -> Array:
         counts_UL: number of completions by level in each of U pools of N completions. N must be at
             least the number of completions on every path.
     """
+    drawn_C = paths.counts_CL.sum(axis=1)
+    total_U1 = counts_UL.sum(axis=1, keepdims=True)
+    assert drawn_C.max() <= total_U1.min(), (drawn_C.max(), total_U1.min())
+    left_UCL = counts_UL[:, None] - paths.counts_CL
+    possible_UC = (left_UCL >= 0).all(axis=2)
+    ways_UCL = _log_factorial(counts_UL)[:, None] - _log_factorial(np.maximum(left_UCL, 0))
+    ways_UC = ways_UCL.sum(axis=2)
+    all_UC = _log_factorial(total_U1) - _log_factorial(total_U1 - drawn_C)
+    return np.where(possible_UC, np.exp(paths.log_orders_C + ways_UC - all_UC), 0.0)
+
+
+def _log_factorial(counts: Array) -> Array:
+    """Return log(n!) of every number."""
     # Imported here, so that a refused command line does not wait for SciPy.
     from scipy.special import gammaln
 
-    most = int(counts_UL.sum(axis=1).min())
-    drawn_C = paths.counts_CL.sum(axis=1)
-    assert drawn_C.max() <= most, (drawn_C.max(), most)
-    left_UCL = counts_UL[:, None] - paths.counts_CL
-    possible_UC = (left_UCL >= 0).all(axis=2)
-    ways_UC = (gammaln(counts_UL + 1)[:, None] - gammaln(np.maximum(left_UCL, 0) + 1)).sum(axis=2)
-    total_U1 = counts_UL.sum(axis=1, keepdims=True)
-    all_UC: Array = gammaln(total_U1 + 1) - gammaln(total_U1 - drawn_C + 1)
-    return np.where(possible_UC, np.exp(paths.log_orders_C + ways_UC - all_UC), 0.0)
+    return np.asarray(gammaln(counts + 1), dtype=np.float64)
 
 
 def chances(paths: Paths, probability_UL: Array) -> Array:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from grpo_ustat.estimators.group_size import USUAL_SIZE
 from grpo_ustat.estimators.intervals import Interval
@@ -12,9 +13,12 @@ from grpo_ustat.estimators.plan_efficiencies import RATES, PlanRow, plan_efficie
 from grpo_ustat.estimators.plans import PLANS
 from grpo_ustat.measurements.base import (
     Figure,
+    Joint,
     Measurement,
     PoolStudy,
     Study,
+    by_pool,
+    study_columns,
     table_of_studies,
 )
 from grpo_ustat.measurements.loss_efficiencies import direction_text, efficiency_text
@@ -27,7 +31,8 @@ from grpo_ustat.pages.figures import (
     save,
 )
 from grpo_ustat.pages.tables import Table, enumeration
-from grpo_ustat.runs.contents import Size, Sometimes
+from grpo_ustat.runs.contents import Size, Sometimes, content_of, keys_of
+from grpo_ustat.runs.record import distinguishing_keys
 
 # Plans that published claims are about; they are measured with these claims.
 CLAIMED = ("vip", "p_one_minus_p", "knapsack")
@@ -272,6 +277,27 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
         save(figure, folder, "plans")
 
 
+def joint_tables(rows_by_study: Mapping[Study, list[PlanEfficiency]]) -> list[Table]:
+    """Return the table of a report, with a study for each pool, and its data."""
+    study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
+    firsts = [members[0] for members in by_pool(rows_by_study)]
+    data = [
+        study_columns(study.run, study_keys) | _flat(row)
+        for study in firsts
+        for row in rows_by_study[study]
+    ]
+    shown = tables({study: rows_by_study[study] for study in firsts})
+    return [replace(table, name="plans", data=data) for table in shown]
+
+
+def _flat(row: PlanEfficiency) -> dict[str, Any]:
+    """Return a row of a CSV file, which has the same keys for all plans."""
+    content = content_of(row)
+    weights = {each.success_rate: each.weight for each in row.weights}
+    of_plan = {key: content.get(key) for key in keys_of(PlanEfficiency) if key != "weights"}
+    return of_plan | {f"weight_{rate:g}": weights.get(rate) for rate in RATES}
+
+
 PLAN_EFFICIENCIES = Measurement(
     "plans",
     list[PlanEfficiency],
@@ -279,4 +305,5 @@ PLAN_EFFICIENCIES = Measurement(
     sentences,
     tables,
     figure=Figure("plans", "Weight of a prompt by its success rate", draw),
+    joint=Joint(joint_tables),
 )
