@@ -27,7 +27,7 @@ from grpo_ustat.estimators.efficiency import (
     update_moments,
 )
 from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, linear_terms
-from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import UNBIASED
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.plan_terms import (
@@ -162,8 +162,6 @@ def plan_efficiencies(
             setting = replace(setting, most=min(setting.most, most))
             of_plan = _judge(pool, sums, each, setting, seed)
             judged += [(each, estimate, setting, x) for estimate, x in of_plan.items()]
-        # The intervals of all plans at a size hold at once.
-        level = 1 - (1 - CONFIDENCE) / max(1, len(judged))
         for each, estimate, setting, of_estimate in judged:
             whole, metrics = of_estimate.whole, pool.metrics
             generated = error(whole.terms, whole.generated_P, of_estimate.scale)
@@ -185,8 +183,8 @@ def plan_efficiencies(
                     unbiased=of_estimate.scale is not None,
                     direction=direction(generated, metrics),
                     noise=Interval(*(min(x, 1.0) for x in noise)),
-                    at_generated=at_best_size(generated, unbiased, metrics, level),
-                    at_trained=at_best_size(trained, unbiased, metrics, level),
+                    at_generated=at_best_size(generated, unbiased, metrics),
+                    at_trained=at_best_size(trained, unbiased, metrics),
                     weights=of_estimate.weights,
                     monte_carlo_error=_standard_error(blocks),
                 )

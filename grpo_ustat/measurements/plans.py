@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ustat.estimators.group_size import USUAL_SIZE
-from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, normal_quantile
 from grpo_ustat.estimators.plan_efficiencies import RATES, PlanRow, plan_efficiencies
 from grpo_ustat.estimators.plans import PLANS
 from grpo_ustat.measurements.base import (
@@ -61,8 +61,7 @@ NOTES = (
     "A plan decides from the rewards drawn so far how many completions a prompt gets. An "
     "efficiency is the number of rollouts of leave_one_out at its best fixed G that are worth one "
     "rollout of the plan, if generated rollouts are counted, and if trained rollouts are counted. "
-    "Brackets contain 95 % intervals for new questions, which hold at once for all rows with the "
-    "same mean G.",
+    "Brackets contain 95 % intervals for new questions.",
     "The weight is how much a prompt counts in the expected update if 10 % or 90 % of its "
     "completions are right, relative to an unbiased gradient and to prompts with 50 %. The cosine "
     "is that of the expected update and the gradient.",
@@ -165,7 +164,8 @@ def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
     if not known:
         return []
     best, row = max(known, key=lambda pair: pair[0].estimate)
-    value = f"the relative efficiency of {row.label} is {efficiency_text(best)}"
+    best = _for_all(best, len(known))
+    value = f"the relative efficiency of {row.label}, the best plan, is {efficiency_text(best)}"
     finding = "The data do not show that unequal group sizes help"
     if best.low > 1:
         finding = "Unequal group sizes help"
@@ -180,6 +180,20 @@ def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
             "their success rate."
         )
     return lines
+
+
+def _for_all(efficiency: Interval, count: int) -> Interval:
+    """Widen an interval on the log scale, so that it holds for the best of several efficiencies.
+
+    The level is Bonferroni-corrected for the number of efficiencies.
+    """
+    wider = normal_quantile(1 - (1 - CONFIDENCE) / count) / normal_quantile()
+    estimate, low, high = efficiency
+    if not low > 0:
+        return efficiency
+    return Interval(
+        estimate, estimate * (low / estimate) ** wider, estimate * (high / estimate) ** wider
+    )
 
 
 def _is_biased(row: PlanEfficiency) -> bool:
@@ -265,7 +279,10 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
             )  # fmt: skip
         axes.axhline(1.0, color="black", linewidth=1.2, zorder=0.5, label="unbiased")
         axes.set_yscale("log")
-        ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
+        drawn = [each.weight for row in rows for each in row.weights]
+        bottom, top = max(min(*drawn, 0.5), low) / 1.2, 1.2 * min(max(*drawn, 2.0), high)
+        ticks = [x for x in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if bottom < x < top]
+        axes.set_ylim(bottom, top)
         axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_yticks([], minor=True)
         axes.set_xlabel("success rate of the prompt")

@@ -29,7 +29,7 @@ def test_dynamic_sampling_does_not_pay_where_it_saves_next_to_nothing(high, said
 @pytest.mark.parametrize(
     "efficiency, finding",
     [
-        ((1.1, 1.05, 1.2), "Unequal group sizes help"),
+        ((1.1, 1.04, 1.2), "Unequal group sizes help"),
         ((0.9, 0.8, 0.98), "Unequal group sizes do not help"),
         ((1.0, 0.8, 1.3), "The data do not show that unequal group sizes help"),
     ],
@@ -45,8 +45,8 @@ def test_unequal_groups_are_said_with_a_verdict(efficiency, finding):
         PlanEfficiency(plan="refill", mean_size=8, most=32, weights=[], reason="too few"),
     ]
     first, second = plans.sentences(rows, None)
-    values = "{:.2f} [{:.2f}, {:.2f}]".format(*efficiency)
-    assert first.startswith(f"{finding}: ") and first.endswith(f"until_mixed is {values}.")
+    assert first.startswith(f"{finding}: ") and "until_mixed" in first
+    assert f"{efficiency[0]:.2f} [" in first
     assert "until_mixed" in second and "vip" not in second and "knapsack" not in second
     assert plans.sentences([], None) == plans.sentences(rows[-1:], None) == []
 
