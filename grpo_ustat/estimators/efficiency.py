@@ -162,7 +162,7 @@ def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array
 def update_moments(
     terms: GroupTerms,
     gradient_PR: Array,
-    prompts: float,
+    prompts: float | Array,
     scale: float | None,
     metrics: int = 1,
 ) -> UpdateMoments:
@@ -171,7 +171,7 @@ def update_moments(
     Args:
         terms: terms of every prompt, at one G.
         gradient_PR: unbiased sketches of the prompts' gradients.
-        prompts: number of prompts, B = n / G, which may be fractional.
+        prompts: number of prompts, B = n / G, which may be fractional, and may be estimated, [D].
         scale: factor c; see `Loss.scale`.
         metrics: number of metrics, K; see `ScorePool.metrics`.
     """
@@ -232,10 +232,6 @@ def relative_efficiency(
 ) -> RelativeEfficiency:
     """Estimate the relative efficiency of a loss.
 
-    The best G of the unbiased estimate is selected with the same data. If the selected G is not the
-    true best G, the efficiency at the best G is overestimated. To compensate, the lower end of the
-    interval is the smallest lower end among all G that may be the best.
-
     Args:
         loss: error of the loss at n rollouts in groups of G.
         group_size: group size of the loss, G.
@@ -244,18 +240,33 @@ def relative_efficiency(
         metrics: number of metrics, K; see `ScorePool.metrics`.
         level: confidence level of each interval.
     """
-    efficiencies = {
-        size: relative(error_D, loss, metrics, level) for size, error_D in unbiased.items()
-    }
-    best, others = best_sizes(unbiased, metrics)
-    at_best = efficiencies[best]._replace(low=min(efficiencies[size].low for size in others))
+    at_same = relative(unbiased[group_size], loss, metrics, level)
     noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
     return RelativeEfficiency(
-        efficiency_same_g=efficiencies[group_size] if loss.kappa_known else UNKNOWN,
-        efficiency_best_g=at_best if loss.kappa_known else UNKNOWN,
+        efficiency_same_g=at_same if loss.kappa_known else UNKNOWN,
+        efficiency_best_g=at_best_size(loss, unbiased, metrics, level),
         direction=direction(loss, metrics, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )
+
+
+def at_best_size(
+    loss: LossError, unbiased: Mapping[int, Array], metrics: int = 1, level: float = CONFIDENCE
+) -> Interval:
+    """Estimate the relative efficiency against the unbiased estimate at its best G.
+
+    The best G of the unbiased estimate is selected with the same data. If the selected G is not the
+    true best G, the efficiency at the best G is overestimated. To compensate, the lower end of the
+    interval is the smallest lower end among all G that may be the best.
+
+    Args:
+        loss, unbiased, metrics, level: see `relative_efficiency`.
+    """
+    if not loss.kappa_known:
+        return UNKNOWN
+    best, others = best_sizes(unbiased, metrics)
+    lows = [relative(unbiased[size], loss, metrics, level).low for size in others]
+    return relative(unbiased[best], loss, metrics, level)._replace(low=min(lows))
 
 
 def relative(

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations_with_replacement
 from math import comb
 
@@ -135,7 +136,7 @@ class LevelSums:
         # Imported here, so that a refused command line does not wait for SciPy.
         from scipy.stats import multivariate_hypergeom
 
-        counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
+        counts_UL, which_P = self.distinct_counts
         # Probability that a group drawn from a prompt's pool has each of these compositions.
         counts_U1L = counts_UL[:, None].astype(np.int64)
         chance_UC = np.asarray(multivariate_hypergeom.pmf(composition_CL, counts_U1L, group_size))
@@ -144,28 +145,54 @@ class LevelSums:
         kinds, same_LL = len(self.kinds), np.eye(len(self.level_L))
         advantage_CJ = np.concatenate(list(by_kind(advantage_CL, self.kinds, beta)), axis=1)
         pair_counts_CLL = composition_CL[:, :, None] * (composition_CL[:, None] - same_LL)
-        pool_pairs_ULL = counts_UL[:, :, None] * (counts_UL[:, None] - same_LL)
         products_CJJ = advantage_CJ[:, :, None] * advantage_CJ[:, None]
         products_CJJ *= np.tile(pair_counts_CLL, (1, kinds, kinds))
-        members_CJ = advantage_CJ * np.tile(composition_CL, (1, kinds))
+        members_CJ = advantage_CJ * np.tile(composition_CL, (1, kinds)).astype(float)
+        advantage_CKL = advantage_CJ.reshape(len(composition_CL), kinds, -1)
+        squares_CLKK: Array = np.einsum(
+            "ckl,cjl,cl->clkj", advantage_CKL, advantage_CKL, composition_CL
+        )
+        energy_P, mean_PR = self.moments(chance_UC, members_CJ, products_CJJ, squares_CLKK)
+        kept_P = chance_UC.sum(axis=1)[which_P] if replaced else None
+        return GroupTerms(energy_P / group_size**2, mean_PR / group_size, kept_P)
+
+    @cached_property
+    def distinct_counts(self) -> tuple[Array, Integers]:
+        """Distinct numbers of completions by level, [U, L], and the index of each prompt's, [P]."""
+        counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
+        return counts_UL, which_P.reshape(-1)
+
+    def moments(
+        self,
+        chance_UC: Array,
+        members_CJ: Array,
+        products_CJJ: Array,
+        squares_CLKK: Array,
+    ) -> tuple[Array, Array]:
+        """Return E||T||^2, [P], and the sketches of E T, [P, R], of weighted sums of scores T.
+
+        Args:
+            chance_UC: chance of each of C ways to draw completions, from each of the
+                `distinct_counts`.
+            members_CJ: sums of the weights by kind and level.
+            products_CJJ: sums of `w_i w_j` over pairs i != j.
+            squares_CLKK: sums of `w_i w'_i` over a level, for the weights of two kinds.
+        """
+        kinds, levels = len(self.kinds), len(self.level_L)
+        counts_UL, which_P = self.distinct_counts
+        pool_pairs_ULL = counts_UL[:, :, None] * (counts_UL[:, None] - np.eye(levels))
         first_UJ = _over(chance_UC @ members_CJ, np.tile(counts_UL, (1, kinds)))
         cross_UJJ = _over(
             np.tensordot(chance_UC, products_CJJ, axes=1),
             np.tile(pool_pairs_ULL, (1, kinds, kinds)),
         )
-        advantage_CKL = advantage_CJ.reshape(len(composition_CL), kinds, -1)
-        squares_CLKK: Array = np.einsum(
-            "ckl,cjl,cl->clkj", advantage_CKL, advantage_CKL, composition_CL
-        )
         second_ULKK = _over(
             np.tensordot(chance_UC, squares_CLKK, axes=1), counts_UL[:, :, None, None]
         )
-        which_P = which_P.reshape(-1)
         energy_P = (second_ULKK[which_P] * self.own_PLKK).sum(axis=(1, 2, 3))
         energy_P += (cross_UJJ[which_P] * self.pairs_PJJ).sum(axis=(1, 2))
         mean_PR = np.einsum("pj,pjr->pr", first_UJ[which_P], self.features_PJR)
-        kept_P = chance_UC.sum(axis=1)[which_P] if replaced else None
-        return GroupTerms(energy_P / group_size**2, mean_PR / group_size, kept_P)
+        return energy_P, mean_PR
 
 
 def compositions(levels: int, group_size: int) -> Integers:

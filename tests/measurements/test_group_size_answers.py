@@ -107,7 +107,8 @@ def test_one_rollout_has_no_group():
         (97,
          "With 97 rollouts per step, only G = 97 is possible. At 104 rollouts per step, use "
          "G = 4: its error is within 5 % of the minimum. The error is 44 % [26 %, "
-         "54 %] larger at G = 2 and 25 % [18 %, 40 %] larger at G = 8. The leave-one-out gradient of 97 rollouts is 89 % noise [84 "
+         "54 %] larger at G = 2 and 25 % [18 %, 40 %] larger at G = 8. The leave-one-out "
+         "gradient of 97 rollouts is 89 % noise [84 "
          "%, 91 %]; at n = 770 it is half noise. Doubling the rollouts gives up to 1.8 times the "
          "progress per step."),
     ],
