@@ -525,6 +525,9 @@ def main() -> None:
         "--pools", type=Path, help="folder of scored pools (default: a temporary folder)"
     )
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument(
+        "--optimizers", nargs="+", default=["sgd", "adamw"], choices=["sgd", "adamw"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     asked = parser.parse_args()
     file = asked.only_analysis or asked.results
@@ -563,7 +566,7 @@ def main() -> None:
             Cell(policy, optimizer, name, factor, seed)
             for seed in asked.seeds
             for policy in asked.policies
-            for optimizer in ("sgd", "adamw")
+            for optimizer in asked.optimizers
             for name in arms[policy]
             for factor in FACTORS
         ]
