@@ -16,6 +16,8 @@ from grpo_ustat.config.reward_funcs import DATASET_FREE_REWARDS, TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING_SCHEDULES
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, plugin_baselines
+from grpo_ustat.estimators.plans import PLUGIN_GROUP as PLANS_GROUP
+from grpo_ustat.estimators.plans import plugin_plans
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 # Fields of a model that do not change results.
@@ -59,8 +61,8 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
 def identity(config: Any) -> dict[str, Any]:
     """Return a run's identity: the configuration keys that determine results, and hashes of files.
 
-    The hashed files are the weights, the data, and the modules of the user's baselines, rewards and
-    measurements.
+    The hashed files are the weights, the data, and the modules of the user's baselines, rewards,
+    plans and measurements.
     """
     keys = drop_unused_baselines(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
@@ -76,6 +78,7 @@ def identity(config: Any) -> dict[str, Any]:
         "plugin_baselines": baselines_fingerprint(config),
         "own_reward_funcs": reward_funcs_fingerprint(config.reward_funcs),
         "own_measurements": measurements_fingerprint(config),
+        "own_plans": plans_fingerprint(config),
     }
     return keys | {key: digest for key, digest in hashes.items() if digest is not None}
 
@@ -91,8 +94,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     - paths of local data, whose content is hashed instead
     - `study.part`, the part of a pool to fill
     - the number of minibatches, if the size of a minibatch is set
-    - settings of AdamW's metric, of corrections, of verdicts and of further measurements, if the
-      study does not use them
+    - settings of AdamW's metric, of corrections, of verdicts, of plans and of further measurements,
+      if the study does not use them
     - reward weights that are all 1
 
     The entry `tf32` is True if matrix products of the study use TF32.
@@ -137,6 +140,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
             study.pop("verdicts", None)
         if not study.get("measurements"):
             study.pop("measurements", None)
+        if not study.get("plans"):
+            study = {k: v for k, v in study.items() if k not in ("plans", "plan_sizes")}
         keys["study"] = study
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
@@ -227,6 +232,13 @@ def measurements_fingerprint(config: Any) -> str | None:
     """Hash the modules of measurements from installed packages; return None if there are none."""
     names: list[str] = config.study.measurements if hasattr(config, "baselines") else []
     files = [_module(MEASUREMENTS, name) for name in sorted(names)]
+    return _hash_of(files).hexdigest()[:12] if files else None
+
+
+def plans_fingerprint(config: Any) -> str | None:
+    """Hash the modules of plans from installed packages; return None if there are none."""
+    names: list[str] = config.study.plans if hasattr(config, "baselines") else []
+    files = [_module(PLANS_GROUP, name) for name in sorted(plugin_plans(names))]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 

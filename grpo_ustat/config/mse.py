@@ -32,7 +32,7 @@ from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, field, node
-from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
+from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch, load_plan
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, plugin_baselines
 from grpo_ustat.records import MIN_QUESTIONS
 
@@ -224,6 +224,8 @@ class MseConfig(Common):
             raise ConfigError("baselines, group_sizes, study.methods: name at least one")
         for name in self.study.measurements:
             check_entry_point(MEASUREMENTS, name, "study.measurements")
+        for name in self.study.plan_names:
+            load_plan("study.plans", name)
         self._check_metric()
         self._check_rollout()
         self._check_baselines()

@@ -8,10 +8,28 @@ from dataclasses import dataclass
 from grpo_ustat.config.common import LaunchConfig
 from grpo_ustat.config.own_functions import installed_measurements
 from grpo_ustat.config.schema import ConfigError, check_positive, field
+from grpo_ustat.estimators.plans import PLANS, Plan, plugin_plans
 from grpo_ustat.estimators.token_weights import CORRECTIONS
 
 METHODS = ("closed_form", "monte_carlo")
 METRICS = ("euclidean", "adam")
+# Choice of `study.plans` that stands for all built-in plans.
+ALL_PLANS = "all"
+
+
+def load_plan(key: str, name: str) -> Plan:
+    """Return a built-in plan or a plan of an installed package.
+
+    Args:
+        key: configuration key with the name, for errors.
+        name: one of the field's choices.
+    """
+    try:
+        return PLANS[name]
+    # The code of an installed package can raise any exception.
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
 
 
 @dataclass
@@ -104,6 +122,19 @@ class StudyConfig:
         "further measurements: entry points of grpo_ustat.measurements in installed packages",
         plugins=installed_measurements,
     )
+    plans: list[str] = field(
+        "rules for the number of completions of each prompt, whose bias and efficiency are "
+        "measured; all: every built-in plan",
+        choices=(*PLANS, ALL_PLANS),
+        plugins=plugin_plans,
+        distinct=True,
+    )
+    plan_sizes: list[int] = field(
+        "per prompt: the means at which plans are measured",
+        "completions",
+        at_least=4,
+        distinct=True,
+    )
     parameters: str | None = field(
         "regular expression for the names of the parameters to measure; null: all trainable "
         "parameters"
@@ -142,6 +173,11 @@ class StudyConfig:
         "tokens",
         positive=True,
     )
+
+    @property
+    def plan_names(self) -> list[str]:
+        """Names of the plans to measure."""
+        return list(PLANS) if ALL_PLANS in self.plans else self.plans
 
     @property
     def interval(self) -> str:

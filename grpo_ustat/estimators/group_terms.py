@@ -147,7 +147,7 @@ class LevelSums:
         pair_counts_CLL = composition_CL[:, :, None] * (composition_CL[:, None] - same_LL)
         products_CJJ = advantage_CJ[:, :, None] * advantage_CJ[:, None]
         products_CJJ *= np.tile(pair_counts_CLL, (1, kinds, kinds))
-        members_CJ = advantage_CJ * np.tile(composition_CL, (1, kinds))
+        members_CJ = advantage_CJ * np.tile(composition_CL, (1, kinds)).astype(float)
         advantage_CKL = advantage_CJ.reshape(len(composition_CL), kinds, -1)
         squares_CLKK: Array = np.einsum(
             "ckl,cjl,cl->clkj", advantage_CKL, advantage_CKL, composition_CL

@@ -10,7 +10,6 @@ half, and vice versa.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +26,9 @@ from grpo_ustat.estimators.efficiency import (
     ratio,
     update_moments,
 )
-from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums
+from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, linear_terms
 from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.estimators.losses import UNBIASED
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.estimators.plan_terms import (
     ALL_ORDERS,
@@ -45,7 +45,15 @@ from grpo_ustat.estimators.plan_terms import (
     prompt_weight,
     weights_of,
 )
-from grpo_ustat.estimators.plans import PLANS, Plan, Setting, fitted_prior, price_of
+from grpo_ustat.estimators.plans import (
+    PLANS,
+    Plan,
+    Setting,
+    all_of,
+    fitted_prior,
+    mixed_only,
+    price_of,
+)
 from grpo_ustat.records import MIN_QUESTIONS, Array, Integers, Mask, ScorePool
 
 MEAN_SIZES = (4, 8, 16)
@@ -136,52 +144,59 @@ def plan_efficiencies(
         )
         return loss_error(of_update, signal_D, pool.metrics)
 
-    rows: list[PlanRow] = []
     unbiased: dict[int, Array] = {}
-    for name, size in itertools.product(plans, sizes):
-        each, setting = PLANS[name], Setting(size, most=MOST_TIMES_MEAN * size)
-        if reason := refusal(pool, each, setting, unbiased_sizes):
-            rows.append(PlanRow(each, "", setting, reason))
-            continue
-        unbiased = unbiased or {
-            group_size: error(
-                sums.terms("leave_one_out", {}, group_size),
-                np.full(questions, float(group_size)),
-                1.0,
-            ).error_D
-            for group_size in unbiased_sizes
-        }
-        most = completions - each.has_history * setting.history
-        setting = replace(setting, most=min(setting.most, most))
-        for estimate, judged in _judge(pool, sums, each, setting, seed).items():
-            whole = judged.whole
-            generated = error(whole.terms, whole.generated_P, judged.scale)
-            trained = error(whole.terms, whole.trained_P, judged.scale)
-            efficiencies = [
-                at_best_size(error(x.terms, x.generated_P, None), unbiased, pool.metrics).estimate
-                for x in judged.blocks
+    if questions >= 2 * MIN_QUESTIONS:
+        for group_size in unbiased_sizes:
+            terms = linear_terms(pool, UNBIASED, group_size)
+            used_P = np.full(questions, float(group_size))
+            unbiased[group_size] = error(terms, used_P, 1.0).error_D
+    rows: list[PlanRow] = []
+    for size in sizes:
+        judged: list[tuple[Plan, str, Setting, _Judged]] = []
+        for each in map(PLANS.__getitem__, plans):
+            setting = Setting(size, most=MOST_TIMES_MEAN * size)
+            if reason := refusal(pool, each, setting, unbiased_sizes):
+                rows.append(PlanRow(each, "", setting, reason))
+                continue
+            most = completions - each.has_history * setting.history
+            setting = replace(setting, most=min(setting.most, most))
+            of_plan = _judge(pool, sums, each, setting, seed)
+            judged += [(each, estimate, setting, x) for estimate, x in of_plan.items()]
+        for each, estimate, setting, of_estimate in judged:
+            whole, metrics = of_estimate.whole, pool.metrics
+            generated = error(whole.terms, whole.generated_P, of_estimate.scale)
+            trained = error(whole.terms, whole.trained_P, of_estimate.scale)
+            blocks = [
+                at_best_size(
+                    error(x.terms, x.generated_P, of_estimate.scale), unbiased, metrics
+                ).estimate
+                for x in of_estimate.blocks
             ]
+            noise = ratio(generated.energy_D - generated.mean_sq_D, generated.energy_D, metrics)
             rows.append(
                 PlanRow(
                     each,
                     estimate,
                     setting,
-                    generated=_per_prompt(whole.generated_P, whole.terms.kept_P, pool.metrics),
-                    trained=_per_prompt(whole.trained_P, whole.terms.kept_P, pool.metrics),
-                    unbiased=judged.scale is not None,
-                    direction=direction(generated, pool.metrics),
-                    noise=ratio(
-                        generated.energy_D - generated.mean_sq_D, generated.energy_D, pool.metrics
-                    ),
-                    at_generated=at_best_size(generated, unbiased, pool.metrics),
-                    at_trained=at_best_size(trained, unbiased, pool.metrics),
-                    weights=judged.weights,
-                    monte_carlo_error=float(np.std(efficiencies, ddof=1) / BLOCKS**0.5)
-                    if efficiencies
-                    else None,
+                    generated=_per_prompt(whole.generated_P, whole.terms.kept_P, metrics),
+                    trained=_per_prompt(whole.trained_P, whole.terms.kept_P, metrics),
+                    unbiased=of_estimate.scale is not None,
+                    direction=direction(generated, metrics),
+                    noise=Interval(*(min(x, 1.0) for x in noise)),
+                    at_generated=at_best_size(generated, unbiased, metrics),
+                    at_trained=at_best_size(trained, unbiased, metrics),
+                    weights=of_estimate.weights,
+                    monte_carlo_error=_standard_error(blocks),
                 )
             )
     return rows
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of a mean; None if there are no values or one is unknown."""
+    if not (values and np.isfinite(values).all()):
+        return None
+    return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def _per_prompt(number_P: Array, kept_P: Array | None, metrics: int) -> Interval:
@@ -255,6 +270,7 @@ def _by_half(half_P: Integers, first: PlanTerms, second: PlanTerms) -> PlanTerms
         ),
         pick(first.generated_P, second.generated_P),
         pick(first.trained_P, second.trained_P),
+        max(first.stages, second.stages),
     )
 
 
@@ -277,10 +293,19 @@ def _rate_weights(pairs: Sequence[tuple[Paths, Weights]]) -> list[float]:
 def _judge_orders(
     pool: ScorePool, plan: Plan, setting_P: Sequence[Setting], seed: int
 ) -> dict[str, _Judged]:
-    """Compute the terms from drawn orders, which are the same for all plans."""
+    """Compute the terms from drawn orders, which are the same for all plans.
+
+    If all completions of a prompt are drawn in one stage, the mean of leave-one-out advantages is
+    unbiased, because the size of the stage does not depend on them.
+    """
     estimates = [name for name in estimates_of(plan) if name != ALL_ORDERS]
     blocks = drawn_plan_terms(pool, plan, setting_P, estimates, _orders(pool, seed), BLOCKS)
-    return {name: _Judged(_mean(terms), blocks=terms) for name, terms in blocks.items()}
+    judged = {name: _Judged(_mean(terms), blocks=terms) for name, terms in blocks.items()}
+    if judged["per_prompt"].whole.stages == 1 and plan.trains in (all_of, mixed_only):
+        judged["per_prompt"] = replace(judged["per_prompt"], scale=1.0)
+        if not plan.has_history:
+            return {"per_prompt": judged["per_prompt"]}
+    return judged
 
 
 def _orders(pool: ScorePool, seed: int) -> Integers:
@@ -302,6 +327,7 @@ def _mean(blocks: Sequence[PlanTerms]) -> PlanTerms:
         ),
         np.mean([x.generated_P for x in blocks], axis=0),
         np.mean([x.trained_P for x in blocks], axis=0),
+        blocks[0].stages,
     )
 
 

@@ -172,18 +172,23 @@ def pool_chances(paths: Paths, counts_UL: Array) -> Array:
         counts_UL: number of completions by level in each of U pools of N completions. N must be at
             least the number of completions on every path.
     """
+    drawn_C = paths.counts_CL.sum(axis=1)
+    total_U1 = counts_UL.sum(axis=1, keepdims=True)
+    assert drawn_C.max() <= total_U1.min(), (drawn_C.max(), total_U1.min())
+    left_UCL = counts_UL[:, None] - paths.counts_CL
+    possible_UC = (left_UCL >= 0).all(axis=2)
+    ways_UCL = _log_factorial(counts_UL)[:, None] - _log_factorial(np.maximum(left_UCL, 0))
+    ways_UC = ways_UCL.sum(axis=2)
+    all_UC = _log_factorial(total_U1) - _log_factorial(total_U1 - drawn_C)
+    return np.where(possible_UC, np.exp(paths.log_orders_C + ways_UC - all_UC), 0.0)
+
+
+def _log_factorial(counts: Array) -> Array:
+    """Return log(n!) of every number."""
     # Imported here, so that a refused command line does not wait for SciPy.
     from scipy.special import gammaln
 
-    most = int(counts_UL.sum(axis=1).min())
-    drawn_C = paths.counts_CL.sum(axis=1)
-    assert drawn_C.max() <= most, (drawn_C.max(), most)
-    left_UCL = counts_UL[:, None] - paths.counts_CL
-    possible_UC = (left_UCL >= 0).all(axis=2)
-    ways_UC = (gammaln(counts_UL + 1)[:, None] - gammaln(np.maximum(left_UCL, 0) + 1)).sum(axis=2)
-    total_U1 = counts_UL.sum(axis=1, keepdims=True)
-    all_UC = gammaln(total_U1 + 1) - gammaln(total_U1 - drawn_C + 1)
-    return np.where(possible_UC, np.exp(paths.log_orders_C + ways_UC - all_UC), 0.0)
+    return np.asarray(gammaln(counts + 1), dtype=np.float64)
 
 
 def chances(paths: Paths, probability_UL: Array) -> Array:
@@ -374,6 +379,8 @@ class PlanTerms:
     # Mean number of generated and of trained completions of every prompt.
     generated_P: Array
     trained_P: Array
+    # Largest number of stages of a prompt, without a history.
+    stages: int
 
 
 def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> PlanTerms:
@@ -394,6 +401,7 @@ def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> PlanTerms:
         GroupTerms(energy_P, mean_PR, kept_P),
         (chance_UC @ paths.generated_C)[which_P],
         (chance_UC @ weights.trained_C)[which_P],
+        max(map(len, paths.stages_C)),
     )
 
 
@@ -450,6 +458,7 @@ def drawn_plan_terms(
     energy_EPD = np.empty((len(estimates), prompts, draws))
     weight_EPBN = np.zeros((len(estimates), prompts, blocks, completions))
     generated_PD, trained_PD, kept_PD = np.empty((3, prompts, draws))
+    most_stages = 0
     for x in range(prompts):
         weight_EDN = np.zeros((len(estimates), draws, completions))
         for d, order_N in enumerate(order_PDN[x]):
@@ -458,6 +467,7 @@ def drawn_plan_terms(
             trained = trained_stages(plan, rewards)
             generated = [z for stage in rewards[plan.has_history :] for z in stage]
             baseline = float(np.mean(generated)) if plan.baseline_of_generated else None
+            most_stages = max(most_stages, len(trained))
             generated_PD[x, d] = len(generated)
             trained_PD[x, d] = sum(map(len, trained))
             kept_PD[x, d] = not plan.replaces or trained_PD[x, d] > 0
@@ -483,6 +493,7 @@ def drawn_plan_terms(
                 ),
                 generated_PB[:, b],
                 trained_PB[:, b],
+                most_stages,
             )
             for b in range(blocks)
         ]
@@ -504,10 +515,10 @@ def _place(
     weight_N: Array, place_T: Integers, rewards_N: Array, kept: Sequence[float], weights: Array
 ) -> None:
     """Write the weights of the trained completions of a stage to the completions drawn first."""
-    of_reward = dict(zip(kept, weights, strict=True))
+    of_reward = dict(zip(kept, weights.tolist(), strict=True))
     left = Counter(kept)
-    for place in place_T:
-        reward = rewards_N[place]
+    for place in place_T.tolist():
+        reward = float(rewards_N[place])
         if left[reward]:
             left[reward] -= 1
             weight_N[place] = of_reward[reward]

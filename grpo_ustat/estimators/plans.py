@@ -107,11 +107,12 @@ class Plan:
         assert self.saving is not None
         if not rewards:
             return self.first_size(setting)
-        if len(rewards) > 1:
+        first, *later = rewards
+        if later:
             return 0
         least, most = self.least_size(setting), self.most_size(setting)
         sizes_K = np.arange(least, most, dtype=float)
-        worth = self.saving(rewards[0], sizes_K, setting) > setting.price
+        worth = self.saving(first, sizes_K, setting) > setting.price
         return least + int(worth.sum()) - drawn
 
     def first_size(self, setting: Setting) -> int:

@@ -84,6 +84,9 @@ class PoolStudy:
     interval: str = "questions"
     # Names of the requested measurements that are not made by default.
     asked: frozenset[str] = frozenset()
+    # Names of the plans to measure, and the mean numbers of completions per prompt.
+    plans: Sequence[str] = ()
+    plan_sizes: Sequence[int] = (4, 8, 16)
     # `closed_form`, `monte_carlo` or both.
     methods: Sequence[str] = ("closed_form",)
     # Baselines whose errors are compared, in the order of the curves.

@@ -495,10 +495,14 @@ def efficiency_text(value: Interval | None, gap: str = " ", digits: int = 2) -> 
 
 
 def cosine_text(row: LossEfficiency, gap: str = " ") -> str:
-    """Format the cosine of the expected update and the gradient, with its interval."""
-    if row.unbiased_direction:
+    """Format the cosine of a loss's expected update and the gradient; see `direction_text`."""
+    return direction_text(row.unbiased_direction, row.direction, gap)
+
+
+def direction_text(unbiased: bool, square: Interval | None, gap: str = " ") -> str:
+    """Format a cosine with its interval, given the squared cosine."""
+    if unbiased:
         return "unbiased"
-    square = row.direction
     if square is None or not square.is_known:
         low = 0.0 if square is None else square.low
         return f"at least {math.sqrt(low):.2f}" if low > 0 else NOT_KNOWN

@@ -24,9 +24,9 @@ from grpo_ustat.measurements.errors import CURVES, GRADIENT, NOT_MEASURED, RATIO
 from grpo_ustat.measurements.group_size import NOISE, SCALING
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.measurements.off_policy import OFF_POLICY
+from grpo_ustat.measurements.plans import PLAN_EFFICIENCIES
 from grpo_ustat.measurements.recipes import RECIPE_EFFICIENCIES
 from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTIONS
-from grpo_ustat.measurements.unequal_groups import UNEQUAL_GROUPS
 from grpo_ustat.measurements.verdicts import VERDICTS
 from grpo_ustat.pages.tables import Table
 from grpo_ustat.runs.contents import content_of, keys_of
@@ -47,7 +47,7 @@ OURS: tuple[Measurement[Any], ...] = (
     REWARD_FUNCTIONS,
     REWARD_CORRELATIONS,
     DYNAMIC_SAMPLING,
-    UNEQUAL_GROUPS,
+    PLAN_EFFICIENCIES,
     RATIOS,
     NOT_MEASURED,
 )

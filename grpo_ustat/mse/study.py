@@ -227,6 +227,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         max_completion_length=config.max_completion_length,
         reward_names=reward_names(config.reward_funcs),
         asked=frozenset(["verdicts"] * config.study.verdicts),
+        plans=config.study.plan_names,
+        plan_sizes=config.study.plan_sizes,
         methods=config.study.methods,
         baselines=config.baselines,
         by_groups=config.baselines_by_groups if config.compares_by_groups else {},

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from grpo_ustat.estimators.allocation import AllocationSaving
 from grpo_ustat.estimators.intervals import UNDETERMINED, Interval
-from grpo_ustat.measurements import dynamic_sampling, unequal_groups
+from grpo_ustat.measurements import dynamic_sampling, plans
 from grpo_ustat.measurements.dynamic_sampling import DynamicSampling
+from grpo_ustat.measurements.plans import PlanEfficiency, PromptWeight
 
 
 def costs(break_even, group_size=8):
@@ -27,30 +27,36 @@ def test_dynamic_sampling_does_not_pay_where_it_saves_next_to_nothing(high, said
 
 
 @pytest.mark.parametrize(
-    "change, sentence",
+    "efficiency, finding",
     [
-        (
-            (-0.1, -0.2, -0.05),
-            "Unequal group sizes help: with the plan p(1-p), the error changes by -10 %",
-        ),
-        (
-            (0.02, -0.01, 0.05),
-            "Unequal group sizes do not help: with the best plan, the error changes by +2 %",
-        ),
-        (
-            (0.02, -0.2, 0.3),
-            "The data do not show that unequal group sizes help: with the best plan, the error "
-            "changes by +2 %",
-        ),
+        ((1.1, 1.04, 1.2), "Unequal group sizes help"),
+        ((0.9, 0.8, 0.98), "Unequal group sizes do not help"),
+        ((1.0, 0.8, 1.3), "The data do not show that unequal group sizes help"),
     ],
 )
-def test_unequal_groups_are_said_with_a_verdict(change, sentence):
+def test_unequal_groups_are_said_with_a_verdict(efficiency, finding):
+    """The best plan at the mean size nearest to 8 decides, and biased plans are named."""
+    narrow = Interval(0.97, 0.95, 0.99)
     rows = [
-        AllocationSaving("measured noise", 4, Interval(-0.9, -0.95, -0.8), -0.9),
-        AllocationSaving("measured noise", 8, Interval(0.2, 0.1, 0.3), -0.06),
-        AllocationSaving("p(1-p)", 8, Interval(*change), None),
-        AllocationSaving("unknown", 8, UNDETERMINED, None),
+        efficiency_of("vip", 4, Interval(3.0, 2.5, 3.5)),
+        efficiency_of("vip", 8, Interval(0.7, 0.6, 0.8)),
+        efficiency_of("until_mixed", 8, Interval(*efficiency), direction=narrow),
+        efficiency_of("knapsack", 8, UNDETERMINED, direction=Interval(0.99, 0.9, 1.0)),
+        PlanEfficiency(plan="refill", mean_size=8, most=32, weights=[], reason="too few"),
     ]
-    interval = "[{:+.0f} %, {:+.0f} %]".format(*(100 * x for x in change[1:]))
-    assert unequal_groups.sentences(rows, None) == [f"{sentence} {interval}."]
-    assert unequal_groups.sentences([], None) == unequal_groups.sentences(rows[:1], None) == []
+    first, second = plans.sentences(rows, None)
+    assert first.startswith(f"{finding}: ") and "until_mixed" in first
+    assert f"{efficiency[0]:.2f} [" in first
+    assert "until_mixed" in second and "vip" not in second and "knapsack" not in second
+    assert plans.sentences([], None) == plans.sentences(rows[-1:], None) == []
+
+
+def efficiency_of(plan, size, efficiency, direction=None):
+    count = Interval(8.0, 7.5, 8.5)
+    return PlanEfficiency(
+        plan=plan, estimate="per_rollout", mean_size=size, most=4 * size, generated=count,
+        trained=count, unbiased_direction=direction is None,
+        direction=direction or Interval(1.0, 1.0, 1.0), noise=Interval(0.9, 0.8, 0.95),
+        efficiency_generated=efficiency, efficiency_trained=efficiency,
+        weights=[PromptWeight(success_rate=0.1, weight=2.0)],
+    )  # fmt: skip
