@@ -54,7 +54,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -184,35 +184,46 @@ def measured_losses(name: str, folder: Path) -> dict[str, dict]:
 
 
 def train(
-    cell: Cell, lengths: dict[str, float], starts: dict[tuple[str, int], float]
+    cell: Cell,
+    overrides: Sequence[str],
+    starts: dict[tuple[str, int], float],
+    take_steps: Callable[[trainer.TrainContext], dict[str, float]],
 ) -> dict[str, float]:
     """Train once; return the held-out accuracy before and after training, and the seconds.
 
     Args:
         cell: the run.
-        lengths: root of E||ghat||^2 by loss.
+        overrides: overrides for `train`.
         starts: accuracy before training by policy and seed, which is the same for all their runs;
             missing values are measured and added.
+        take_steps: function that trains the run's policy and returns further results.
     """
     start = time.perf_counter()
-    config = compose_config("train", cell.overrides(lengths))
+    config = compose_config("train", list(overrides))
     # The run needs a folder, but nothing is written to it.
     with tempfile.TemporaryDirectory() as folder:
         run = setup.set_up(config, RunFolder(Path(folder), config))
         before = starts[cell.policy, cell.seed] = starts.get((cell.policy, cell.seed)) or accuracy(
             run
         )
-        progress = trainer.TrainProgress()
+        results = {}
         try:
-            while progress.step < config.max_steps:
-                trainer.train_step(run, progress)
+            results = take_steps(run)
             after = accuracy(run)
         except FloatingPointError:
             after = 0.0
     return {
-        "learning_rate": config.learning_rate, "before": before, "after": after,
-        "tokens": progress.tokens, "seconds": round(time.perf_counter() - start, 1),
+        "learning_rate": config.learning_rate, "before": before, "after": after, **results,
+        "seconds": round(time.perf_counter() - start, 1),
     }  # fmt: skip
+
+
+def take_all_steps(run: trainer.TrainContext) -> dict[str, float]:
+    """Take `max_steps` steps of the trainer, and return the number of generated tokens."""
+    progress = trainer.TrainProgress()
+    while progress.step < run.config.max_steps:
+        trainer.train_step(run, progress)
+    return {"tokens": progress.tokens}
 
 
 def accuracy(run: trainer.TrainContext) -> float:
@@ -221,51 +232,66 @@ def accuracy(run: trainer.TrainContext) -> float:
 
 
 def run_missing(
-    file: Path, cells: Sequence[Cell], efficiencies: dict[str, dict[str, dict]]
+    file: Path, cells: Sequence[Cell], train_cell: Callable[[Cell], dict[str, float]]
 ) -> None:
     """Train the runs that are missing in the file, and append a line when each run ends."""
     done = {cell for cell, _ in read(file)} if file.exists() else set()
-    starts: dict[tuple[str, int], float] = {}
     with file.open("a") as out:
         for cell in cells:
             if cell not in done:
-                lengths = {
-                    loss: result["length"] for loss, result in efficiencies[cell.policy].items()
-                }
-                print(json.dumps(vars(cell) | train(cell, lengths, starts)), file=out, flush=True)
+                print(json.dumps(vars(cell) | train_cell(cell)), file=out, flush=True)
 
 
-def recorded(file: Path) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
+def recorded(
+    file: Path, kind: str = "loss", others: Sequence[str] = ()
+) -> tuple[list[tuple[Cell, dict[str, float]]], dict]:
     """Read runs and relative efficiencies from a record that `record` wrote."""
     runs, efficiencies = [], {policy: {} for policy in POLICIES}
     with file.open(newline="") as lines:
         for row in csv.DictReader(lines):
             cell = Cell(
-                row["policy"], row["optimizer"], row["loss"], float(row["rate"]), int(row["seed"])
+                row["policy"], row["optimizer"], row[kind], float(row["rate"]), int(row["seed"])
             )
             runs.append((
                 cell,
                 {"before": 0.0, "after": float(row["gain"]), "seconds": 0.0,
-                 "learning_rate": float(row["learning_rate"])},
+                 "learning_rate": float(row["learning_rate"])}
+                | {name: float(row[name]) for name in others},
             ))  # fmt: skip
             interval = [float(row[name]) for name in EFFICIENCIES]
             efficiencies[cell.policy][cell.loss] = {"efficiency": interval[0], "interval": interval}
     return runs, efficiencies
 
 
-def record(file: Path, runs: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> None:
-    """Write a line for each run with its loss's efficiency, its learning rate and its gain."""
+def record(
+    file: Path,
+    runs: list[tuple[Cell, dict[str, float]]],
+    efficiencies: dict,
+    kind: str = "loss",
+    others: Sequence[str] = (),
+) -> None:
+    """Write a line for each run with its loss's efficiency, its learning rate and its gain.
+
+    Args:
+        file: file to write.
+        runs: runs with their results.
+        efficiencies: relative efficiencies by policy and loss.
+        kind: name of the column with `Cell.loss`.
+        others: further results to write, which are integers.
+    """
     with file.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(
-            ["policy", "optimizer", "loss", *EFFICIENCIES, "learning_rate", "rate", "seed", "gain"]
-        )
+            ["policy", "optimizer", kind, *EFFICIENCIES, "learning_rate", "rate", "seed", "gain",
+             *others]
+        )  # fmt: skip
         for cell, row in runs:
             of_loss = efficiencies[cell.policy][cell.loss]
             numbers = [of_loss["efficiency"], *of_loss["interval"][1:], row["learning_rate"]]
             writer.writerow(
                 [cell.policy, cell.optimizer, cell.loss, *(f"{x:.4g}" for x in numbers),
-                 f"{cell.factor:g}", cell.seed, f"{row['after'] - row['before']:.4g}"]
+                 f"{cell.factor:g}", cell.seed, f"{row['after'] - row['before']:.4g}",
+                 *(int(row.get(name, 0)) for name in others)]
             )  # fmt: skip
 
 
@@ -284,6 +310,7 @@ class Side:
     # Names.
     policy: str
     optimizer: str
+    losses: list[str]
     # Gain in accuracy.
     gain_LMS: np.ndarray
     # Efficiency of each loss at the initial policy.
@@ -313,11 +340,15 @@ class Side:
 
 
 def sides(rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> list[Side]:
-    """Group runs by policy and optimizer, using only seeds with runs at all losses and rates."""
+    """Group runs by policy and optimizer, using only seeds with runs at all losses and rates.
+
+    The losses of a policy, and their order, are those of `efficiencies`.
+    """
     gains = {cell: row["after"] - row["before"] for cell, row in rows}
     groups = []
     for policy, optimizer in itertools.product(POLICIES, ("sgd", "adamw")):
-        cells = list(itertools.product(LOSSES, FACTORS))
+        losses = efficiencies[policy]
+        cells = list(itertools.product(losses, FACTORS))
         seeds = sorted({cell.seed for cell in gains})
         seeds = [
             seed
@@ -329,10 +360,10 @@ def sides(rows: list[tuple[Cell, dict[str, float]]], efficiencies: dict) -> list
         gain_LMS = np.array([
             [[gains[Cell(policy, optimizer, loss, factor, seed)] for seed in seeds]
              for factor in FACTORS]
-            for loss in LOSSES
+            for loss in losses
         ])  # fmt: skip
-        efficiency_L = np.array([efficiencies[policy][loss]["efficiency"] for loss in LOSSES])
-        groups.append(Side(policy, optimizer, gain_LMS, efficiency_L))
+        efficiency_L = np.array([result["efficiency"] for result in losses.values()])
+        groups.append(Side(policy, optimizer, list(losses), gain_LMS, efficiency_L))
     return groups
 
 
@@ -430,28 +461,7 @@ def report(
     groups = sides(rows, efficiencies)
     seconds = sum(row["seconds"] for _, row in rows)
     print(f"{len(rows)} runs, {seconds / 60:.0f} minutes\n")
-    p_values = [
-        float(stats.ttest_1samp(difference_S, 0).pvalue)
-        for side in groups
-        for difference_S in side.difference_LS
-    ]
-    holm = iter(holm_adjust(p_values))
-    print("| policy, optimizer | loss | efficiency | gain | gain - reference's | p, corrected |")
-    print("|---|---|---|---|---|---|")
-    for side in groups:
-        for row, loss in enumerate(LOSSES):
-            of_loss, gain = efficiencies[side.policy][loss], t_interval(side.gain_LS[row])
-            decided = math.isfinite(of_loss["interval"][2])
-            unit = (
-                span(of_loss["interval"], 2) if decided else f"({number(of_loss['efficiency'], 2)})"
-            )
-            text = f"| {side.policy}, {side.optimizer} | `{loss}` | {unit} | {span(gain)} |"
-            if row:
-                text += f" {span(t_interval(side.difference_LS[row - 1]))} |"
-                text += f" {p_text(p_values.pop(0))}, {p_text(next(holm))} |"
-            else:
-                text += " | |"
-            print(text)
+    print_gains(groups, efficiencies, "loss")
     print(
         "\n| policy, optimizer | rank | p, corrected | slope | p, corrected | pairs apart, others "
         "| could see | at an end |"
@@ -470,14 +480,56 @@ def report(
             f"{', '.join(seen)} | "
             f"lowest {low:.0%}, highest {high:.0%} |"
         )
+    print_rates(groups, rows, "loss")
+
+
+def print_gains(
+    groups: Sequence[Side], efficiencies: dict[str, dict[str, dict]], kind: str
+) -> None:
+    """Print the gain of each loss, and its difference from the gain of the first loss.
+
+    Args:
+        groups: runs by policy and optimizer.
+        efficiencies: relative efficiencies by policy and loss.
+        kind: heading of the column with losses.
+    """
+    p_values = [
+        float(stats.ttest_1samp(difference_S, 0).pvalue)
+        for side in groups
+        for difference_S in side.difference_LS
+    ]
+    holm = iter(holm_adjust(p_values))
+    print(f"| policy, optimizer | {kind} | efficiency | gain | gain - reference's | p, corrected |")
+    print("|---|---|---|---|---|---|")
+    for side in groups:
+        for row, loss in enumerate(side.losses):
+            of_loss, gain = efficiencies[side.policy][loss], t_interval(side.gain_LS[row])
+            decided = math.isfinite(of_loss["interval"][2])
+            unit = (
+                span(of_loss["interval"], 2) if decided else f"({number(of_loss['efficiency'], 2)})"
+            )
+            text = f"| {side.policy}, {side.optimizer} | `{loss}` | {unit} | {span(gain)} |"
+            if row:
+                text += f" {span(t_interval(side.difference_LS[row - 1]))} |"
+                text += f" {p_text(p_values.pop(0))}, {p_text(next(holm))} |"
+            else:
+                text += " | |"
+            print(text)
+
+
+def print_rates(
+    groups: Sequence[Side], rows: list[tuple[Cell, dict[str, float]]], kind: str
+) -> None:
+    """Print the gain of every run, by loss and learning rate; see `print_gains`."""
     print(
-        "\n| policy, optimizer | loss | middle rate | " + " | ".join(f"{x:g} x" for x in FACTORS),
+        f"\n| policy, optimizer | {kind} | middle rate | "
+        + " | ".join(f"{x:g} x" for x in FACTORS),
         "|",
     )
     print("|---" * (3 + len(FACTORS)) + "|")
     rates = {cell: row["learning_rate"] for cell, row in rows}
     for side in groups:
-        for loss, gain_MS in zip(LOSSES, side.gain_LMS, strict=True):
+        for loss, gain_MS in zip(side.losses, side.gain_LMS, strict=True):
             rate = rates[Cell(side.policy, side.optimizer, loss, 1.0, rows[0][0].seed)]
             gains = " | ".join(" ".join(map(number, gain_S)) for gain_S in gain_MS)
             print(f"| {side.policy}, {side.optimizer} | `{loss}` | {rate:.3g} | {gains} |")
@@ -530,7 +582,14 @@ def main() -> None:
             for loss in asked.losses
             for factor in FACTORS
         ]
-        run_missing(file, cells, efficiencies)
+        starts: dict[tuple[str, int], float] = {}
+
+        def train_cell(cell: Cell) -> dict[str, float]:
+            """Train with the cell's loss."""
+            lengths = {loss: row["length"] for loss, row in efficiencies[cell.policy].items()}
+            return train(cell, cell.overrides(lengths), starts, take_all_steps)
+
+        run_missing(file, cells, train_cell)
     runs = list(read(file))
     if asked.record:
         record(asked.record, runs, efficiencies)
