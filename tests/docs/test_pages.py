@@ -22,7 +22,10 @@ from grpo_ustat.estimators.baselines import BASELINES, Baseline
 from grpo_ustat.pages.symbols import SYMBOLS, legend
 
 TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
-GROUPS = {"grpo_ustat.baselines", "grpo_ustat.tasks", "grpo_ustat.rewards"}  # of entry points
+# Of entry points.
+GROUPS = {
+    f"grpo_ustat.{name}" for name in ("baselines", "tasks", "rewards", "plans", "measurements")
+}
 OTHER_NAMES = {  # of baselines, of the words of a page, of other programs
     "baseline_options", "median", "digits", "field", "install", "torch", "net", "ipv4",
     "tcp_retries2", "scale_rewards",
