@@ -528,6 +528,7 @@ def main() -> None:
     parser.add_argument(
         "--optimizers", nargs="+", default=["sgd", "adamw"], choices=["sgd", "adamw"]
     )
+    parser.add_argument("--plans", nargs="+", help="names of `ARMS` (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     asked = parser.parse_args()
     file = asked.only_analysis or asked.results
@@ -568,6 +569,7 @@ def main() -> None:
             for policy in asked.policies
             for optimizer in asked.optimizers
             for name in arms[policy]
+            if asked.plans is None or name in asked.plans
             for factor in FACTORS
         ]
         run_missing(file, cells, train_cell)
