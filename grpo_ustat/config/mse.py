@@ -395,10 +395,10 @@ class MseConfig(Common):
                 "after sampling, use study.until=null or study.metric=euclidean"
             )
         # Imported here, because the help and refused command lines do not need it.
-        from grpo_ustat.estimators.pilot import PILOT_COMPLETIONS, PILOT_QUESTIONS
+        from grpo_ustat.estimators.looks import FIRST_COMPLETIONS, FIRST_QUESTIONS
 
-        least = min(PILOT_QUESTIONS, self.study.questions or self.dataset.study_size)
-        completions = min(PILOT_COMPLETIONS, self.budget.pool_completions)
+        least = min(FIRST_QUESTIONS, self.study.questions or self.dataset.study_size)
+        completions = min(FIRST_COMPLETIONS, self.budget.pool_completions)
         try:
             self.check_questions(least, completions)
         except ConfigError as error:

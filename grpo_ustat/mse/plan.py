@@ -10,7 +10,7 @@ from grpo_ustat.costs.cost import Cost, KeptPool, Work, cost
 from grpo_ustat.costs.duration import Plan, conditions
 from grpo_ustat.costs.table import score_notes
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH
-from grpo_ustat.estimators.pilot import PILOT_COMPLETIONS, PILOT_QUESTIONS
+from grpo_ustat.estimators.looks import FIRST_COMPLETIONS, FIRST_QUESTIONS
 from grpo_ustat.runs.status import PlannedRun
 
 
@@ -30,7 +30,7 @@ def plan(planned: PlannedRun) -> Plan:
     )
     if config.study.until is not None:
         questions = config.study.questions or config.dataset.study_size
-        least = min(PILOT_QUESTIONS, questions), min(PILOT_COMPLETIONS, completions)
+        least = min(FIRST_QUESTIONS, questions), min(FIRST_COMPLETIONS, completions)
         notes.append(
             "study.until=decided: these are the largest numbers. The study stops when the data "
             f"decide, at the earliest after {least[0]} questions x {least[1]} completions."

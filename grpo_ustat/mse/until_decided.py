@@ -21,10 +21,8 @@ from grpo_ustat.estimators.group_size import (
     WEAK_PRIOR,
     Prior,
 )
-from grpo_ustat.estimators.pilot import (
-    COMPLETIONS,
-    PILOT_COMPLETIONS,
-    completions_per_question,
+from grpo_ustat.estimators.looks import (
+    FIRST_COMPLETIONS,
     next_count,
     next_look,
     population_law,
@@ -56,8 +54,7 @@ def pool_until_decided(
 ) -> tuple[ScorePool, WorkCost, list[Look]]:
     """Draw questions in batches until the data decide or the budget is spent.
 
-    The pilot's completions determine the number of completions per question, N. An interrupted
-    study repeats the same looks on the stored completions.
+    An interrupted study repeats the same looks on the stored completions.
 
     Args:
         prompts: All questions of the budget; the pool has the first ones.
@@ -70,14 +67,12 @@ def pool_until_decided(
     """
     store, most = PoolStore(folder, draws_of(config)), config.budget.pool_completions
     console = Console(quiet=not is_main())
-    ends, looks, is_pilot = list[int](), list[Look](), True
-    step = next_look(0, 0, len(prompts), most)
+    ends, looks = list[int](), list[Look]()
+    size = main_only(_first_size, store, prompts, most)
+    step = next_look(0, size, len(prompts), most)
     with kept_policy():
         while step is not None:
             count, size = step
-            if is_pilot:
-                least = max(size, PILOT_COMPLETIONS)
-                size = main_only(_readable_size, store, prompts[:count], least, most)
             ends = sorted({*ends, count})
             step = next_look(count, size, len(prompts), most)
             try:
@@ -92,17 +87,15 @@ def pool_until_decided(
             console.print(wrapped(look_sentence(look)), soft_wrap=True)
             if look.tolerance is not None:
                 break
-            if is_pilot:
-                size = main_only(completions_per_question, pool, most)
-                size = main_only(_readable_size, store, prompts, size, most)
-                step, is_pilot = next_look(count, size, len(prompts), most), False
     return pool, cost, looks
 
 
-def _readable_size(store: PoolStore, prompts: list[Prompt], least: int, most: int) -> int:
-    """Return the smallest N, at least `least`, at which no stored part has to be split."""
-    sizes = [size for size in COMPLETIONS if least <= size < most]
-    return next((size for size in sizes if store.divides_at(prompts, size)), most)
+def _first_size(store: PoolStore, prompts: list[Prompt], most: int) -> int:
+    """Return the smallest N >= 16, at most `most`, at which no stored part has to be split."""
+    size = FIRST_COMPLETIONS
+    while size < most and not store.divides_at(prompts, size):
+        size *= 2
+    return min(size, most)
 
 
 def _drawn_pool(

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.group_size import PROBABILITY
-from grpo_ustat.estimators.pilot import PILOT_COMPLETIONS, PILOT_QUESTIONS, population_law
+from grpo_ustat.estimators.looks import FIRST_COMPLETIONS, FIRST_QUESTIONS, population_law
 from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.measurements.study_page import looks_table
 from grpo_ustat.mse import pool as pool_module
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "estimators"))
 from commands import compose  # noqa: E402
 from folders import unsaved_study  # noqa: E402
 from launching import finished as typed  # noqa: E402
-from test_pilot import noisy_pool  # noqa: E402
+from test_looks import noisy_pool  # noqa: E402
 
 UNTIL = ("model=tiny_direct", "study.until=decided", "launch.workers=1")
 # Three looks with 8 completions each, which do not decide.
@@ -74,7 +74,7 @@ def test_the_loop_ends_with_the_decision_of_its_pool(monkeypatch, tmp_path, caps
     sizes = drawn(monkeypatch, signal=0.3)
     config = compose("mse", *UNTIL)
     pool, cost, looks = pool_until_decided(config, prompts(400), tmp_path)
-    assert sizes[0] == (PILOT_QUESTIONS, PILOT_COMPLETIONS)
+    assert sizes[0] == (FIRST_QUESTIONS, FIRST_COMPLETIONS)
     assert [(look.questions, look.completions) for look in looks] == sizes
     assert all(a.questions < b.questions for a, b in pairwise(looks))
     assert [look.tolerance for look in looks[:-1]] == [None] * (len(looks) - 1)
@@ -95,7 +95,7 @@ def test_an_undecided_study_spends_its_budget_exactly(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("completions", [5, 16])
-def test_without_a_choice_the_pilot_has_all_completions(monkeypatch, tmp_path, completions):
+def test_the_budget_limits_the_completions_of_the_first_look(monkeypatch, tmp_path, completions):
     sizes = drawn(monkeypatch, signal=0.02)
     config = compose("mse", *UNTIL, f"budget.pool_completions={completions}")
     pool_until_decided(config, prompts(30), tmp_path)
@@ -218,7 +218,7 @@ def test_the_result_is_that_of_the_fixed_study_if_nothing_is_decided(whole, tmp_
 def test_after_an_interruption_the_looks_and_the_result_are_the_same(
     whole, tmp_path, monkeypatch, stop
 ):
-    """In the pilot, and in the batch after it."""
+    """In the first batch, and in the second."""
     writes, original = [], PoolStore.write
 
     def interrupted(self, prompt, first, part):
@@ -241,19 +241,20 @@ def test_after_an_interruption_the_looks_and_the_result_are_the_same(
 
 
 @pytest.mark.slow
-def test_a_pilot_that_grows_is_read_alike_after_an_interruption(tmp_path, monkeypatch):
-    """The pilot's parts are 16 + 8 completions, later questions have one part of 24."""
-    words = (*SHORT, "budget.pool_completions=24", "study.questions=26")
-    monkeypatch.setattr(until_decided, "completions_per_question", lambda pool, most: most)
+def test_questions_that_get_more_completions_are_read_alike_after_an_interruption(
+    tmp_path, monkeypatch
+):
+    """All 22 questions are drawn before the decision, so each gets 8 more completions."""
+    words = (*SHORT, "budget.pool_completions=24", "study.questions=22")
     expected = study(tmp_path / "whole", *words)
-    assert looks_of(expected) == [(20, 16), (25, 24), (26, 24)]
+    assert looks_of(expected) == [(20, 16), (22, 16), (22, 24)]
     names = sorted(p.name.split("-", 1)[1] for p in (tmp_path / "whole/pool").glob("*-*.safe*"))
-    assert names == 20 * ["0-16.safetensors"] + 6 * ["0-24.safetensors"] + 20 * ["16-8.safetensors"]
+    assert names == 22 * ["0-16.safetensors"] + 22 * ["16-8.safetensors"]
     reads, read = [], until_decided.read_pool
 
     def interrupted(*arguments):
         reads.append(1)
-        if len(reads) == 2:
+        if len(reads) == 3:
             raise KeyboardInterrupt
         return read(*arguments)
 
@@ -272,7 +273,7 @@ def test_a_later_checkpoint_is_measured_on_the_questions_drawn(tmp_path):
 
 @pytest.mark.slow
 def test_a_pool_of_the_same_questions_is_read_and_nothing_is_sampled(whole, tmp_path, monkeypatch):
-    """Of the study itself, and of a fixed study whose parts are longer than a pilot's."""
+    """Of the study itself, and of a fixed study whose parts are longer than 16."""
     path, result = whole
     monkeypatch.setattr(pool_module, "start_sampler", None)  # sampling now would fail
     again = study(tmp_path / "again", *SHORT, f"pool={path / 'pool'}", "group_sizes=[2,4,8]")

@@ -91,8 +91,8 @@ def test_a_growing_study_is_a_study_of_its_first_prompts(rng):
     population, counts = UNSEEN["opposed"](), [20, 25, 32]
     chosen = rng.integers(len(population.p_PY), size=32)
     outcomes = population.draw(chosen, 64, rng)
-    study = group_size.grown(population, chosen, outcomes, counts)
-    for size, laws in study.laws.items():
+    study = group_size.grown(population, chosen, outcomes, counts, [16, 32])
+    for size, laws in study.items():
         for prior in PRIORS.values():
             decided_L = group_size.decisions([study], size, prior)[:, 0]
             assert decided_L.tolist() == [
@@ -109,18 +109,15 @@ def test_a_growing_study_is_a_study_of_its_first_prompts(rng):
 
 
 def test_a_study_stops_at_the_first_look_that_decides():
-    """Looks at 20, 25 and 32 questions; only the pilot's look has 16 completions."""
+    """Looks at 20, 25 and 32 questions."""
     truth = ScalingLaw.exact(1.0, 2.0, 9.0)
     sharp = replace(ScalingLaw.stored(1.0, 2.0, 9.0, 1e-6 * np.eye(3), 99.0), prompts=100)
-    study = group_size.GrowingStudy(64, dict.fromkeys((16, 32, 64), [sharp] * 3))
-    later, never = np.array([[False], [True], [True]]), np.zeros((3, 1), bool)
-    decided = {16: later, 32: never, 64: later}
-    stops = {
-        size: group_size.stopped(truth, study, 0, size, [20, 25, 32], decided, WEAK_PRIOR)
-        for size in (16, 32, 0)
-    }
-    assert stops[16] == {"rollouts": 400.0, "G": False, "G*": False, "costs": False}
-    assert stops[32] == {"rollouts": math.inf} and stops[0]["rollouts"] == 1600.0
+    stops = [
+        group_size.stopped(truth, [sharp] * 3, np.array(decided), [20, 25, 32], 16, WEAK_PRIOR)
+        for decided in ([False, True, True], [False] * 3)
+    ]
+    assert stops[0] == {"rollouts": 400.0, "G": False, "G*": False, "costs": False}
+    assert stops[1] == {"rollouts": math.inf}
     row = counts([400.0, 500.0, 600.0, 700.0, math.inf])
     assert (row["median"], row["quantile_80"]) == (600.0, 700.0)
     assert group_size.looks(40) == [20, 25, 32, 40]
@@ -130,7 +127,7 @@ def test_a_study_stops_at_the_first_look_that_decides():
 @pytest.mark.parametrize("name", ["light, G* 8.8", "Pareto, high", "clustered", "rare success"])
 def test_stopping_when_the_data_decide_keeps_what_is_printed_rarely_wrong(name):
     """Of 150 studies of at most 200 questions, with and without the prior."""
-    cells = [(200, 16), (200, 0)]
+    cells = [(200, 16), (200, 32)]
     for row in rows(group_size.stopping, name, cells, 150):
         if row["sentence"] == "rollouts":
             assert row["median"] <= 3200, row

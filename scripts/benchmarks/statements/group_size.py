@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from counting import Asked, Cell, Kind
@@ -30,13 +29,7 @@ from populations import FITTED, POPULATIONS, UNSEEN, Population
 
 from grpo_ustat.advise.runs import MIN_STEPS
 from grpo_ustat.estimators.group_size import PRIORS, USUAL_SIZES, Estimates, Prior
-from grpo_ustat.estimators.pilot import (
-    COMPLETIONS,
-    PILOT_COMPLETIONS,
-    PILOT_QUESTIONS,
-    completions_per_question,
-    next_count,
-)
+from grpo_ustat.estimators.looks import next_count
 from grpo_ustat.estimators.scaling import MIN_GSTAR, ScalingLaw
 from grpo_ustat.measurements.group_size import NEIGHBOUR_OFFSETS
 from grpo_ustat.pages.advice import (
@@ -49,8 +42,10 @@ from grpo_ustat.pages.advice import (
 from grpo_ustat.records import Array, Integers
 
 CELLS = ((16, 16), (20, 32), (40, 16), (40, 32), (60, 32), (100, 16), (100, 32), (200, 16))
-# Largest number of questions, and completions per question; 0: as chosen by the pilot.
-STOPPING_CELLS = ((400, 16), (400, 32), (400, 0))
+# Largest number of questions, and completions per question.
+STOPPING_CELLS = ((400, 16), (400, 32))
+# Number of simulated completions per question, whatever the cells are.
+MAX_COMPLETIONS = 64
 SENTENCES = (
     "G", "G*", "costs", "worse", "at least", "noise", "noise at least", "share",
     "change", "keep",
@@ -158,33 +153,34 @@ def stopping(name: str, asked: Asked) -> Iterator[Cell]:
     """Judge studies that draw questions until the data decide; cells are questions x completions.
 
     The first number is the largest number of questions. A study stops at the first look that
-    decides. If none decides, `rollouts` is infinite. A cell with 0 completions has a pilot, which
-    chooses the number of completions for the later looks. The column `fixed` has the smallest
-    number of rollouts at which 80 % of studies decide if they look only once.
+    decides. If none decides, `rollouts` is infinite. The column `fixed` has the smallest number of
+    rollouts at which 80 % of studies decide if they look only once.
     """
     population, rng = POPULATIONS[name](), np.random.default_rng([asked.seed, 31])
     most = max(questions for questions, _ in asked.cells)
+    sizes = sorted({size for _, size in asked.cells})
     counts = looks(most)
     studies: list[GrowingStudy] = []
-    for chosen, outcomes in population.draw_studies(most, max(COMPLETIONS), asked.studies, rng):
+    for chosen, outcomes in population.draw_studies(most, MAX_COMPLETIONS, asked.studies, rng):
         for first in range(0, len(chosen), most):
             of_study = slice(first, first + most)
-            studies.append(grown(population, chosen[of_study], outcomes[of_study], counts))
+            studies.append(grown(population, chosen[of_study], outcomes[of_study], counts, sizes))
     facts = {"fitted": name in FITTED, "gstar": round(population.law.best_size(), 2)}
     for prior in PRIORS.values():
-        decided = {size: decisions(studies, size, prior) for size in COMPLETIONS}
+        decided = {size: decisions(studies, size, prior) for size in sizes}
         for questions, completions in asked.cells:
             within = [count for count in counts if count <= questions]
-            shares = decided[completions].mean(axis=1) if completions else ()
-            enough = (m for m, share in zip(within, shares, strict=False) if share >= 0.8)
+            decided_LS = decided[completions][: len(within)]
+            shares = zip(within, decided_LS.mean(axis=1), strict=True)
+            enough = (count for count, share in shares if share >= 0.8)
             more = {
                 "prior": prior.name,
-                "completions": completions or "pilot",
-                "fixed": next(enough, math.inf) * completions if completions else None,
+                "completions": completions,
+                "fixed": next(enough, math.inf) * completions,
             }
             stops = [
-                stopped(population.law, study, place, completions, within, decided, prior)
-                for place, study in enumerate(studies)
+                stopped(population.law, study[completions], decided_L, within, completions, prior)
+                for study, decided_L in zip(studies, decided_LS.T, strict=True)
             ]
             yield Cell(facts | more, stops, statements=("G", "G*", "costs"))
 
@@ -197,32 +193,25 @@ def looks(most: int) -> list[int]:
     return counts
 
 
-class GrowingStudy(NamedTuple):
-    """A simulated study at each of its looks."""
-
-    # Number of completions per question that the pilot chooses.
-    chosen: int
-    # Scaling laws at the looks, by the number of completions per question.
-    laws: Mapping[int, Sequence[ScalingLaw]]
+# Scaling laws of a simulated study at its looks, by the number of completions per question.
+GrowingStudy = Mapping[int, Sequence[ScalingLaw]]
 
 
 def grown(
-    population: Population, chosen: Integers, outcomes: Integers, counts: Sequence[int]
+    population: Population,
+    chosen: Integers,
+    outcomes: Integers,
+    counts: Sequence[int],
+    sizes: Sequence[int],
 ) -> GrowingStudy:
     """Estimate the scaling law at each look, with each number of completions."""
-    pilot = population.pool_of_outcomes(
-        chosen[:PILOT_QUESTIONS], outcomes[:PILOT_QUESTIONS, :PILOT_COMPLETIONS]
-    )
-    scored = {size: population.scored(chosen, outcomes[:, :size]) for size in COMPLETIONS}
-    return GrowingStudy(
-        completions_per_question(pilot, max(COMPLETIONS)),
-        {size: [prompts.law(m) for m in counts] for size, prompts in scored.items()},
-    )
+    scored = {size: population.scored(chosen, outcomes[:, :size]) for size in sizes}
+    return {size: [prompts.law(m) for m in counts] for size, prompts in scored.items()}
 
 
 def decisions(studies: Sequence[GrowingStudy], completions: int, prior: Prior) -> Array:
     """Return True where a look of a study decides, [L, S]."""
-    looks_LS = zip(*(study.laws[completions] for study in studies), strict=True)
+    looks_LS = zip(*(study[completions] for study in studies), strict=True)
     rows: list[Array] = []
     for laws in looks_LS:
         estimates = Estimates(
@@ -238,26 +227,24 @@ def decisions(studies: Sequence[GrowingStudy], completions: int, prior: Prior) -
 
 def stopped(
     truth: ScalingLaw,
-    study: GrowingStudy,
-    place: int,
-    completions: int,
+    laws: Sequence[ScalingLaw],
+    decided_L: Array,
     counts: Sequence[int],
-    decided: Mapping[int, Array],
+    completions: int,
     prior: Prior,
 ) -> dict[str, bool | float]:
     """Return the statements of a study at the first look that decides, and its rollouts.
 
     Args:
-        place: Position of the study in `decided`.
-        completions: Number of completions per question; 0 if the pilot chooses it.
+        laws: Scaling law at each look.
+        decided_L: True where a look decides.
         counts: Numbers of questions at the looks.
-        decided: True where a look of a study decides, [L, S], by number of completions.
+        completions: Number of completions per question.
     """
-    for look, count in enumerate(counts):
-        size = completions or (study.chosen if look else PILOT_COMPLETIONS)
-        if decided[size][look, place]:
-            law = replace(study.laws[size][look], prior=prior)
-            return {"rollouts": float(count * size), **dict(judged_decision(truth, law))}
+    for law, decided, count in zip(laws, decided_L, counts, strict=False):
+        if decided:
+            judged_look = judged_decision(truth, replace(law, prior=prior))
+            return {"rollouts": float(count * completions), **dict(judged_look)}
     return {"rollouts": math.inf}
 
 
