@@ -92,7 +92,13 @@ def heavy_warning(completions: Tails, questions: Tails, stops: bool = False) -> 
         (completions, "completions", "budget.pool_completions"),
     ):
         if tails.heavy and math.isfinite(tails.carriers):
-            fix = "Use study.until=null" if stops else f"Raise {more}"
+            fix = f"Raise {more}"
+            if stops:
+                # Simulated studies that stop include heavy tails; see docs/benchmarks.md.
+                fix = (
+                    "This does not affect the recommended G; for other intervals, use "
+                    "study.until=null"
+                )
             return f" WARNING: {heavy_text(tails, units)}. {fix}."
     return ""
 
