@@ -49,6 +49,8 @@ ESTIMATE_WORDS = {
 SHOWN_RATES = (0.1, 0.9)
 # Estimate of the lines in the figure. Weights outside the range are drawn at its ends.
 DRAWN_ESTIMATE, DRAWN_WEIGHTS = "per_rollout", (0.05, 20.0)
+# Plans whose weights differ from 1 by at most this number are named beside the unbiased line.
+FLAT = 1e-6
 FIGURE_NOTE = (
     "Weights are 1 at success rate 1/2. Each trained rollout of a batch weighs the same, as with "
     "losses that average over tokens."
@@ -270,14 +272,16 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
     low, high = DRAWN_WEIGHTS
     with figure_fonts():
         figure, [[[axes]]] = panel_figure([1])
-        for place, row in enumerate(rows):
+        biased = [row for row in rows if any(abs(x.weight - 1) > FLAT for x in row.weights)]
+        for place, row in enumerate(biased):
             colour, marker = line_style(place)
             axes.plot(
                 [each.success_rate for each in row.weights],
                 [min(max(each.weight, low), high) for each in row.weights],
                 color=colour, marker=marker, markersize=4, label=row.plan,
             )  # fmt: skip
-        axes.axhline(1.0, color="black", linewidth=1.2, zorder=0.5, label="unbiased")
+        names = ["unbiased", *(row.plan for row in rows if row not in biased)]
+        axes.axhline(1.0, color="black", linewidth=1.2, zorder=0.5, label=", ".join(names))
         axes.set_yscale("log")
         drawn = [each.weight for row in rows for each in row.weights]
         bottom, top = max(min(*drawn, 0.5), low) / 1.2, 1.2 * min(max(*drawn, 2.0), high)
@@ -285,8 +289,8 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
         axes.set_ylim(bottom, top)
         axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_yticks([], minor=True)
-        axes.set_xlabel("success rate of the prompt")
-        axes.set_ylabel("weight of the prompt in the expected\nupdate, relative to the gradient")
+        axes.set_xlabel("share of a prompt's completions that are right")
+        axes.set_ylabel("how much the prompt counts in the\nupdate (1: as in the gradient)")
         axes.set_title(f"mean G = {rows[0].mean_size}", loc="left")
         axes.grid(alpha=0.3, linewidth=0.5)
         legend_above(figure)
