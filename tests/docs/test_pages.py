@@ -22,7 +22,10 @@ from grpo_ustat.estimators.baselines import BASELINES, Baseline
 from grpo_ustat.pages.symbols import SYMBOLS, legend
 
 TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
-GROUPS = {"grpo_ustat.baselines", "grpo_ustat.tasks", "grpo_ustat.rewards"}  # of entry points
+# Of entry points.
+GROUPS = {
+    f"grpo_ustat.{name}" for name in ("baselines", "tasks", "rewards", "plans", "measurements")
+}
 OTHER_NAMES = {  # of baselines, of the words of a page, of other programs
     "baseline_options", "median", "digits", "field", "install", "torch", "net", "ipv4",
     "tcp_retries2", "scale_rewards",
@@ -42,10 +45,10 @@ MONTHS = "January|February|March|April|May|June|July|August|September|October|No
 DATED = rf"\b20\d\d-\d\d|\b({MONTHS}) 20\d\d\b|CPU[- ]seconds?|seconds of (a )?CPU"
 
 
-def test_all_pages_have_fewer_than_16_500_words():
+def test_all_pages_have_fewer_than_17_200_words():
     """Characters between the cells of a table are not words."""
     words = (re.findall(r"[^\s|]*\w[^\s|]*", text) for text in WRITTEN.values())
-    assert sum(map(len, words)) < 16_500
+    assert sum(map(len, words)) < 17_200
 
 
 def test_a_page_is_short_and_says_first_what_it_explains():
