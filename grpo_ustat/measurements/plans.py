@@ -45,8 +45,11 @@ ESTIMATE_WORDS = {
     "without_last": "baseline without the last stage",
     "all_orders": "unbiased weights over all orders",
 }
-# Success rates in the table, of those in `RATES`.
+# Success rates in the table and in the sentence, of those in `RATES`.
 SHOWN_RATES = (0.1, 0.9)
+HARD_RATE = SHOWN_RATES[0]
+# Smallest change of a prompt's weight that a sentence calls a bias.
+BIAS = 0.1
 # Estimate of the lines in the figure. Weights outside the range are drawn at its ends.
 DRAWN_ESTIMATE, DRAWN_WEIGHTS = "per_rollout", (0.05, 20.0)
 # Plans whose weights differ from 1 by at most this number are named beside the unbiased line.
@@ -156,7 +159,10 @@ def _usual_size(rows: Sequence[PlanEfficiency]) -> list[PlanEfficiency]:
 
 
 def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
-    """Return sentences on the best plan at equal generated rollouts, and on biased plans."""
+    """Return sentences on the best plan at equal generated rollouts, and on biased plans.
+
+    Both are on plans at the mean size nearest to 8.
+    """
     rows = _usual_size(rows)
     known = [
         (row.efficiency_generated, row)
@@ -174,14 +180,25 @@ def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
     elif best.high <= 1:
         finding = "Unequal group sizes do not help"
     lines = [f"{finding}: at equal generated rollouts and mean G = {row.mean_size}, {value}."]
-    biased = [x.plan for x in rows if x.estimate in USUAL and _is_biased(x)]
+    biased = [f"{weight:.2g} times under {plan}" for plan, weight in _biased(rows).items()]
     if biased:
-        names = enumeration(list(dict.fromkeys(biased)))
         lines.append(
-            f"Sizes that depend on rewards bias the expected update of {names}: prompts count by "
-            "their success rate."
+            "Sizes that depend on rewards bias the expected update. Relative to prompts with 50 % "
+            f"right completions, prompts with {100 * HARD_RATE:.0f} % count {enumeration(biased)}."
         )
     return lines
+
+
+def _biased(rows: Sequence[PlanEfficiency]) -> dict[str, float]:
+    """Return the weight of hard prompts under plans that change it by more than `BIAS`."""
+    weights = {
+        row.plan: each.weight
+        for row in rows
+        if row.estimate == DRAWN_ESTIMATE
+        for each in row.weights
+        if each.success_rate == HARD_RATE
+    }
+    return {plan: weight for plan, weight in weights.items() if abs(weight - 1) > BIAS}
 
 
 def _for_all(efficiency: Interval, count: int) -> Interval:
@@ -196,11 +213,6 @@ def _for_all(efficiency: Interval, count: int) -> Interval:
     return Interval(
         estimate, estimate * (low / estimate) ** wider, estimate * (high / estimate) ** wider
     )
-
-
-def _is_biased(row: PlanEfficiency) -> bool:
-    """Return True if the update's direction significantly differs from the gradient's."""
-    return row.direction is not None and row.direction.high < 1
 
 
 def tables(rows_by_study: Mapping[Study, list[PlanEfficiency]]) -> list[Table]:

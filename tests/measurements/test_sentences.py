@@ -36,27 +36,26 @@ def test_dynamic_sampling_does_not_pay_where_it_saves_next_to_nothing(high, said
 )
 def test_unequal_groups_are_said_with_a_verdict(efficiency, finding):
     """The best plan at the mean size nearest to 8 decides, and biased plans are named."""
-    narrow = Interval(0.97, 0.95, 0.99)
     rows = [
         efficiency_of("vip", 4, Interval(3.0, 2.5, 3.5)),
-        efficiency_of("vip", 8, Interval(0.7, 0.6, 0.8)),
-        efficiency_of("until_mixed", 8, Interval(*efficiency), direction=narrow),
-        efficiency_of("knapsack", 8, UNDETERMINED, direction=Interval(0.99, 0.9, 1.0)),
+        efficiency_of("vip", 8, Interval(0.7, 0.6, 0.8), weight=1.05),
+        efficiency_of("until_mixed", 8, Interval(*efficiency), weight=2.44),
+        efficiency_of("knapsack", 8, UNDETERMINED, weight=0.5),
         PlanEfficiency(plan="refill", mean_size=8, most=32, weights=[], reason="too few"),
     ]
     first, second = plans.sentences(rows, None)
     assert first.startswith(f"{finding}: ") and "until_mixed" in first
     assert f"{efficiency[0]:.2f} [" in first
-    assert "until_mixed" in second and "vip" not in second and "knapsack" not in second
+    assert "10 %" in second and "vip" not in second
+    assert second.endswith("2.4 times under until_mixed and 0.5 times under knapsack.")
     assert plans.sentences([], None) == plans.sentences(rows[-1:], None) == []
 
 
-def efficiency_of(plan, size, efficiency, direction=None):
+def efficiency_of(plan, size, efficiency, weight=2.0):
     count = Interval(8.0, 7.5, 8.5)
     return PlanEfficiency(
         plan=plan, estimate="per_rollout", mean_size=size, most=4 * size, generated=count,
-        trained=count, unbiased_direction=direction is None,
-        direction=direction or Interval(1.0, 1.0, 1.0), noise=Interval(0.9, 0.8, 0.95),
+        trained=count, direction=Interval(0.99, 0.9, 1.0), noise=Interval(0.9, 0.8, 0.95),
         efficiency_generated=efficiency, efficiency_trained=efficiency,
-        weights=[PromptWeight(success_rate=0.1, weight=2.0)],
+        weights=[PromptWeight(success_rate=0.1, weight=weight)],
     )  # fmt: skip

@@ -160,3 +160,15 @@ def test_the_last_step_uses_what_is_left_of_the_budget(tmp_path):
     assert spent["rollouts"] == 24
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.5e-6)
     assert spent["tokens"] == pytest.approx(1.5 * first, rel=0.2)
+
+
+def test_the_record_has_runs_of_equal_numbers_of_tokens():
+    file = ROOT / "docs/examples/plans_and_training.csv"
+    runs, arms = benchmark.recorded(file, "plan", benchmark.COUNTS)
+    for policy, of_policy in arms.items():
+        assert of_policy.keys() == benchmark.ARMS[policy].keys()
+        of_cell = [row for cell, row in runs if cell.policy == policy]
+        tokens = np.array([row["tokens"] for row in of_cell if row["after"] > 0])
+        assert np.abs(tokens / np.median(tokens) - 1).max() < 0.1
+    side = benchmark.sides(*benchmark.selected(runs, arms, None, range(5)))[-1]
+    assert side.gain_LMS.shape == (4, 3, 5)
