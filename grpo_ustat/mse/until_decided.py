@@ -153,7 +153,7 @@ def look_sentence(look: Look) -> str:
 
     >>> look = Look(questions=40, completions=32, group_size=8, probability=0.81, tolerance=None,
     ...             more_questions=25)
-    >>> print(look_sentence(look).replace(" with", "\nwith").replace("; ", ";\n"))
+    >>> print(look_sentence(look).replace(" with p", "\nwith p").replace("; ", ";\n"))
     40 questions x 32: G = 8 is within 5 %
     with probability .81;
     about 25 more questions are expected to decide.
