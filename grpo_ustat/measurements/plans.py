@@ -159,11 +159,24 @@ def _usual_size(rows: Sequence[PlanEfficiency]) -> list[PlanEfficiency]:
 
 
 def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
-    """Return sentences on the best plan at equal generated rollouts, and on biased plans.
+    """Return sentences on the best plan at equal generated rollouts, on biased and absent plans."""
+    return [*_efficiency_sentences(_usual_size(rows)), *_absence_sentences(rows)]
 
-    Both are on plans at the mean size nearest to 8.
-    """
-    rows = _usual_size(rows)
+
+def _absence_sentences(rows: Sequence[PlanEfficiency]) -> list[str]:
+    """Return sentences with the plans that were not measured, one for each size and reason."""
+    absent: dict[tuple[int, str], list[str]] = {}
+    for row in rows:
+        if row.reason is not None:
+            absent.setdefault((row.mean_size, row.reason), []).append(row.plan)
+    return [
+        f"Not measured at a mean G of {size}: {enumeration(plans)}, because {reason}."
+        for (size, reason), plans in absent.items()
+    ]
+
+
+def _efficiency_sentences(rows: Sequence[PlanEfficiency]) -> list[str]:
+    """Return sentences on the best plan and on biased plans, for rows of the same mean size."""
     known = [
         (row.efficiency_generated, row)
         for row in rows
@@ -221,12 +234,9 @@ def tables(rows_by_study: Mapping[Study, list[PlanEfficiency]]) -> list[Table]:
         study: [_cells(row) for row in rows if row.reason is None]
         for study, rows in rows_by_study.items()
     }
-    missing = {
-        f"Not measured at a mean G of {row.mean_size}: {row.plan}, because {row.reason}.": None
-        for rows in rows_by_study.values()
-        for row in rows
-        if row.reason is not None
-    }
+    missing = dict.fromkeys(
+        line for rows in rows_by_study.values() for line in _absence_sentences(rows)
+    )
     cells = {study: rows for study, rows in cells.items() if rows}
     measured = [row for rows in rows_by_study.values() for row in rows if row.reason is None]
     errors = [row.monte_carlo_error for row in measured if row.monte_carlo_error is not None]

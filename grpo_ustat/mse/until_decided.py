@@ -69,6 +69,12 @@ def pool_until_decided(
     console = Console(quiet=not is_main())
     ends, looks = list[int](), list[Look]()
     size = main_only(_first_size, store, prompts, most)
+    if size < FIRST_COMPLETIONS:
+        text = (
+            f"WARNING: with budget.pool_completions={most}, the recommended G is wrong more often; "
+            f"use {FIRST_COMPLETIONS} or more"
+        )
+        console.print(wrapped(text), soft_wrap=True)
     step = next_look(0, size, len(prompts), most)
     with kept_policy():
         while step is not None:
