@@ -223,6 +223,11 @@ class MseConfig(Common):
         super().check()
         if not (self.baselines and self.group_sizes and self.study.methods):
             raise ConfigError("baselines, group_sizes, study.methods: name at least one")
+        if self.study.plans and not self.study.plan_sizes:
+            raise ConfigError(
+                f"study.plans={self.study.plans} with study.plan_sizes=[]: name at least one size, "
+                "such as study.plan_sizes=[8], or use study.plans=[]"
+            )
         for name in self.study.measurements:
             check_entry_point(MEASUREMENTS, name, "study.measurements")
         for name in self.study.plan_names:

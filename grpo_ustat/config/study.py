@@ -190,7 +190,9 @@ class StudyConfig:
     @property
     def plan_names(self) -> list[str]:
         """Names of the plans to measure."""
-        return list(PLANS) if ALL_PLANS in self.plans else self.plans
+        if ALL_PLANS not in self.plans:
+            return self.plans
+        return list(dict.fromkeys([*PLANS, *(name for name in self.plans if name != ALL_PLANS)]))
 
     @property
     def interval(self) -> str:

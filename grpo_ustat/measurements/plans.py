@@ -154,8 +154,24 @@ def _usual_size(rows: Sequence[PlanEfficiency]) -> list[PlanEfficiency]:
 
 
 def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
-    """Return sentences on the best plan at equal generated rollouts, and on biased plans."""
-    rows = _usual_size(rows)
+    """Return sentences on the best plan at equal generated rollouts, on biased and absent plans."""
+    return [*_efficiency_sentences(_usual_size(rows)), *_absence_sentences(rows)]
+
+
+def _absence_sentences(rows: Sequence[PlanEfficiency]) -> list[str]:
+    """Return sentences with the plans that were not measured, one for each size and reason."""
+    absent: dict[tuple[int, str], list[str]] = {}
+    for row in rows:
+        if row.reason is not None:
+            absent.setdefault((row.mean_size, row.reason), []).append(row.plan)
+    return [
+        f"Not measured at a mean G of {size}: {enumeration(plans)}, because {reason}."
+        for (size, reason), plans in absent.items()
+    ]
+
+
+def _efficiency_sentences(rows: Sequence[PlanEfficiency]) -> list[str]:
+    """Return sentences on the best plan and on biased plans, for rows of the same mean size."""
     known = [
         (row.efficiency_generated, row)
         for row in rows

@@ -107,6 +107,7 @@ def study_result(
     total_cost = pool_cost + replicate_cost
     pool, population = study.pool, study.population
     gap = pool.sampler_gap
+    decided = bool(looks) and looks[-1].tolerance is not None
     return StudyResult(
         metric=_metric(config, pool, facts, population, moved),
         precision=precision(config),
@@ -121,7 +122,7 @@ def study_result(
         summary=summary_text(study)
         + metric_text(config)
         + tf32_text(config)
-        + heavy_warning(study.at_hand.tails, population.tails, stops=looks is not None)
+        + heavy_warning(study.at_hand.tails, population.tails, stops=decided)
         + clipped_warning(
             "pool's",
             pool_cost.clipped / pool_cost.rollouts,

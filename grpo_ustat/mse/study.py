@@ -21,6 +21,7 @@ from grpo_ustat.measurements.errors import CURVES, NOT_MEASURED
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.measurements.off_policy import OFF_POLICY
+from grpo_ustat.measurements.plans import PLAN_EFFICIENCIES
 from grpo_ustat.measurements.registry import (
     draw_figures,
     measure_all,
@@ -106,6 +107,9 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
     for sentence in sentences(view, leading)[:MAX_LOSS_SENTENCES]:
+        console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
+    # Published claims also measure plans, which nobody asked for.
+    for sentence in sentences(view, [PLAN_EFFICIENCIES] if config.study.plans else []):
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     rest = [measurement for measurement in measurements_of([view]) if not measurement.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))

@@ -325,3 +325,12 @@ def test_a_study_that_decides_answers_as_its_last_look(tmp_path):
     assert last["probability"] >= (PROBABILITY if last["tolerance"] == 0.05 else 0.8)
     page = (tmp_path / "run/report.html").read_text()
     assert "look by look" in page
+
+
+@pytest.mark.slow
+def test_the_warning_of_an_undecided_study_asks_for_questions(whole):
+    """An undecided study recommends no G, so its warning must not excuse the recommendation."""
+    _, result = whole
+    assert result["looks"][-1].get("tolerance") is None
+    assert "Raise study.questions" in result["summary"]
+    assert "study.until=null" not in result["summary"]
