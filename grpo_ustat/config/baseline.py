@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from grpo_ustat.config.own_functions import load_registered
 from grpo_ustat.config.schema import ConfigError, field
-from grpo_ustat.estimators.baselines import BASELINES, Baseline, plugin_baselines
+from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
 from grpo_ustat.estimators.baselines import check_options as check_option_names
 from grpo_ustat.estimators.baselines import check_shape as check_rewards_shape
 
@@ -58,21 +59,6 @@ OPTIONS = {
         "mean |change of a token's log-probability| at which the past is weighted by 1/2", 1e-12
     ),
 }
-
-
-def load_baseline(key: str, name: str) -> Baseline:
-    """Return a built-in baseline or a baseline of an installed package.
-
-    Args:
-        key: configuration key with the name, for errors.
-        name: one of the field's choices.
-    """
-    try:
-        return BASELINES[name]
-    # The code of an installed package can raise any exception.
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
 
 
 def check_group_size(baseline: str, group_size: int, key: str = "group_size") -> None:
@@ -144,4 +130,4 @@ def complete_plugin_options(baseline: BaselineConfig, key: str) -> None:
         key: configuration key with the name, for errors.
     """
     if plugin_baselines([baseline.name]):
-        baseline.options = load_baseline(key, baseline.name).options | baseline.options
+        baseline.options = load_registered(BASELINES, key, baseline.name).options | baseline.options

@@ -14,7 +14,6 @@ from grpo_ustat.config.baseline import (
     check_group_size,
     check_options,
     check_shape,
-    load_baseline,
 )
 from grpo_ustat.config.common import Common
 from grpo_ustat.config.losses import MeasuredLosses
@@ -27,13 +26,14 @@ from grpo_ustat.config.model import (
     tf32_in_use,
 )
 from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig
-from grpo_ustat.config.own_functions import MEASUREMENTS, check_entry_point
+from grpo_ustat.config.own_functions import MEASUREMENTS, check_entry_point, load_registered
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, field, node
-from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch, load_plan
+from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, plugin_baselines
+from grpo_ustat.estimators.plans import PLANS
 from grpo_ustat.records import MIN_QUESTIONS
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
@@ -231,7 +231,7 @@ class MseConfig(Common):
         for name in self.study.measurements:
             check_entry_point(MEASUREMENTS, name, "study.measurements")
         for name in self.study.plan_names:
-            load_plan("study.plans", name)
+            load_registered(PLANS, "study.plans", name)
         self._check_metric()
         self._check_rollout()
         self._check_baselines()
@@ -304,7 +304,7 @@ class MseConfig(Common):
     def _check_baselines(self) -> None:
         """Refuse baselines that a study cannot measure, and invalid options or group sizes."""
         for name in self.baselines:
-            if load_baseline("baselines", name).only_trains:
+            if load_registered(BASELINES, "baselines", name).only_trains:
                 raise _only_trains(name)
             if name not in self.baseline_options:
                 raise ConfigError(
@@ -319,7 +319,7 @@ class MseConfig(Common):
 
     def _check_losses(self) -> None:
         """Refuse invalid losses, losses that a study cannot measure, and missing models."""
-        load_baseline("baseline", self.baseline.name)
+        load_registered(BASELINES, "baseline", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         self.measured.check()
         for key in ("scored_by", "reference"):

@@ -5,14 +5,34 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
+from typing import TypeVar
 
 from grpo_ustat.config.schema import ConfigError, did_you_mean
+
+Entry = TypeVar("Entry")
 
 # Entry point groups.
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"
 MEASUREMENTS = "grpo_ustat.measurements"
+
+
+def load_registered(registry: Mapping[str, Entry], key: str, name: str) -> Entry:
+    """Return a built-in object, or one that an installed package offers by its entry point.
+
+    Args:
+        registry: objects by name; a lookup may load the entry point.
+        key: configuration key with the name, for errors.
+        name: one of the field's choices.
+    """
+    try:
+        return registry[name]
+    # The code of an installed package can raise any exception.
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
 
 
 def reward_file(reward: str) -> tuple[Path, str] | None:

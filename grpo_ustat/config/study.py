@@ -9,7 +9,7 @@ from grpo_ustat.config.common import LaunchConfig
 from grpo_ustat.config.own_functions import installed_measurements
 from grpo_ustat.config.schema import ConfigError, check_positive, field
 from grpo_ustat.estimators.group_size import PRIORS
-from grpo_ustat.estimators.plans import PLANS, Plan, plugin_plans
+from grpo_ustat.estimators.plans import PLANS, plugin_plans
 from grpo_ustat.estimators.token_weights import CORRECTIONS
 
 METHODS = ("closed_form", "monte_carlo")
@@ -17,21 +17,6 @@ METRICS = ("euclidean", "adam")
 DECIDED = "decided"
 # Choice of `study.plans` that stands for all built-in plans.
 ALL_PLANS = "all"
-
-
-def load_plan(key: str, name: str) -> Plan:
-    """Return a built-in plan or a plan of an installed package.
-
-    Args:
-        key: configuration key with the name, for errors.
-        name: one of the field's choices.
-    """
-    try:
-        return PLANS[name]
-    # The code of an installed package can raise any exception.
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{key}={name} cannot be loaded: {reason}") from error
 
 
 @dataclass

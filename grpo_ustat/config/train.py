@@ -13,14 +13,15 @@ from grpo_ustat.config.baseline import (
     check_group_size,
     check_options,
     check_shape,
-    load_baseline,
 )
 from grpo_ustat.config.common import Common, LaunchConfig
 from grpo_ustat.config.objective import ObjectiveConfig
+from grpo_ustat.config.own_functions import load_registered
 from grpo_ustat.config.parts import SamplerOptions
 from grpo_ustat.config.reward_funcs import check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, check_positive, field, node
+from grpo_ustat.estimators.baselines import BASELINES
 
 # Baseline inputs that are computed from additional completions; see `budget.value_completions`.
 FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
@@ -301,7 +302,7 @@ class TrainConfig(Common):
 
     def _check_batch(self) -> None:
         """Refuse invalid options of the baseline, and batches for which it is not defined."""
-        baseline = load_baseline("baseline.name", self.baseline.name)
+        baseline = load_registered(BASELINES, "baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         check_several(baseline.name, "baseline", self.reward_funcs)
         if (

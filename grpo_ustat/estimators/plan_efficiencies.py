@@ -231,7 +231,7 @@ def _judge(
 ) -> dict[str, _Judged]:
     """Compute the terms of a plan with every distinct estimate, with held-out prices."""
     half_P = np.arange(len(pool.rewards_PN)) // pool.metrics % 2
-    settings = [_fitted(pool, plan, setting, half_P != judged, seed) for judged in (0, 1)]
+    settings = [fitted_setting(pool, plan, setting, half_P != judged, seed) for judged in (0, 1)]
     levels = [float(level) for level in sums.level_L]
     try:
         paths_2 = [paths_of(plan, each, levels) for each in settings]
@@ -331,7 +331,9 @@ def _mean(blocks: Sequence[PlanTerms]) -> PlanTerms:
     )
 
 
-def _fitted(pool: ScorePool, plan: Plan, setting: Setting, planned_P: Mask, seed: int) -> Setting:
+def fitted_setting(
+    pool: ScorePool, plan: Plan, setting: Setting, planned_P: Mask, seed: int
+) -> Setting:
     """Return the setting with the prior and the price fitted to some of the prompts."""
     if plan.saving is None:
         return setting

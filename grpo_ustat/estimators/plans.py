@@ -11,8 +11,7 @@ than `Setting.most` completions of a prompt.
 
 A plan that values completions (`Plan.saving`) first draws a history or a pilot of the prompt. It
 then adds completions as long as one more completion saves more than the price. A common price
-gives the best sizes for a given mean size if the savings of a prompt decrease
-(`price_of`, `allocate`).
+gives the best sizes for a given mean size if the savings of a prompt decrease (`price_of`).
 
 To add a plan, decorate a function here, or install a package with an entry point in the group
 `grpo_ustat.plans` that is a `Plan`.
@@ -32,8 +31,6 @@ from grpo_ustat.records import Array
 PLUGIN_GROUP = "grpo_ustat.plans"
 # Smallest group size for which leave_one_out is defined.
 MIN_GROUP_SIZE = 2
-# Largest group size of `allocate` divided by the mean group size.
-MAX_TIMES_MEAN = 16
 # Rewards of every stage, in increasing order within a stage.
 Rewards = tuple[tuple[float, ...], ...]
 
@@ -530,41 +527,6 @@ def price_of(saving_SK: Array, chance_S: Array, more: float) -> float:
     number = np.cumsum(np.repeat(chance_S, saving_SK.shape[1])[order])
     above = np.flatnonzero(number > more + 1e-12)
     return float(saved[above[0]]) if len(above) else -math.inf
-
-
-def allocate(savings: Callable[[Array], Array], count: int, total: int) -> Array:
-    """Return the group sizes of a batch that maximise the total saving, chosen greedily, [P].
-
-    This is what a valued plan does in a batch with a given total. It is exact if the savings of
-    every prompt decrease.
-
-    Args:
-        savings: function that maps group sizes, [1, K], to the savings from one more completion of
-            each prompt, [P, K]. The savings must decrease with the group size. If savings are
-            equal, the smallest group grows first.
-        count: number of prompts, P.
-        total: sum of the group sizes, at least 2 P.
-
-    Raises:
-        ValueError: `total` is less than 2 completions per prompt.
-
-    >>> noise_P1 = np.array([[9.0], [1.0], [1.0]])
-    >>> allocate(lambda sizes: noise_P1 / (sizes * (sizes + 1)), 3, 15).tolist()
-    [9.0, 3.0, 3.0]
-    """
-    if total < MIN_GROUP_SIZE * count:
-        raise ValueError(
-            f"{total} completions for {count} prompts: use at least {MIN_GROUP_SIZE * count}"
-        )
-    sizes_P, more = np.full(count, float(MIN_GROUP_SIZE)), total - MIN_GROUP_SIZE * count
-    if not more:
-        return sizes_P
-    most = MAX_TIMES_MEAN * (total // count)
-    saved_PK = savings(np.arange(MIN_GROUP_SIZE, most, dtype=float)[None])
-    least = np.partition(saved_PK, saved_PK.size - more, axis=None)[saved_PK.size - more]
-    sizes_P += (saved_PK > least).sum(axis=1)
-    equal = np.flatnonzero(least == saved_PK.T)[: total - int(sizes_P.sum())]
-    return sizes_P + np.bincount(equal % count, minlength=count)
 
 
 def fitted_prior(rewards_PN: Array) -> tuple[float, float]:

@@ -186,11 +186,13 @@ def _efficiency_sentences(rows: Sequence[PlanEfficiency]) -> list[str]:
         return []
     best, row = max(known, key=lambda pair: pair[0].estimate)
     best = _for_all(best, len(known))
-    value = f"the relative efficiency of {row.label}, the best plan, is {efficiency_text(best)}"
+    all_decided = len(known) == len(rows)
+    rank = "best" if all_decided else "best decided"
+    value = f"the relative efficiency of {row.label}, the {rank} plan, is {efficiency_text(best)}"
     finding = "The data do not show that unequal group sizes help"
     if best.low > 1:
         finding = "Unequal group sizes help"
-    elif best.high <= 1:
+    elif best.high <= 1 and all_decided:
         finding = "Unequal group sizes do not help"
     lines = [f"{finding}: at equal generated rollouts and mean G = {row.mean_size}, {value}."]
     biased = [f"{weight:.2g} times under {plan}" for plan, weight in _biased(rows).items()]

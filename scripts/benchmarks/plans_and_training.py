@@ -75,7 +75,11 @@ from grpo_ustat.draws import generator
 from grpo_ustat.estimators.efficiency import mean_over_prompts, update_moments
 from grpo_ustat.estimators.group_terms import LevelSums
 from grpo_ustat.estimators.moments import pool_gradient_weights
-from grpo_ustat.estimators.plan_efficiencies import MOST_TIMES_MEAN, _fitted, plan_efficiencies
+from grpo_ustat.estimators.plan_efficiencies import (
+    MOST_TIMES_MEAN,
+    fitted_setting,
+    plan_efficiencies,
+)
 from grpo_ustat.estimators.plan_terms import (
     ALL_ORDERS,
     ESTIMATES,
@@ -400,7 +404,7 @@ def fitted_arm(pool: ScorePool, plan: str, size: int, estimate: str) -> Arm:
     """Return an arm with the price and the prior of a pool, but without the number of prompts."""
     most = min(MOST_TIMES_MEAN * size, pool.rewards_PN.shape[1])
     all_P = np.ones(len(pool.rewards_PN), dtype=bool)
-    setting = _fitted(pool, PLANS[plan], Setting(size, most=most), all_P, seed=0)
+    setting = fitted_setting(pool, PLANS[plan], Setting(size, most=most), all_P, seed=0)
     return Arm(PLANS[plan], estimate, setting)
 
 

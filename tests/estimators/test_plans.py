@@ -1,12 +1,9 @@
-"""Rules of plans: caps, prices, allocations, and efficiencies of problems that are known."""
+"""Rules of plans: caps, prices, and efficiencies of problems that are known."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from golden import naming
 from prompt_pools import pool_of, prompts
 from tabular import TabularPolicy
 
@@ -15,7 +12,6 @@ from grpo_ustat.estimators.plan_terms import chances, paths_of
 from grpo_ustat.estimators.plans import (
     PLANS,
     Setting,
-    allocate,
     fitted_prior,
     price_of,
     trained_stages,
@@ -35,26 +31,6 @@ def test_plans_stop_at_the_cap_and_train_what_was_drawn(plan):
         assert 2 <= sum(map(len, drawn)) <= 11
         for kept, stage in zip(trained_stages(plan, stages), drawn, strict=True):
             assert sum(kept) <= sum(stage) and len(kept) - sum(kept) <= len(stage) - sum(stage)
-
-
-def test_an_allocation_is_the_best_of_all():
-    """3 prompts and 14 completions, a prompt without noise among them."""
-    noise_P = np.array([9.0, 4.0, 0.0])
-    found = allocate(lambda sizes: noise_P[:, None] / (sizes * (sizes + 1)), 3, 14)
-    errors = {
-        sizes: (noise_P / sizes).sum()
-        for sizes in itertools.product(range(2, 11), repeat=3)
-        if sum(sizes) == 14
-    }
-    assert tuple(found) == min(errors, key=lambda sizes: errors[sizes])
-    with pytest.raises(ValueError, match=naming("5 completions", "3 prompts", 6)):
-        allocate(lambda sizes: sizes, 3, 5)
-
-
-@pytest.mark.parametrize("value", [0.3, 0.0])
-def test_equal_prompts_get_equal_groups(value):
-    """Also where nothing is to be saved: the rest is spread, not given to the first."""
-    assert allocate(lambda sizes: value / sizes + np.zeros((5, 1)), 5, 40).tolist() == [8] * 5
 
 
 @pytest.mark.parametrize("name", [x for x, plan in PLANS.items() if plan.saving])
