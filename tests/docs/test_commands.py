@@ -177,10 +177,12 @@ def test_first_figure_and_answer_are_of_the_first_commands(tmp_path):
     made = {row["policy"]: row for row in rows_of(folder / "fixed_n.csv")}
     kept = rows_of(ROOT / "docs/examples/best_group_size.csv")
     assert [row["policy"] for row in kept] == list(made)
+    # On another processor, rounding can change a few sampled completions.
     for row in kept:
-        for name, value in row.items():
-            if name != "policy":
-                assert float(made[row["policy"]][name]) == pytest.approx(float(value), rel=1e-3)
+        again = made[row["policy"]]
+        for name in row.keys() - {"policy"}:
+            low, high = (float(again[f"{name.split('_')[0]}_{end}"]) for end in ("low", "high"))
+            assert float(again[name]) == pytest.approx(float(row[name]), abs=0.05 * (high - low))
     drawn, shown = (
         plt.imread(path) for path in (folder / "fixed_n.png", ROOT / LINKED.search(page)[1])
     )

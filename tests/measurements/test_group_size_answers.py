@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import textwrap
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -414,7 +415,7 @@ def test_without_a_noise_scale_nothing_is_said():
 @pytest.mark.parametrize("studies", [100, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_no_sentence_has_an_empty_or_reversed_interval(rng, studies):
     """Of random estimates with random errors: every pair in brackets is ordered and has two ends,
-    no number is missing, and the answer is at most 400 characters long.
+    no number is missing, and the answer has at most six lines of 80 characters.
     """
     seen = set()
     for _ in range(studies):
@@ -442,7 +443,7 @@ def test_no_sentence_has_an_empty_or_reversed_interval(rng, studies):
         for low, high in re.findall(r"\[(.*?), (.*?)\]", text):
             ends = [math.inf if x == "no upper end" else float(x.strip("% +")) for x in (low, high)]
             assert ends[0] <= ends[1], text
-        assert len(text) <= 400, text
+        assert len(textwrap.wrap(text, 80)) <= 6, text
     assert seen >= {"nearly all", "at least", "Doubling", "Halving", "use G", "nine in ten"}
 
 
