@@ -65,10 +65,12 @@ def in_chat_format(
 def around_answers(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return the text that a chat template writes between question and answer, and after the answer.
+    """Return the text that a chat template writes before an answer, and the text after it.
 
-    Both texts are stripped of white space. Both are empty if the template refuses a conversation of
-    a question and an answer.
+    The first text lies between the question and the answer.
+
+    Both texts are stripped of white space. Both are empty if the template refuses a question with
+    an answer.
 
     Args:
         tokenizer: tokenizer with a chat template.
