@@ -51,7 +51,7 @@ class Head:
 
     @torch.no_grad()
     def entropies(self, window: Window) -> torch.Tensor:
-        """Return the entropy in nats of each token's distribution, [B, T], 0 where the mask is 0."""
+        """Return the entropies of the tokens' distributions in nats, [B, T], 0 where masked out."""
         return self._by_token(window, lambda scores, _: _entropy(scores.log_softmax(dim=-1)))
 
     def _by_token(

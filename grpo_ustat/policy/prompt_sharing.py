@@ -279,7 +279,7 @@ def computes_narrowly(policy: Policy) -> bool:
 
 
 def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the largest difference between log-probabilities in nats, or 0 if rounding explains it.
+    """Return the largest difference of log-probabilities in nats, or 0 if rounding explains it.
 
     The result is also 0 if a value is NaN, because sampling and scoring report NaN values.
     """

@@ -1,4 +1,4 @@
-"""Check of the user's model: do the rules of `layers` give the gradients of plain autograd?"""
+"""Check that the rules of `layers` give the same gradients as plain autograd on a user's model."""
 
 from __future__ import annotations
 
