@@ -4,7 +4,8 @@ Token t of completion i has three log-probabilities: `l_it` under the current po
 the policy that sampled the completion, and `r_it` under the reference model. `A_i` is the advantage
 of completion i, and L_i its number of tokens. `w_i` is the weight of its tokens, which depends on
 `loss_type`; see the table in `estimators.row_weights`. The setting `importance_sampling_level`
-selects one of the following forms of the objective (`algorithm1` is for comparison):
+selects the form of the objective. `algorithm1` is the default objective, the form `none` with
+w_i = 1/n:
 
     algorithm1       1/n sum_i A_i sum_t l_it                                 paper, Algorithm 1
     none             sum_i w_i sum_t   A_i l_it

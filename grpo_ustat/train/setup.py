@@ -34,8 +34,7 @@ from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext
 from grpo_ustat.train.micro_batches import TokenBudget
 
-# Time that a rank waits for the slowest rank. NCCL's default of 10 minutes can be too short, because
-# completions on some ranks can take much longer than on others.
+# Time that a rank waits for the slowest rank before it fails. NCCL's default is 10 minutes.
 RANK_TIMEOUT = timedelta(hours=2)
 
 

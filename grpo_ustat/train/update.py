@@ -353,7 +353,7 @@ def rows_like(
 def logprob_gap(
     rollouts: Rollouts, index_B: np.ndarray, logprob_BT: torch.Tensor, factor_BT: torch.Tensor
 ) -> np.ndarray:
-    """Return absolute differences in nats between the trainer's and the sampler's log-probabilities.
+    """Return absolute differences, in nats, of the trainer's and the sampler's log-probabilities.
 
     Only tokens with a nonzero factor in the gradient are included, because the trainer computes no
     log-probabilities of other tokens.
