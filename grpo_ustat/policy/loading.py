@@ -123,7 +123,7 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
     if adapters is not None:
         base, revision = adapters
         model = _model(resolve(base), revision=revision, merge=True, **options)
-        # A PeftModel forwards attribute access to its base model.
+        # A PeftModel has all attributes of its base model, so it can be used as one.
         return cast(PreTrainedModel, with_stored_adapters(model, source, merge=merge))
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
@@ -194,7 +194,8 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         x for x in sorted(report["unexpected_keys"]) if x.rpartition(".")[2] not in buffers
     ]
     modules = {name.rpartition(".")[0] for name in names}
-    # Names of the model's weights with every layer number replaced by 0.
+    # Names of the model's weights with every layer number replaced by 0. They show whether an
+    # unexpected weight belongs to a layer beyond those of config.json.
     layers = {re.sub(r"\d+", "0", name) for name in names}
     placeless = [
         name

@@ -21,7 +21,8 @@ from transformers.utils.generic import ModelOutput
 
 from grpo_ustat.policy.logprobs import widen
 
-# Imported only for types, because `loading` imports packages that scores do not need.
+# `Policy` is imported only for type checkers, because `loading` imports packages that are not needed
+# to compute scores.
 if TYPE_CHECKING:
     from grpo_ustat.policy.loading import Policy
 

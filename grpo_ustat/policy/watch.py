@@ -418,7 +418,9 @@ class Meter:
             end = f"at most {most:.1f}" if math.isfinite(most) else "has no known upper bound"
             lines.append(f"G* is at least {least:.1f} and {end}.")
         if self.skipped:
-            lines.append(f"Steps without an update or with gradients not finite: {self.skipped}.")
+            lines.append(
+                f"Steps that had no update, or gradients that were not finite: {self.skipped}."
+            )
         return lines
 
 

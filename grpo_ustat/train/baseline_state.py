@@ -61,7 +61,8 @@ class RewardHistory(BaselineState):
     """Moments of all rewards and all group means since the first step, for the baseline `ebpo`."""
 
     def __init__(self):
-        # Array [2, 3]: the history that `add_to_history` updates.
+        # For rewards (row 0) and group means (row 1): their number, mean, and sum of squared
+        # deviations from the mean.
         self.history_23 = np.zeros((2, 3))
 
     def context(

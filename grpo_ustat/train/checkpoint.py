@@ -114,7 +114,7 @@ def write_checkpoint(
 
 
 def drop_old(run: TrainContext, step: int) -> None:
-    """Remove the oldest checkpoints if there are more than `save_total_limit`."""
+    """Remove old checkpoints, so that `save_total_limit` are left; see `snapshots.prune`."""
     path, limit = run.folder.path, run.config.save_total_limit
     attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 

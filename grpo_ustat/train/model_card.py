@@ -30,7 +30,7 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Largest number of rows in the table of steps and in the table of launches.
+# Largest number of rows in a table of evaluations, of steps, or of launches.
 MAX_ROWS = 10
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config

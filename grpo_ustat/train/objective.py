@@ -90,7 +90,7 @@ class Part:
     old_BT: torch.Tensor | None
     # Log-probabilities under the reference model; None if there is no reference model.
     reference_BT: torch.Tensor | None
-    # Weights w_i; see `estimators.row_weights.token_weights`.
+    # Weight w_i of each completion; see `estimators.row_weights.token_weights`.
     weight_B: torch.Tensor
     # Number n of completions; see `update.Minibatch`.
     num_rollouts: int
@@ -116,7 +116,7 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
         weight_BT = fixed_weights(objective, logprob_BT.detach(), part)
         value = (chosen_BT * weight_BT * advantage_B1 * logprob_BT).sum()
     else:
-        # [B, T] for tokens, [B] for sequences.
+        # Ratios of tokens have shape [B, T], those of sequences have shape [B].
         ratio, _ = ratios(objective, logprob_BT, part)
         advantage = advantage_B1 if level == "token" else part.advantage_B
         term = ratio * advantage
@@ -213,7 +213,7 @@ def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
 
 
 def skips_zero_variance(objective: ObjectiveConfig) -> bool:
-    """Return True if the term of a completion with advantage 0 is exactly 0."""
+    """Return True if a completion with advantage 0 adds exactly 0, so that it can be skipped."""
     return not penalised_loss(objective) and not objective.entropy_coef
 
 

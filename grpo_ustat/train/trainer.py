@@ -326,9 +326,10 @@ def train_result(
     )
     if progress.alarms:
         alarms = ", ".join(
-            f"{ALARM_WORDS.get(name, name)} ({steps})" for name, steps in progress.alarms.items()
+            f"{ALARM_WORDS.get(name, name)} in {steps} steps"
+            for name, steps in progress.alarms.items()
         )
-        summary += f" Alarms (steps): {alarms}."
+        summary += f" Alarms: {alarms}."
     summary += clipped_warning("last step's", progress.clipped_ratio, config.max_completion_length)
     return TrainResult(
         quantity=last["quantity"],
@@ -366,7 +367,7 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
     """
     cluster, limits = slurm.grace(), {}
     if PARENT_VARIABLE in os.environ:
-        limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
+        limits["from the parent process (launch.grace_seconds)"] = float(grace_seconds)
     if cluster.preempted:
         # A GraceTime of 0 is left out. It is SLURM's default, also if jobs are never preempted.
         limits["after a preemption (GraceTime)"] = cluster.preempted
@@ -376,8 +377,8 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
     if not waits:
         return
     text = (
-        f"a stop takes up to a step ({seconds_step:.1f} s) and a save ({seconds_save:.1f} s); "
-        f"grace period: {', '.join(waits)}"
+        f"to stop, this run needs up to one step ({seconds_step:.1f} s) and one checkpoint "
+        f"({seconds_save:.1f} s); before it is killed, it has {', '.join(waits)}"
     )
     if seconds_step + seconds_save <= min(limits.values(), default=math.inf):
         tell(text, file=sys.stderr)

@@ -81,9 +81,10 @@ class UpdateStats:
 
 
 def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
-    """Compute log-probabilities that the step needs from the policy as it is before any update.
+    """Compute log-probabilities under the policy before any update, and under the reference model.
 
-    The reference model is a frozen copy of the policy, or the policy without its adapters.
+    Each is computed only if the step needs it. The reference model is a frozen copy of the first
+    policy, or the policy without its adapters.
     """
     objective, index = run.config.objective, np.arange(rollouts.lengths_PG.size)
     old = reference = None

@@ -3,8 +3,10 @@ r"""Rules that compute a layer's part of a score from its input and the gradient
 For completion i and token t, a_it is the layer's input, and b_it is the gradient at its output.
 
     Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
-    norms             dw_i = sum_t b_it * xhat_it, both for `w * xhat` and for `(1 + w) * xhat`
+    norms             dw_i = sum_t b_it * xhat_it, for the outputs `w * xhat` and `(1 + w) * xhat`
+                      (xhat is the normalised input)
     embedding         dE_i = sum_t c e_{x_t} b_it', c the factor of a scaled embedding
+                      (e_v is the unit vector of token v)
 
 If a layer is called twice, or if two layers share a weight, the weight's gradient is the sum of two
 parts. The parts are added before norms are computed. `one_by_one` computes the gradients of

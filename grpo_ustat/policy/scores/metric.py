@@ -1,4 +1,4 @@
-r"""Norm in which a gradient's error is measured: the Euclidean norm or the norm of AdamW's step.
+r"""Norm in which a gradient's error is measured, other than the Euclidean norm: AdamW's step.
 
 AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) changes parameter j by the learning rate times
 `d_j m_j`, where m is a running mean of the gradients and
