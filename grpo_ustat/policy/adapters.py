@@ -84,7 +84,7 @@ def with_stored_adapters(
     Separate adapters are the only trainable parameters, as in the run that trained them. After
     merging, all weights are trainable; in a 16-bit model, the sums of weights and adapters are
     rounded. If an adapted embedding shares its weight with the output layer, merging first gives
-    each layer a copy of the weight, because the adapters belong to one of the two layers only.
+    the embedding its own copy of the weight, because its adapters must not change the output layer.
 
     Args:
         model: base model of the adapters; changed in place.

@@ -21,8 +21,8 @@ from transformers.utils.generic import ModelOutput
 
 from grpo_ustat.policy.logprobs import widen
 
-# `Policy` is imported only for type checkers, because `loading` imports packages that are not needed
-# to compute scores.
+# `Policy` is imported only for type checkers, because `loading` imports packages that are not
+# needed to compute scores.
 if TYPE_CHECKING:
     from grpo_ustat.policy.loading import Policy
 

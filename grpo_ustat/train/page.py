@@ -143,11 +143,9 @@ def tables(run: RunRecord) -> list[Table]:
             for row in (monitored[place] for place in places)
         ]
         note = (
-            "Each row is measured on the groups of one step, before its update. C1, C2 and C3 are "
-            "the constants of the mean squared error (G C1 + C2 + C3/(G-1))/n. corr(q, Z) is the "
-            "correlation of squared score norms and rewards. The column noise in a step is the "
-            "share of the squared gradient norm that is noise. Brackets contain 95 % intervals for "
-            "new prompts."
+            "Each row is measured on the groups of one step, before its update. The column noise "
+            "in a step is the share of the squared gradient norm that is noise. Brackets contain "
+            "95 % intervals for new prompts."
         )
         tables.append(rows_table("Best group size and error of the gradient", rows, note))
     if run.metrics:

@@ -73,8 +73,8 @@ class Minibatch:
 class UpdateStats:
     """Measurements of a step's updates on this rank."""
 
-    # Sums of `objective.diagnostics`, and two numbers of completions: `rows` counts those of the
-    # updates, and `skipped` those with no gradient, which were not read.
+    # Sums of `objective.diagnostics`, and two numbers of completions: `rows` counts all completions
+    # of the updates, and `skipped` those that add exactly 0 to the gradient.
     sums: Counter = field(default_factory=Counter)
     # Absolute differences between the trainer's and the sampler's log-probabilities.
     gap: list[np.ndarray] = field(default_factory=list)

@@ -3,9 +3,9 @@ r"""Scores of completions: norms, inner products and weighted sums from one back
 The score of completion i is the gradient of its log-probability, `s_i = grad_theta log pi(y_i|x)`.
 For most modules, a rule in `layers` computes the module's part of every s_i from the module's input
 and the gradient at its output. One forward and one backward pass over the batch are therefore
-enough, and no gradient of a parameter is computed by autograd. The batch can also be divided into
-several passes, each over some of its rows. The steps, in the order of the methods of `_Backward`,
-are:
+enough. In this backward pass, autograd computes only gradients of activations. The batch can also
+be divided into several passes, each over some of its rows. The steps, in the order of the methods
+of `_Backward`, are:
 
 1. `_hooks` registers a forward hook on each module with a rule in `layers`, and on each embedding.
 2. The forward pass calls the hook, `_called`. For an embedding, the hook replaces the output with a
@@ -420,7 +420,7 @@ class _Backward:
     def _called(
         self, path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> torch.Tensor | None:
-        """Prepare the backward pass at a module that was called; see steps 2 and 3 of the module.
+        """Prepare the backward pass at a module that was called: steps 2 and 3 above.
 
         The returned value, if any, replaces the module's output.
         """

@@ -103,7 +103,8 @@ def group_scores(
 def gradient_gram(groups_P: Sequence[GroupGradient]) -> Array:
     """Compute the inner products <ghat_x, ghat_y> of the prompts' gradient estimates, [P, P].
 
-    The diagonal comes from the scores. The other entries are unbiased estimates from sketches.
+    The diagonal comes from the inner products of each group's scores. The other entries are
+    unbiased estimates from sketches.
     """
     ghat_PR = np.stack([group.ghat_R for group in groups_P])
     gram_PP = ghat_PR @ ghat_PR.T

@@ -1,4 +1,4 @@
-r"""Norm in which a gradient's error is measured, other than the Euclidean norm: AdamW's step.
+r"""Norm of AdamW's step, in which a gradient's error can be measured instead of the Euclidean norm.
 
 AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) changes parameter j by the learning rate times
 `d_j m_j`, where m is a running mean of the gradients and
