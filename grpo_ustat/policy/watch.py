@@ -6,6 +6,9 @@
     ...                       # the training loop, unchanged
     logger.log(meter.metrics())
 
+The noise scale is the number of rollouts per step at which the squared error of the gradient equals
+the squared length of the expected gradient.
+
 After each backward pass, the meter takes the norm of the accumulated gradient. Before each
 optimizer step, it turns these norms into two estimates: the squared length of the expected
 gradient, and the size of the noise. `estimators.micro_batch_norms` derives them. The meter needs no

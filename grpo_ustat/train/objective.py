@@ -4,8 +4,7 @@ Token t of completion i has three log-probabilities: `l_it` under the current po
 the policy that sampled the completion, and `r_it` under the reference model. `A_i` is the advantage
 of completion i, and L_i its number of tokens. `w_i` is the weight of its tokens, which depends on
 `loss_type`; see the table in `estimators.row_weights`. The setting `importance_sampling_level`
-selects the form of the objective. `algorithm1` is the default objective, the form `none` with
-w_i = 1/n:
+selects the form of the objective. `algorithm1` is the form `none` with w_i = 1/n:
 
     algorithm1       1/n sum_i A_i sum_t l_it                                 paper, Algorithm 1
     none             sum_i w_i sum_t   A_i l_it
@@ -42,11 +41,12 @@ Without epsilon, `clip(rho, A)` is `rho A`. With epsilon, it is
 `min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017).
 
 The ratios correct for the updates since the completions were sampled. In the first update of a
-batch, every ratio is 1, and each form has the gradient of `none`. In later updates, token-level
-ratios give a biased gradient. Whole-sequence ratios give an unbiased gradient if no earlier update
-used the same completions, but its variance explodes (Theorem 12). A single pass over minibatches of
-independently drawn prompts meets this condition. In a second pass over a batch, the gradient is
-biased with any ratio.
+batch, every ratio is 1, and each form has the gradient of `none`, with w_i = 1/(n L_i) for
+`sequence` and w_i = 1/n for `whole_sequence`. In later updates, token-level ratios give a biased
+gradient. Whole-sequence ratios give an unbiased gradient if no earlier update used the same
+completions, but its variance explodes (Theorem 12). A single pass over minibatches of independently
+drawn prompts meets this condition. In a second pass over a batch, the gradient is biased with any
+ratio.
 
 A penalty in the loss subtracts `beta K` from each token's term, where K estimates the divergence
 from the reference model. An entropy bonus adds `entropy_coef H` to each token's term, where H is
