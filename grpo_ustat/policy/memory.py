@@ -44,9 +44,9 @@ def check_weights(weights: int, completion: int, free: int, device: str) -> None
         return
     words = [f"{size / 1e9:.1f} GB" for size in (weights, completion, weights + completion, free)]
     raise ConfigError(
-        f"scores need the whole model on one device: weights {words[0]} + one completion layer by "
-        f"layer {words[1]} = {words[2]}, but {device} has {words[3]} free: use "
-        "model.dtype=bfloat16, a shorter max_completion_length, or a GPU with more memory"
+        f"the measurement needs {words[2]} on one device ({words[0]} for the weights, {words[1]} "
+        f"for one completion), but {device} has {words[3]} free: use model.dtype=bfloat16, a "
+        "shorter max_completion_length, or a GPU with more memory"
     )
 
 

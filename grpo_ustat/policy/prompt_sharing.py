@@ -235,7 +235,7 @@ def check_reading(
     if gap := gap_beyond_rounding(policy, padded_PT, alone_PT):
         raise ConfigError(
             f"{policy.model.config.model_type} reads rows of a batch differently from separate "
-            f"rows: log-probabilities differ by up to {gap:.2g} nats, so scores would be wrong: "
+            f"rows: log-probabilities differ by up to {gap:.2g} nats, so gradients would be wrong: "
             "use another model"
         )
     return alone_PT

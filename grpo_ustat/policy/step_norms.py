@@ -127,7 +127,7 @@ class StepRows:
         if len(steps_SRN) < MIN_UNITS:
             needed = f"at least {MIN_UNITS} are needed"
             return NormEstimate(
-                {}, 0, f"{len(steps_SRN)} steps so far have finite gradients, {needed}"
+                {}, 0, f"{len(steps_SRN)} steps so far have finite gradients, but {needed}"
             )
         count = int(steps_SRN[-1][0, COUNT])
         if problem := self._problem(steps_SRN[-1]):
@@ -136,8 +136,10 @@ class StepRows:
         recent = alike[-max(MIN_STEPS, len(alike) - len(alike) // 2) :]
         if len(recent) < MIN_UNITS:
             return NormEstimate(
-                {}, 0, f"{len(recent)} steps have two micro-batches, {MIN_UNITS} are needed"
-            )
+                {}, 0,
+                f"{len(recent)} steps have two micro-batches to compare, but at least {MIN_UNITS} "
+                "are needed",
+            )  # fmt: skip
         return self._estimate(self._law(np.stack(recent)), count, len(recent))
 
     def _estimate(self, law: ScalingLaw, count: int, steps: int) -> NormEstimate:
@@ -228,13 +230,13 @@ class StepRows:
             return ""
         if not self.together:
             return (
-                "micro-batches may share prompts, so the noise from the draw of prompts is hidden; "
-                "if the rows of a prompt are consecutive, use prompts_together=True"
+                "micro-batches may share prompts, so the noise from drawing prompts is not visible;"
+                " if the rows of a prompt are consecutive, use prompts_together=True"
             )
         if self.way == DDP and self.has_parts(count):
             return (
-                f"micro-batches of {self.per_micro_batch(count):g} rows have parts of groups of "
-                f"{self.group_size}, which are not compared in DDP"
+                f"a micro-batch of {self.per_micro_batch(count):g} rows contains only a part of a "
+                f"group of {self.group_size}, and parts of groups are not compared in DDP"
             )
         return ""
 
@@ -246,8 +248,9 @@ class StepRows:
             return only_bound
         if not self.has_parts(count):
             return (
-                "micro-batches with whole groups do not separate the noise of prompts from that of "
-                f"completions; use micro-batches with a part of a group of {self.group_size}"
+                "micro-batches with whole groups do not separate the noise from prompts and the "
+                "noise from completions; use micro-batches that contain only a part of a group of "
+                f"{self.group_size}"
             )
         return ""
 

@@ -1,8 +1,9 @@
 r"""Sums over layers of what each layer adds to norms, inner products and sketches of scores.
 
-In a linear layer, the score of completion i is a matrix `G_i = sum_t left_it right_it'` with R rows
-and C columns, where t runs over tokens. Its norm can be computed exactly in two ways, and the
-cheaper one is chosen for each layer:
+A score is the gradient of a completion's log-probability. In a linear layer, the score of
+completion i is a matrix `G_i = sum_t left_it right_it'` with R rows and C columns, where t runs
+over tokens. Its norm can be computed exactly in two ways, and the cheaper one is chosen for each
+layer:
 
     by T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
     by the gradient     compute G_i itself, in chunks of its rows, for all completions

@@ -145,7 +145,7 @@ def completion_scores(
             the completions, with other dropout masks.
     """
     if model.training and not drops:
-        raise ConfigError("the model is in training mode: scores need model.eval()")
+        raise ConfigError("the model is in training mode: call model.eval() first")
     assert input_ids_BT.shape == attention_mask_BT.shape == completion_mask_BT.shape
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
