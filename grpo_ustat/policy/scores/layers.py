@@ -1,7 +1,7 @@
 r"""Rules that compute a layer's part of a score from its input and the gradient at its output.
 
-The score of a completion is the gradient of its log-probability in all trainable parameters.
-For completion i and token t, a_it is the layer's input, and b_it is the gradient at its output.
+The score of a completion is the gradient of its log-probability in all trainable parameters. For
+completion i and token t, a_it is the layer's input, and b_it is the gradient at its output.
 
     Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
     norms             dw_i = sum_t b_it * xhat_it, for the outputs `w * xhat` and `(1 + w) * xhat`
