@@ -1,1 +1,1 @@
-"""The model: loading, log-probabilities, exact scores."""
+"""The model: loading, log-probabilities, and exact gradients of single completions."""

@@ -26,17 +26,19 @@ from grpo_ustat.terminal.streams import single_line
 def with_adapters(
     lora: LoraConfig, model: PreTrainedModel, *, seed: int, revision: str | None, rollout: str
 ) -> torch.nn.Module:
-    """Return the frozen model with the configured trainable adapters.
+    """Freeze a model and return it with new trainable adapters.
 
     Args:
+        lora: settings of the adapters.
+        model: base model.
         seed: seed of the adapters' random initial weights.
         revision: revision of the base model on the hub, stored in the adapters' configuration.
-        rollout: name of the sampler, used to refuse adapters that vLLM cannot read.
+        rollout: name of the sampler. If it is vLLM, adapters that vLLM cannot apply are refused.
     """
     names = lora.target_modules
     assert names is not None
     peft = _peft(f"lora.r={lora.r}")
-    # Every rank must start from the same random adapters.
+    # All ranks use the same seed, because they must start from the same random adapters.
     torch.manual_seed(seed)
     options = peft.LoraConfig(
         r=lora.r,
@@ -56,9 +58,9 @@ def with_adapters(
 
 
 def check_vllm_reads(model: Any, rollout: str, what: str) -> None:
-    """Raise an error if vLLM would apply adapters to a weight that several layers share.
+    """Raise an error if vLLM is the sampler and an adapted layer shares its weight with another.
 
-    `adapted_shared_layers` finds these weights.
+    vLLM would then change both layers, although the adapters belong to one.
 
     Args:
         model: model with or without adapters.
@@ -79,16 +81,15 @@ def with_stored_adapters(
 ) -> torch.nn.Module:
     """Return the model with adapters from a folder, kept separate or merged into the weights.
 
-    Adapters that are kept separate are the only trainable parameters, as in the run that trained
-    them. After merging, all weights are trainable, and the merged weights of a 16-bit model are
-    rounded. If an adapted embedding shares its weight with the output layer, merging splits the
-    shared weight into two, because PEFT treats the embedding and the output layer as separate
-    layers.
+    Separate adapters are the only trainable parameters, as in the run that trained them. After
+    merging, all weights are trainable; in a 16-bit model, the sums of weights and adapters are
+    rounded. If an adapted embedding shares its weight with the output layer, merging first gives
+    the embedding its own copy of the weight, because its adapters must not change the output layer.
 
     Args:
         model: base model of the adapters; changed in place.
         folder: folder of the adapters.
-        merge: True to add the adapters to the weights.
+        merge: True to add the adapters to the weights, False to keep them separate.
     """
     peft = _peft(f"{folder} with LoRA adapters")
     try:
@@ -116,17 +117,18 @@ def with_stored_adapters(
         )
     if merge:
         adapted.requires_grad_(True)
-        # Adapters that are later trained on the merged model store this folder as their base model.
+        # If new adapters are later trained on the merged model, they store this folder as the name
+        # of their base model.
         adapted.name_or_path = os.path.abspath(folder)
     return adapted
 
 
 def adapted_shared_layers(model: Any) -> dict[str, Any]:
-    """Return the layers, by name, whose adapted weight is shared with another layer.
+    """Return the adapted layers, by name, that share their weight with another layer.
 
-    PEFT's trainable tokens count as adapters. A tied embedding shares the output layer's weight, so
-    merging adapters into the embedding would change both layers. Trainable tokens that PEFT ties
-    across the two layers are excluded, because they are meant to change both layers.
+    For example, a tied embedding shares the weight of the output layer, so merging adapters into
+    the embedding would change both layers. PEFT's trainable tokens count as adapters here. They are
+    excluded if PEFT ties them across the two layers, because they are then meant to change both.
     """
     owners = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     ties = {
@@ -157,7 +159,7 @@ def _peft(what: str) -> Any:
 def _quiet() -> Iterator[None]:
     """Silence PEFT's warnings about a deprecated transformers attribute and about tied weights.
 
-    Callers handle tied weights with `adapted_shared_layers`.
+    Callers treat tied weights themselves, with `adapted_shared_layers`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -166,7 +168,7 @@ def _quiet() -> Iterator[None]:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Prepare a model's layers to recompute their activations; see `recomputing`."""
+    """Enable gradient checkpointing, which takes effect only in a block of `recomputing`."""
     dropout = {k: v for k, v in model.config.to_dict().items() if "drop" in k and v}
     if dropout:
         name, value = next(iter(dropout.items()))
@@ -182,10 +184,10 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def recomputing(model: torch.nn.Module) -> Iterator[None]:
     """Make layers prepared by `checkpoint_layers` recompute their activations in the backward pass.
 
-    Transformers recomputes activations only in training mode, and it then disables the cache.
-    Outside the block, the layers must not recompute, because sampling without a cache would read
-    each token without its context. Only these layers are set to training mode, because scores must
-    be computed without dropout, like the sampling probabilities.
+    Transformers recomputes activations only in layers in training mode, and these layers then use
+    no cache. The block therefore sets these layers to training mode and sets them back at the end,
+    because sampling needs the cache. All other modules stay in evaluation mode, because gradients
+    must be computed without dropout, like the sampling probabilities.
     """
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]

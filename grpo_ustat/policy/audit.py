@@ -1,4 +1,4 @@
-"""Comparison of a trainer's applied gradient (`p.grad`) with the gradient of its declared loss."""
+"""Check that a trainer's applied gradient (`p.grad`) equals the gradient of its declared loss."""
 
 from __future__ import annotations
 
@@ -32,23 +32,30 @@ from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask
 
-# Length of the gradient sketches that are used to find the cause of a difference.
+# Number of entries of the random projections (sketches) of gradients, from which the cause of a
+# difference is found.
 SKETCH = 16381
 
 
 @dataclass(frozen=True)
 class UpdateRows:
-    """Rows of an update, and the weight of each row's score in the declared loss's gradient."""
+    """Rows of an update, and the weight of each row in the gradient of the declared loss.
+
+    A row is a prompt with a completion. The score of a row is the gradient of the completion's
+    log-probability.
+    """
 
     # Token ids of prompts and completions.
     input_ids_BT: torch.Tensor
-    # 1 on real tokens.
+    # 1 on real tokens, 0 on padding.
     attention_mask_BT: torch.Tensor
     # 1 on the tokens whose log-probabilities the loss uses.
     completion_mask_BT: torch.Tensor
-    # Weights W_i. The declared gradient is the direction of ascent `sum_i W_i s_i` with scores s_i.
+    # Weight W_i of each row. The declared gradient is `sum_i W_i s_i` with scores s_i; it points in
+    # the direction in which the loss falls.
     weights_B: Array
-    # Row weights of other losses that could explain a difference, by name.
+    # Row weights of other losses, by name. If the applied gradient differs from the declared one,
+    # it may be the gradient of one of these losses.
     others: Mapping[str, Array] = field(default_factory=dict[str, Array])
 
     @classmethod
@@ -63,12 +70,11 @@ class UpdateRows:
     ) -> UpdateRows:
         """Return the rows with the weights that a loss gives them at the first update of a batch.
 
-        `row_weights` computes the weights.
-
         Args:
+            loss: declared loss.
             rewards_PG: rewards; row p G + i is completion i of prompt p.
             input_ids_BT, attention_mask_BT, completion_mask_BT: tokens of the B = P G rows.
-            ended_PG: True for each completion that ended; None if all completions ended.
+            ended_PG: True for each completion that ended before the length limit; None if all did.
         """
         rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
         if rewards_PG.ndim != 2 or rewards_PG.size != len(input_ids_BT):
@@ -112,24 +118,24 @@ def audit(
     """Compare the gradient of an update, before clipping, with the declared gradient.
 
     The comparison is valid for the first update of a batch, in which every importance ratio is 1.
-    Scores are computed in evaluation mode, so dropout is off. They are computed in the precision of
-    the loss, because the scores of a peaked policy change in bfloat16. The modes of all modules and
-    the gradients are restored.
+    The declared gradient is computed in evaluation mode, so dropout is off. It is computed in the
+    precision of the loss, because bfloat16 changes the gradients of a peaked policy noticeably. The
+    modes of all modules and the gradients are restored at the end.
 
     Args:
         model: causal language model with the weights at which the gradient was computed.
-        applied_gradients: `{name: p.grad for name, p in model.named_parameters()}`, the gradients
-            of the minimised loss, which point opposite to the direction of ascent; None means a
-            gradient of 0. Pass full gradients, not shards, summed or averaged over processes as the
-            optimizer receives them.
+        applied_gradients: gradients of the minimised loss as the optimizer receives them, after
+            processes have summed or averaged them:
+            `{name: p.grad for name, p in model.named_parameters()}`. Pass full gradients, not
+            shards. None means a gradient of 0.
         rows: rows of the update, from all processes and all micro-batches.
         temperature: temperature that divides the logits in the loss.
         compute_dtype: autocast type in which the loss was computed; None for the precision of the
             parameters.
-        divisors: numbers by which a trainer could wrongly divide the gradient twice or not at all,
-            such as `{"gradient_accumulation_steps": 4}`; if the gradients differ by one of these
-            factors, the result names it.
-        completions_at_once: number of completions per pass through the model.
+        divisors: numbers by which a trainer could by mistake divide the gradient twice or not at
+            all, such as `{"gradient_accumulation_steps": 4}`. If the gradients differ by one of
+            these factors, the result names it.
+        completions_at_once: number of completions per forward and backward pass.
     """
     faults = [fault for name, by in (divisors or {}).items() for fault in divided(by, name)]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -179,9 +185,11 @@ def audit(
 
 @contextmanager
 def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[None]:
-    """Set the model to evaluation mode within the block, with autocast if the type has 16 bits.
+    """Set the model to evaluation mode within the block, and restore all modules' modes after it.
 
-    The modes of all modules are restored at the end.
+    Args:
+        model: model that the block calls.
+        compute_dtype: type for autocast. Autocast is on only if the type has 16 bits.
     """
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
@@ -196,7 +204,7 @@ def evaluating(model: nn.Module, compute_dtype: torch.dtype | None) -> Iterator[
 
 
 def epsilon_of(*dtypes: torch.dtype | None) -> float:
-    """Return the relative rounding error of computations in these types; None is ignored."""
+    """Return the tolerated relative rounding error of computations in these types; skip None."""
     narrow = any(dtype is not None and dtype.itemsize < 4 for dtype in dtypes)
     tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
     return REDUCED if narrow or tf32 else FULL
@@ -205,7 +213,7 @@ def epsilon_of(*dtypes: torch.dtype | None) -> float:
 def _check(
     parameters: Mapping[str, nn.Parameter], applied: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Raise an error if the gradients do not match these parameters."""
+    """Raise an error if a parameter has no entry in `applied` or a gradient of another shape."""
     if missing := sorted(parameters.keys() - applied.keys()):
         raise ConfigError(
             f"{len(missing)} of {len(parameters)} trainable parameters have no entry in the "
@@ -247,6 +255,6 @@ def _parts(index: Integers, at_once: int) -> list[Integers]:
 
 
 def _by_layer(model: PreTrainedModel, rows: UpdateRows, part: Integers) -> bool:
-    """Return True if the graph of these rows would exceed its share of the free memory."""
+    """Return True if autograd's graph of these rows would exceed its share of the free memory."""
     needed = score_bytes(model, len(part) * rows.input_ids_BT.shape[1], by_layer=False)
     return needed > GRAPH_MEMORY_SHARE * free_bytes(model.device)

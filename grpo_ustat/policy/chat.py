@@ -1,4 +1,4 @@
-"""Chat formats of models."""
+"""Prompts in the chat format of a model, written by its tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from grpo_ustat.tasks.prompts import Turn
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import single_line, tell
 
-# Placeholders that no chat template contains.
+# Contents of the turns with which `around_answers` runs a template. They can be found again in the
+# template's output, because no chat template contains these words itself.
 _QUESTION, _ANSWER = "Question 7", "Answer 7"
 
 
@@ -33,20 +34,23 @@ def in_chat_format(
     *,
     answers: bool = True,
 ) -> str:
-    """Return the text of the turns, with special tokens, up to the start of the model's answer.
-
-    If `answers` is false, the text ends after the last turn.
+    """Return the text that the model reads for these turns, with special tokens.
 
     A chat template is a program that is distributed with a model. Transformers runs it in a sandbox
     without access to Python objects.
 
     Args:
+        tokenizer: tokenizer with a chat template.
+        turns: turns of the conversation, as dictionaries with `role` and `content`.
         options: keyword arguments of the template.
-        moment: time that the template's `strftime_now` formats; if None, calling `strftime_now`
-            raises an error.
+        moment: date and time that the template writes if it calls `strftime_now`. If `moment` is
+            None, such a call raises an error.
+        answers: True to end the text where the model's answer starts; False to end it after the
+            last turn.
 
     Raises:
-        ValueError: the template refuses the turns, fails, or needs the date and `moment` is None.
+        ValueError: if the template refuses the turns, if it fails, or if it needs the date and
+            `moment` is None.
     """
     try:
         with _clock(moment):
@@ -61,15 +65,18 @@ def in_chat_format(
 def around_answers(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return the text that the chat template writes before the answer, and the text after it.
+    """Return the text that a chat template writes before an answer, and the text after it.
 
-    The first text lies between the question and the answer. Both texts are stripped of white space.
-    Both are empty if the template refuses the two turns.
+    The first text lies between the question and the answer.
+
+    Both texts are stripped of white space. Both are empty if the template refuses a question with
+    an answer.
 
     Args:
+        tokenizer: tokenizer with a chat template.
         options: keyword arguments of the template.
     """
-    # Any date will do, because templates write the date before the question.
+    # Templates write the date before the question, so it is in neither text, and any date will do.
     day = datetime(2000, 1, 1)
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
@@ -82,11 +89,11 @@ def around_answers(
 
 @contextmanager
 def _clock(moment: datetime | None) -> Iterator[None]:
-    """Set the clock of chat templates to `moment`; if None, reading the clock raises an error.
+    """Set the clock of chat templates to `moment` within the block.
 
-    Templates can call only the functions that transformers passes to them. One of these functions,
-    `strftime_now`, calls `datetime.now()`. The name `datetime` in the module of that function is
-    replaced within the block.
+    If `moment` is None, a template that reads the clock raises an error. Templates read it with the
+    function `strftime_now` of transformers, which calls `datetime.now()`. The block therefore
+    replaces the name `datetime` in the module that defines `strftime_now`.
     """
 
     class Clock:
@@ -110,8 +117,11 @@ def _clock(moment: datetime | None) -> Iterator[None]:
 def writes_turns(chat: bool | None, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if prompts are written in the model's chat format.
 
-    If `prompt.chat` is null, the chat format is used if the tokenizer has a chat template. Texts in
-    the chat format already contain the special tokens.
+    Texts in the chat format already contain the special tokens, so the tokenizer must not add them.
+
+    Args:
+        chat: setting `prompt.chat`; None to use the chat format if the tokenizer has a template.
+        tokenizer: tokenizer of the model.
     """
     return tokenizer.chat_template is not None if chat is None else chat
 
@@ -128,12 +138,13 @@ def unread_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
 
 
 class ChatFormat:
-    """Writer of turns in a model's chat format, up to the start of the model's answer.
+    """Function from the turns of a prompt to the text that the model reads, up to its answer.
 
     Args:
+        tokenizer: tokenizer with a chat template.
         name: name of the model, for error messages.
         options: keyword arguments of the chat template.
-        moment: time that the template uses if it writes the date; None for the current time.
+        moment: date and time for templates that write the date; None for the current time.
     """
 
     def __init__(
@@ -179,7 +190,12 @@ def chat_format(
     """Return the function that writes turns in the configured model's chat format, or None.
 
     The result is None if `prompt.chat` is false, or if it is null and the model has no chat format.
-    The tokenizer is loaded unless it is passed. `moment`: see `ChatFormat`.
+
+    Args:
+        model: configured model.
+        prompt: settings of the prompts.
+        tokenizer: tokenizer of the model, if it is already loaded; None to load it.
+        moment: date and time for templates that write the date; None for the current time.
     """
     if prompt.chat is False:
         return None
@@ -195,11 +211,11 @@ def chat_format(
 
 
 def tell_date(moment: datetime | None) -> None:
-    """Print a note on rank 0 if the prompts contain a date other than today's."""
+    """Print a note on rank 0 if chat templates write a date (`moment`) that is not today's."""
     if moment is not None and moment.date() != datetime.now().date() and is_main():
         tell(
-            f"note: the model's chat template writes the date; prompts keep {moment:%Y-%m-%d}, "
-            "the date on which this run or its pool was started",
+            "note: the model's chat template writes the date into prompts. Prompts still say "
+            f"{moment:%Y-%m-%d}, the date on which this run or its pool of completions was started",
             file=sys.stderr,
         )
 

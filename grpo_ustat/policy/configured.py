@@ -1,4 +1,4 @@
-"""Policy and task of a configuration, and checks that they are compatible."""
+"""Creation of the configured policy and task, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def configured_policy(
     device: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Policy:
-    """Load the configured policy on a device, by default on this rank's device.
+    """Load the configured policy, and set this process's number of threads and its use of TF32.
 
-    Tokens that contain `prompt.stop` are added to the end-of-sequence tokens. The tokenizer is
-    loaded unless it is passed.
+    Tokens that contain `prompt.stop` are added to the end-of-sequence tokens.
 
-    The function also sets this process's number of threads and switches TF32 products on or off.
+    Args:
+        options: settings of the policy.
+        device: device for the model; None for the device of this rank.
+        tokenizer: tokenizer of the model, if it is already loaded; None to load it.
     """
     device = device or own_device(options.device)
     check_device(device)
@@ -73,8 +75,8 @@ def check_device(device: str) -> None:
 def check_parameters(options: PolicyOptions) -> None:
     """Raise an error if `study.parameters` matches no parameter of the configured model.
 
-    The check builds the model without weights. Adapters, and models that cannot be built without
-    their weights, can only be checked after loading.
+    To be fast, the check builds the model without weights. It skips folders of adapters and models
+    that cannot be built in this way; `configured_policy` checks those after loading.
     """
     model = options.model
     name = model.model_name_or_path
@@ -86,7 +88,7 @@ def check_parameters(options: PolicyOptions) -> None:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(stored, **common)
     except Exception:
-        # A damaged file can cause any exception. Loading the model reports it.
+        # A damaged file can cause any exception. Loading the model will report it later.
         return
     train_only(empty, options.parameters)
 
@@ -114,8 +116,13 @@ def configured_task(
 ) -> Task:
     """Create the configured task, with prompts in the chat format if `prompt.chat` selects it.
 
-    Prompts longer than `prompt.max_length` are dropped. The tokenizer is loaded if it is needed and
-    was not passed. `moment`: see `ChatFormat`.
+    Prompts longer than `prompt.max_length` are dropped.
+
+    Args:
+        options: settings of the task.
+        model: configured model, whose tokenizer and chat format are used.
+        tokenizer: tokenizer of the model, if it is already loaded; None to load it when needed.
+        moment: date and time for chat templates that write the date; None for the current time.
     """
 
     def lengths(texts: list[str]) -> list[int]:
@@ -134,8 +141,8 @@ def check_lengths(
 ) -> None:
     """Raise an error if a prompt and its completion exceed the context of the model or of vLLM.
 
-    An error is also raised if some rows would be shorter and others longer than the length at which
-    LongRoPE changes its factors.
+    For a model with LongRoPE, an error is also raised if some rows would be shorter and others
+    longer than the length at which it changes its factors; see `crossed_switch`.
     """
     texts = [prompt.text for prompt in prompts]
     in_turns = writes_turns(policy.prompt.chat, tokenizer)

@@ -1,8 +1,9 @@
-"""Dropout: detection of active modules, and reproduction of masks.
+"""Dropout: detection of active modules, and reproduction of dropout masks.
 
-Masks are drawn from a device's random number generator. A forward pass that starts from the same
-generator state, with the same numbers of rows and columns, therefore draws the same masks. This
-includes the masks inside a fused attention kernel, which cannot be read.
+Dropout masks are drawn from a device's random number generator. If two forward passes start from
+the same generator state and have the same numbers of rows and columns, they draw the same masks.
+Reproducing the state reproduces even the masks inside a fused attention kernel, which cannot be
+read.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 RandomStates = tuple[torch.Tensor, ...]
-"""State of the CPU's generator and, on another device, the state of that device's generator."""
+"""State of the CPU's generator, followed by that of the GPU's generator if there is a GPU."""
 
 
 def active_dropout(model: nn.Module) -> tuple[str, float] | None:
     """Return the name and rate of the model's first dropout with a rate above 0, or None.
 
-    The dropout is either a module or a number that a module passes to its attention function.
+    Both kinds of dropout are found: dropout modules, and rates that a module stores as a number and
+    passes to its attention function.
     """
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -35,7 +37,7 @@ def active_dropout(model: nn.Module) -> tuple[str, float] | None:
 
 
 def random_states(device: torch.device) -> RandomStates:
-    """Return the states of the generators from which a forward pass on a device draws masks."""
+    """Return the states of the generators from which a forward pass on this device draws masks."""
     if device.type == "cpu":
         return (torch.get_rng_state(),)
     backend: Any = getattr(torch, device.type)
@@ -53,7 +55,10 @@ def set_random_states(device: torch.device, states: RandomStates) -> None:
 
 @contextmanager
 def same_draws(device: torch.device, states: RandomStates | None = None) -> Iterator[None]:
-    """Run the block from `states`, or from the current states, and then restore the generators."""
+    """Restore the generators after the block to the states that they had before it.
+
+    If `states` is given, the block starts from these states.
+    """
     before = random_states(device)
     try:
         if states is not None:
@@ -64,7 +69,7 @@ def same_draws(device: torch.device, states: RandomStates | None = None) -> Iter
 
 
 def seeded_states(device: torch.device, seed: int) -> RandomStates:
-    """Return the generator states that follow from a seed, without changing the current states."""
+    """Return the states of freshly seeded generators, without changing the current states."""
     with same_draws(device):
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
@@ -76,11 +81,11 @@ def seeded_states(device: torch.device, seed: int) -> RandomStates:
 
 @contextmanager
 def dropping(model: nn.Module, states: RandomStates) -> Iterator[None]:
-    """Apply dropout as in training, with masks drawn from these generator states.
+    """Apply dropout within the block as in training, with masks drawn from these generator states.
 
-    Afterwards, the modes of all modules and the generators are restored. The running statistics of
-    batch normalisation do not change. Gradient checkpointing is off within the block, because
-    `LayerByLayer` replaces it if memory is short.
+    After the block, the modes of all modules and the generators are restored. Batch normalisation
+    stays in evaluation mode, so its running statistics do not change. Gradient checkpointing is off
+    within the block: if memory is short, `LayerByLayer` recomputes the layers instead.
     """
     modes = {module: module.training for module in model.modules()}
     checkpointed = [m for m in modes if getattr(m, "gradient_checkpointing", False) is True]

@@ -1,6 +1,7 @@
-"""Loading of a causal language model from a folder, an embedded or cached model, or the hub.
+"""Loading of a causal language model from a folder, from this package, or from the hub.
 
-LoRA adapters in a folder are attached to the base model that they name, or merged into it.
+If the folder contains LoRA adapters, they are attached to the base model that they name, or merged
+into it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from grpo_ustat.policy.tokenizer import encode, load_tokenizer
 
 # Accepted weight types, named as in safetensors.
 WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
+# Settings of config.json that make a forward pass return more than logits.
 EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 
 
@@ -38,12 +40,12 @@ EXTRA_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_sta
 class Policy:
     """Model with its tokenizer and special tokens."""
 
-    # The causal language model, in evaluation mode.
+    # Causal language model, in evaluation mode.
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     # Ids of the end-of-sequence tokens.
     end_tokens: frozenset[int]
-    # Id used for padding. Padding is recognised by masks, not by this id.
+    # Token id that fills padded positions. Masks mark these positions, so any id will do.
     pad_token: int
     # True if sampling and scoring compute in bfloat16 although the weights have a wider type.
     bf16: bool = False
@@ -55,7 +57,7 @@ class Policy:
         return encode(self.tokenizer, texts, special_tokens=self.special_tokens)
 
     def computing(self) -> torch.autocast:
-        """Return the context for forward passes, which autocasts to bfloat16 if `bf16` is set."""
+        """Return a context manager for forward passes: bfloat16 autocast if `bf16` is set."""
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
 
@@ -78,11 +80,13 @@ def load_policy(
         revision: branch, tag or commit on the hub.
         dtype: name of a torch dtype.
         device: torch device.
-        attn_implementation: name of the attention in transformers; None for the default.
+        attn_implementation: transformers' name of the attention implementation; None for the
+            default.
         trust_remote_code: True to run code that is distributed with the model.
-        tokenizer: tokenizer of the model; if None, it is loaded.
-        merge_adapters: True to add a folder's LoRA adapters to the weights of their base model,
-            which are then trainable; False to keep the adapters separate and train only them.
+        tokenizer: tokenizer of the model, if it is already loaded; None to load it.
+        merge_adapters: matters only for a folder of LoRA adapters. True to add the adapters to the
+            weights of their base model, which are then trainable; False to keep the adapters
+            separate, as the only trainable parameters.
     """
     transformers_logging.disable_progress_bar()
     common = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -104,26 +108,32 @@ def load_policy(
 
 
 def _model(source: str, *, revision: str | None, merge: bool, **options: Any) -> PreTrainedModel:
-    """Load the causal language model at a source.
+    """Load the causal language model from a folder or the hub.
 
     LoRA adapters are attached to the base model that they name, or merged into it. If the base
-    model is itself a folder of adapters, those adapters are always merged.
+    model is itself a folder of adapters, its own adapters are always merged.
+
+    Args:
+        source: folder or hub id.
+        revision: branch, tag or commit on the hub.
+        merge: True to merge LoRA adapters into the weights.
+        options: further arguments of transformers' `from_pretrained`.
     """
     adapters = adapter_base(Path(source))
     if adapters is not None:
         base, revision = adapters
         model = _model(resolve(base), revision=revision, merge=True, **options)
-        # A PeftModel forwards attribute access to its base model.
+        # A PeftModel has all attributes of its base model, so it can be used as one.
         return cast(PreTrainedModel, with_stored_adapters(model, source, merge=merge))
     stored, _ = PretrainedConfig.get_config_dict(source, revision=revision)
     check_stored_config(stored, source, trusted=options.get("trust_remote_code", False))
     folder = Path(source)
     files = weight_files(folder) if folder.is_dir() else []
     if (file := folder / "generation_config.json").is_file():
-        # Transformers ignores a damaged file, but this call raises an error.
+        # Transformers would ignore a damaged file silently. Parsing it here raises an error.
         json.loads(file.read_text(encoding="utf-8"))
     verbosity = transformers_logging.get_verbosity()
-    # `report` contains everything that transformers would print.
+    # Messages are silenced, because `_check_weights` reports the same facts from `report`.
     transformers_logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -137,7 +147,7 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
         raise ConfigError("the hub has adapters under this name: download them to a folder")
     _check_weights(model, report, files)
     for part in (model.config, model.config.get_text_config()):
-        # These fields change what a forward pass returns, but not its logits.
+        # Extra outputs cost memory and time. Without them, the logits stay the same.
         for name in EXTRA_OUTPUTS:
             if getattr(part, name, False):
                 setattr(part, name, False)
@@ -148,12 +158,12 @@ def _model(source: str, *, revision: str | None, merge: bool, **options: Any) ->
 def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[Path]) -> None:
     """Raise an error if the checkpoint's weights do not match the model.
 
-    Transformers initialises missing weights at random. Buffers, such as masks, are ignored, because
-    the model creates them.
+    The check is needed because transformers initialises missing weights at random. Buffers of the
+    checkpoint, such as masks, are ignored, because the model creates them itself.
 
     Args:
         model: model as loaded.
-        report: transformers' report of weights that are missing, unexpected or of another shape.
+        report: transformers' lists of weights that are missing, unexpected or of another shape.
         files: checkpoint files whose weight types are checked; empty for a model on the hub.
     """
     names = [name for name, _ in model.named_parameters()]
@@ -184,7 +194,8 @@ def _check_weights(model: PreTrainedModel, report: dict[str, Any], files: list[P
         x for x in sorted(report["unexpected_keys"]) if x.rpartition(".")[2] not in buffers
     ]
     modules = {name.rpartition(".")[0] for name in names}
-    # Names of the model's weights with every layer number replaced by 0.
+    # Names of the model's weights with every layer number replaced by 0. They show whether an
+    # unexpected weight belongs to a layer beyond those of config.json.
     layers = {re.sub(r"\d+", "0", name) for name in names}
     placeless = [
         name
@@ -209,7 +220,7 @@ def _more(names: list[Any]) -> str:
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the end-of-sequence ids of the generation configuration and of the tokenizer."""
+    """Return the end-of-sequence ids that the generation configuration and the tokenizer name."""
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     candidates = (*listed, cast("int | None", tokenizer.eos_token_id))
@@ -224,8 +235,13 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
     """Return the tokenizer's padding id; None if it has none or the embedding has no row for it.
 
-    Tokenizers of base models often have an added padding token without a row in the embedding. Any
-    other token without a row raises an error. `name`: name of the model, for the error message.
+    Tokenizers of base models often have an added padding token for which the embedding has no row.
+    If any other token has no row in the embedding, the function raises an error.
+
+    Args:
+        model: loaded model.
+        tokenizer: tokenizer of the model.
+        name: name of the model, for the error message.
     """
     pad = cast("int | None", tokenizer.pad_token_id)
     rows = len(cast(nn.Embedding, model.get_input_embeddings()).weight)

@@ -1,9 +1,9 @@
 """Input rows of the model, and log-probabilities of completions.
 
-A row is a left-padded prompt followed by a right-padded completion, so that all completions start
-in the same column. Positions are passed explicitly, so padding does not shift the positions of a
-prompt. Contiguous rows have all their padding at the end, so a causal model can read them without a
-mask.
+There are two kinds of rows. In `Rows`, a row is a left-padded prompt followed by a right-padded
+completion, so that all completions start in the same column. Position ids are passed to the model,
+so padding does not shift the positions of a prompt. In `ContiguousRows`, all padding is at the end
+of a row. A causal model needs no attention mask for them, because no token reads the padding.
 """
 
 from __future__ import annotations
@@ -19,19 +19,26 @@ from grpo_ustat.records import Rollouts
 
 @dataclass(frozen=True)
 class Rows:
-    """B rows of L + T columns: prompts left-padded to L, completions right-padded to T."""
+    """B rows of left-padded prompts followed by right-padded completions, T columns in all."""
 
     input_ids_BT: torch.Tensor
     # 1 on prompt and completion tokens.
     attention_mask_BT: torch.Tensor
     # 1 on completion tokens that the policy generated; see `Rollouts.scored_PGT`.
     completion_mask_BT: torch.Tensor
-    # Number of columns that hold completions, T.
+    # Number of columns at the end that contain completions.
     width: int
 
 
 def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device) -> Rows:
-    """Pack the completions with flat indices p*G + i into rows, in the order of `index`."""
+    """Pack completions into rows, in the order of `index`.
+
+    Args:
+        rollouts: prompts and their completions.
+        index: flat indices p*G + i, for completion i of prompt p.
+        pad_token: token id for padded positions.
+        device: device of the rows.
+    """
     group_size = rollouts.mask_PGT.shape[1]
     prompts = [rollouts.prompt_tokens[i // group_size] for i in index]
     prompt_BL, mask_BL = left_padded(prompts, pad_token, device)
@@ -58,12 +65,14 @@ def pack(rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.de
 class ContiguousRows:
     """B rows, each a prompt and its completion without a gap, padded only at the end.
 
-    The arrays of completion tokens have T columns.
+    L is the length of the longest row, and T that of the longest completion.
     """
 
     input_ids_BL: torch.Tensor
-    # Column whose output predicts each completion token; the last column on padding.
+    # Column of `input_ids_BL` at which the model predicts each completion token. For padding after
+    # a completion, columns beyond the row are replaced by the last column.
     columns_BT: torch.Tensor
+    # Token ids of the completions.
     targets_BT: torch.Tensor
     # 1 on completion tokens that the policy generated; see `Rollouts.scored_PGT`.
     mask_BT: torch.Tensor
@@ -72,7 +81,7 @@ class ContiguousRows:
 def pack_contiguous(
     rollouts: Rollouts, index: np.ndarray, pad_token: int, device: torch.device
 ) -> ContiguousRows:
-    """Pack the completions with flat indices p*G + i into contiguous rows, in `index` order."""
+    """Pack completions into contiguous rows, in the order of `index`; arguments as in `pack`."""
     group_size, longest = rollouts.mask_PGT.shape[1:]
     written_BT = rollouts.mask_PGT.reshape(-1, longest)[index]
     lengths_B = written_BT.sum(axis=1)
@@ -96,7 +105,7 @@ def pack_contiguous(
 def left_padded(
     prompts: list[list[int]], pad_token: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token ids and the mask of P left-padded prompts, each of shape [P, L]."""
+    """Return the token ids and the mask of left-padded prompts, [P, L] with longest length L."""
     ids_PL = np.full((len(prompts), max(map(len, prompts))), pad_token, dtype=np.int64)
     mask_PL = np.zeros_like(ids_PL)
     for row, prompt in enumerate(prompts):
@@ -113,12 +122,21 @@ def positions(attention_mask_BT: torch.Tensor) -> torch.Tensor:
 def completion_logprobs(
     model: PreTrainedModel, rows: Rows, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Sum the log-probabilities of each row's completion tokens, shape [B], float32 or wider."""
+    """Compute the log-probability of each row's completion, [B], in float32 or a wider type."""
     return token_logprobs(model, rows, temperature).sum(dim=1)
 
 
 def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0) -> torch.Tensor:
-    """Compute log-probabilities of completion tokens, [B, T], 0 on padding, float32 or wider."""
+    """Compute log-probabilities of completion tokens, in float32 or a wider type.
+
+    Args:
+        model: causal language model.
+        rows: rows of prompts and completions.
+        temperature: temperature that divides the logits.
+
+    Returns:
+        Array [B, rows.width], with 0 for tokens that `completion_mask_BT` excludes.
+    """
     logits = model(
         input_ids=rows.input_ids_BT,
         attention_mask=rows.attention_mask_BT,
@@ -135,5 +153,5 @@ def token_logprobs(model: PreTrainedModel, rows: Rows, temperature: float = 1.0)
 
 
 def widen(values: torch.Tensor) -> torch.Tensor:
-    """Convert values to float32 if they are narrower; all sums use float32 or wider."""
+    """Convert values of a 16-bit type to float32, so that sums of them are precise."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

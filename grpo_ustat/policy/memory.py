@@ -1,4 +1,4 @@
-"""Memory needed for scoring, free memory, and out-of-memory errors."""
+"""Memory that backward passes need, free memory, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRAPH_MEMORY_SHARE = 1 / 2
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes free for new tensors, including memory reserved by PyTorch but unused."""
+    """Return the bytes free for new tensors, including what PyTorch reserves unused."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -23,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def score_bytes(model: PreTrainedModel, tokens: int, by_layer: bool) -> int:
-    """Estimate the bytes that a model needs to score `tokens` tokens; see `pass_bytes`."""
+    """Estimate the bytes that a backward pass over `tokens` tokens needs; see `pass_bytes`."""
     config = model.config.get_text_config(decoder=True)
     inner = getattr(config, "intermediate_size", None) or 0
     inner = max(inner) if isinstance(inner, list) else inner
@@ -36,7 +36,7 @@ def check_weights(weights: int, completion: int, free: int, device: str) -> None
 
     Args:
         weights: bytes of the model's weights.
-        completion: bytes needed to score one completion layer by layer.
+        completion: bytes needed for the layer-by-layer backward pass of one completion.
         free: free bytes.
         device: device of the model, for the error message.
     """
@@ -44,9 +44,9 @@ def check_weights(weights: int, completion: int, free: int, device: str) -> None
         return
     words = [f"{size / 1e9:.1f} GB" for size in (weights, completion, weights + completion, free)]
     raise ConfigError(
-        f"scores need the whole model on one device: weights {words[0]} + one completion layer by "
-        f"layer {words[1]} = {words[2]}, but {device} has {words[3]} free: use "
-        "model.dtype=bfloat16, a shorter max_completion_length, or a GPU with more memory"
+        f"the measurement needs {words[2]} on one device ({words[0]} for the weights, {words[1]} "
+        f"for one completion), but {device} has {words[3]} free: use model.dtype=bfloat16, a "
+        "shorter max_completion_length, or a GPU with more memory"
     )
 
 

@@ -1,9 +1,9 @@
-r"""Log-probabilities at the output layer and gradients at its logits, computed in chunks.
+r"""Log-probabilities of tokens and their gradients at the logits, computed in chunks.
 
 A model may transform the logits o of its output layer into l = f(o), for example by a scale or a
-soft cap. In most models, f is the identity. The gradient of token y's log-probability at o is
-`f'(o) (onehot(y) - softmax(l / temperature)) / temperature`. Only the logits of completion
-positions are computed, and the logits of a large batch are never all in memory at once.
+soft cap. In most models, f is the identity. The derivative of token y's log-probability with
+respect to o is `f'(o) (onehot(y) - softmax(l / temperature)) / temperature`. Logits take much
+memory, so they are computed only for completion tokens, and in chunks if the batch is large.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transformers.utils.generic import ModelOutput
 
 from grpo_ustat.policy.logprobs import widen
 
-# Imported only for types, because `loading` imports packages that scores do not need.
+# `Policy` is imported only for type checkers, because `loading` imports packages that are not
+# needed to compute scores.
 if TYPE_CHECKING:
     from grpo_ustat.policy.loading import Policy
 
@@ -33,7 +34,8 @@ class Head:
     """Output layer of a policy, with the model's transformation of its logits.
 
     Args:
-        output: class of the object that the model body (below the output layer) returns.
+        policy: policy with the model.
+        output: class of the object that the model without its output layer returns.
         temperature: temperature that divides the logits.
     """
 
@@ -43,23 +45,28 @@ class Head:
 
     @torch.no_grad()
     def logprobs(self, window: Window) -> torch.Tensor:
-        """Return the log-probabilities of the window's targets, [B, T], 0 if masked."""
+        """Return the log-probabilities of the window's targets, [B, T], 0 where the mask is 0."""
         return self._by_token(
             window, lambda scores, targets_N: _chosen(scores, targets_N) - scores.logsumexp(dim=-1)
         )
 
     @torch.no_grad()
     def entropies(self, window: Window) -> torch.Tensor:
-        """Return the entropies of the window's token distributions in nats, [B, T], 0 if masked."""
+        """Return the entropies of the tokens' distributions in nats, [B, T], 0 where masked out."""
         return self._by_token(window, lambda scores, _: _entropy(scores.log_softmax(dim=-1)))
 
     def _by_token(
         self, window: Window, of_scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Apply `of_scores` to the N tokens with mask 1; return the values, [B, T], 0 if masked.
+        """Apply a function to the tokens with mask 1.
 
-        The arguments of `of_scores` are the logits divided by the temperature, [N, V], and the
-        targets, [N].
+        Args:
+            window: hidden states and targets.
+            of_scores: function from the logits divided by the temperature, [N, V], and the targets,
+                [N], to a value for each of the N tokens, [N]. V is the size of the vocabulary.
+
+        Returns:
+            Values of the tokens, [B, T], 0 where the mask is 0.
         """
         place_N = window.mask_BT.flatten().nonzero().squeeze(1)
         targets_N, values = window.targets_BT.flatten()[place_N], []
@@ -73,23 +80,22 @@ class Head:
     def backward(
         self, window: Window, factor_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Backpropagate `sum factor * logprob + entropy_factor * H` to the parameters.
+        """Differentiate a weighted sum of log-probabilities and entropies with autograd.
 
-        The gradient is added to the `grad` of the output layer's parameters and of all parameters
-        in the graph of the window's hidden states.
+        The gradient is added to the `grad` of all parameters: those of the output layer, and those
+        in autograd's graph of the window's hidden states. Tokens with weight 0 are skipped.
 
         Args:
-            window: window whose hidden states have a graph.
-            factor_BT: factor of each token's log-probability; tokens whose factors are all 0 are
-                skipped.
-            entropy_BT: factor of each token's entropy.
+            window: hidden states with autograd's graph, and targets.
+            factor_BT: weight of each token's log-probability in the sum.
+            entropy_BT: weight of each token's entropy in the sum; None for weights 0.
 
         Returns:
             Log-probabilities, [B, T], 0 at skipped tokens.
         """
         used = factor_BT != 0 if entropy_BT is None else (factor_BT != 0) | (entropy_BT != 0)
         result = widen(window.hidden_BTD[:0].detach()).new_zeros(used.shape)
-        # Only this line synchronises with the device.
+        # `nonzero` is the only call in which the host waits for the device.
         place_N = used.flatten().nonzero().squeeze(1)
         if not len(place_N):
             return result
@@ -120,7 +126,8 @@ class Head:
         if entropy_N is None:
             grad_NV = log_NV.exp_().mul_(-factor_N1)
         else:
-            # With this bound, a logit of -inf adds 0 to the entropy. Without it, 0 * inf is NaN.
+            # A token with logit -inf must add 0 to the entropy. Without this bound, p log p would
+            # be 0 * inf, which is NaN.
             log_NV.clamp_(min=-1e30)
             p_NV = log_NV.exp()
             entropy_N1 = -(p_NV * log_NV).sum(dim=-1, keepdim=True)
@@ -138,9 +145,10 @@ class Head:
         return scores_NV if self.temperature == 1 else scores_NV / self.temperature
 
     def _chunks(self, hidden_ND: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield slices of the N positions and the hidden states of each slice.
+        """Divide N tokens into slices whose logits fit into `CHUNK_BYTES`.
 
-        The logits of a slice fit into `CHUNK_BYTES`.
+        Yields:
+            A slice, and the hidden states of its tokens.
         """
         vocabulary = self.layer.head.weight.shape[0]
         entry = widen(hidden_ND[:0]).element_size()
@@ -162,19 +170,23 @@ def _entropy(log_NV: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """Positions whose hidden states predict scored tokens."""
+    """Hidden states and the tokens that are predicted from them, in B rows and T columns."""
 
-    # Hidden states before the output layer.
+    # Hidden states before the output layer, of size D.
     hidden_BTD: torch.Tensor
-    # Tokens predicted from these hidden states.
+    # Tokens that are predicted from these hidden states.
     targets_BT: torch.Tensor
-    # 1 if the predicted token is scored.
+    # 1 (or another weight) if the log-probability of the predicted token is used, otherwise 0.
     mask_BT: torch.Tensor
 
     def part(self, index: torch.Tensor | slice) -> tuple[Window, slice]:
-        """Return the window of some rows without unused columns, and the slice of used columns.
+        """Cut out some rows and the range of columns in which their mask is not 0.
 
-        A column is used if the mask of any of the rows is not 0 there.
+        Args:
+            index: indices or slice of the rows.
+
+        Returns:
+            The smaller window, and the slice of columns that it covers.
         """
         used = self.mask_BT[index].any(dim=0).nonzero()
         columns = slice(int(used.min()), int(used.max()) + 1) if len(used) else slice(0, 1)
@@ -186,7 +198,7 @@ class OutputLayer:
 
     Args:
         model: causal language model, without a PEFT wrapper.
-        output: class of the object that the model body (below the output layer) returns.
+        output: class of the object that the model without its output layer returns.
         temperature: temperature that divides the logits.
     """
 
@@ -197,15 +209,16 @@ class OutputLayer:
         self._plain: bool | None = None
 
     def gradients(self, window: Window, vocabulary=slice(None), normaliser_BT=None):
-        """Return the gradient of the log-probabilities' sum with respect to the logits, [B, T, V].
-
-        The second return value is the log-sum-exp over the vocabulary, [B, T].
+        """Differentiate the masked sum of log-probabilities with respect to the logits.
 
         Args:
-            window: positions and hidden states.
-            vocabulary: slice of the vocabulary for which gradients are computed.
-            normaliser_BT: log-sum-exp over the full vocabulary; required if `vocabulary` does not
-                cover the full vocabulary.
+            window: hidden states and targets.
+            vocabulary: slice of the vocabulary for whose logits gradients are computed.
+            normaliser_BT: log-sum-exp of all logits. It may be None only if `vocabulary` is the
+                full vocabulary.
+
+        Returns:
+            Gradients [B, T, V] at the V logits of the slice, and log-sum-exp of all logits, [B, T].
         """
         with torch.enable_grad():
             logits, final = self.logits(window.hidden_BTD, vocabulary)
@@ -223,11 +236,14 @@ class OutputLayer:
         return grads, normaliser_BT
 
     def back(self, grads_BTV: torch.Tensor, vocabulary=slice(None)) -> torch.Tensor:
-        """Propagate gradients at the logits to the hidden states."""
+        """Return the gradients at the hidden states, given those at the logits."""
         return grads_BTV.to(self.head.weight.dtype) @ self.head.weight[vocabulary]
 
     def through(self, window: Window) -> torch.Tensor:
-        """Differentiate the summed log-probabilities with respect to the hidden states."""
+        """Differentiate the masked sum of log-probabilities with respect to the hidden states.
+
+        This uses plain autograd, for output layers that are not an ordinary linear layer.
+        """
         hidden = window.hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
             scores = widen(self.final(hidden)) / self.temperature
@@ -237,10 +253,11 @@ class OutputLayer:
     def final(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Return the model's final logits, [B, T, V], computed from the last hidden states.
 
-        The hidden states before the output layer have shape [B, T, D].
+        The model itself is called, so that it applies its transformation of the logits. Only the
+        part below the output layer is replaced, by a function that returns these hidden states.
         """
         output = self.output(last_hidden_state=hidden_BTD)
-        # Some models call their body, and others call their decoder.
+        # Some models call their base model, and others call their decoder.
         below = {body(self.model), self.model.get_decoder()} - {self.model}
         with ExitStack() as patched:
             for module in below:
@@ -251,10 +268,10 @@ class OutputLayer:
     def logits(
         self, hidden_BTD: torch.Tensor, vocabulary: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits before and after the model's transformation, each [B, T, V].
+        """Return logits of a slice of the vocabulary before and after the model's transformation.
 
-        Only the logits of a vocabulary slice are computed. The two results are the same tensor if
-        the model does not transform the logits of its output layer.
+        Both results have shape [B, T, V], where V is the size of the slice. They are the same
+        tensor if the model does not transform the logits of its output layer.
         """
         if self._plain:
             with torch.no_grad(), self._only(vocabulary):
@@ -271,7 +288,8 @@ class OutputLayer:
     def _only(self, vocabulary: slice, leaves: list | None = None) -> Iterator[None]:
         """Restrict the output layer to the logits of a vocabulary slice within the block.
 
-        If `leaves` is given, the logits become a leaf of the graph and are appended to `leaves`.
+        If the list `leaves` is given, the logits are appended to it, as a leaf tensor at which
+        autograd's graph begins.
         """
         head = self.head
 
@@ -292,7 +310,7 @@ def causal(model: Any) -> PreTrainedModel:
 
 
 def body(model: PreTrainedModel) -> nn.Module:
-    """Return the module of a causal model that contains everything below the output layer."""
+    """Return the part of a causal model that computes the last hidden states."""
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
 
@@ -300,7 +318,7 @@ def body(model: PreTrainedModel) -> nn.Module:
 def cache_name(module: nn.Module) -> str | None:
     """Return the name of the argument of `forward` that takes the cache, or None.
 
-    The name is `past_key_values`, or `cache` since transformers 5.24.
+    Transformers renamed `past_key_values` to `cache` in version 5.24.
     """
     parameters = inspect.signature(module.forward).parameters
     return next((name for name in ("past_key_values", "cache") if name in parameters), None)

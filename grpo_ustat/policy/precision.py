@@ -1,4 +1,7 @@
-"""TF32, in which a GPU rounds the factors of float32 matrix products to 10 mantissa bits."""
+"""Precision of matrix products: TF32 on or off, and sums in float32 of 16-bit factors.
+
+In TF32, a GPU rounds the factors of float32 matrix products to 10 mantissa bits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def full_products() -> Iterator[None]:
 
 
 def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if `wide_bmm` does not convert these factors to a wider type."""
+    """Return True if `wide_bmm` can sum in float32 without converting these 16-bit factors."""
     narrow = left.dtype == right.dtype and left.dtype in NARROW_DTYPES
     return HAS_WIDENING_BMM and narrow and left.device.type == "cuda"
 
@@ -39,10 +42,15 @@ def sums_wider(left: torch.Tensor, right: torch.Tensor) -> bool:
 def wide_bmm(
     left_BIK: torch.Tensor, right_BKJ: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the batched product, [B, I, J], in float32 or wider; write it to `out` if given.
+    """Compute a batch of matrix products, [B, I, J], in float32 or a wider type.
 
-    On a GPU, two factors of the same 16-bit type are not converted to a wider type, because
-    products of their entries are exact in float32, in which they are summed.
+    Factors of 16 bits are usually converted to float32 first. On a GPU, two factors of the same
+    16-bit type are not converted: the GPU sums their products in float32, in which each product of
+    two entries is exact.
+
+    Args:
+        left_BIK, right_BKJ: factors of the B products.
+        out: tensor for the result; None for a new tensor.
     """
     if sums_wider(left_BIK, right_BKJ):
         return torch.bmm(left_BIK, right_BKJ, out_dtype=torch.float32, out=out)

@@ -1,10 +1,13 @@
-"""Forward passes over completions, with gradients, that read each group's prompt only once.
+"""Forward and backward passes over completions that read the prompt of each group only once.
 
-A reader first reads the prompts. It then reads the completions in several parts, which continue
-from copies of the prompts' keys and values. The backward passes of the parts leave gradients at
-these copies. At the end, the gradients at the copies are propagated through the prompts. The result
-equals the gradient of a pass over prompt and completion, but only the activations of the prompts
-and of one part are in memory at a time.
+`SharedPromptReader` first reads the prompts. It then reads the completions in several parts, each
+of which continues from copies of the prompts' keys and values. The backward pass of a part ends at
+these copies. After all parts, one backward pass continues from the copies through the prompts. The
+resulting gradient is that of passes over prompt and completion together, but only the activations
+of the prompts and of one part are in memory at a time.
+
+Some models cannot read a prompt in this way. `ContiguousReader` and `FullReader` read prompt and
+completion together.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class SharedPromptReader:
     """Reader that reads each prompt once and reuses its cache for all of its completions.
 
     Args:
-        prompts: ascending indices of the prompts to read.
+        policy: policy that reads.
+        rollouts: prompts and their completions.
+        prompts: indices of the prompts to read, in ascending order.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
@@ -52,7 +57,7 @@ class SharedPromptReader:
         self.leaves = [end.detach().requires_grad_(end.requires_grad) for end in self.ends]
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window that predicts the completions with these flat indices."""
+        """Return the hidden states that predict the completions with flat indices p*G + i."""
         place = np.searchsorted(self.prompts, index // self.rollouts.mask_PGT.shape[1])
         place_B = torch.from_numpy(place).to(self.mask_PL.device)
         rows = pack(self.rollouts, index, self.policy.pad_token, self.mask_PL.device)
@@ -71,14 +76,23 @@ class SharedPromptReader:
         return Window(hidden_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Propagate the gradients at the copied hidden states, keys and values to the prompts."""
+        """Continue the backward pass from the copied hidden states, keys and values to the prompts.
+
+        This is called after the backward passes of all windows.
+        """
         pairs = [(e, x.grad) for e, x in zip(self.ends, self.leaves, strict=True)]
         pairs = [(end, grad) for end, grad in pairs if grad is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _read(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return the hidden states at these token ids; pass no mask if no prompt is padded."""
+        """Return the hidden states of these tokens; leave out the mask if no prompt is padded.
+
+        Args:
+            ids: token ids.
+            mask: 1 on real tokens of the cache and of `ids`, 0 on padding.
+            cache: keys and values of earlier tokens, to which those of `ids` are added.
+        """
         with self.policy.computing():
             output = self.below(
                 input_ids=ids,
@@ -92,16 +106,16 @@ class SharedPromptReader:
 
 
 class ContiguousReader:
-    """Reader that reads prompt and completion in one pass, in rows padded only at the end.
+    """Reader that reads prompt and completion together, in rows padded only at the end.
 
-    It passes no mask, so the model can use fast kernels for causal attention.
+    Such rows need no attention mask, so the model can use fast kernels for causal attention.
     """
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window that predicts the completions with these flat indices."""
+        """Return the hidden states that predict the completions with flat indices p*G + i."""
         rows = pack_contiguous(
             self.rollouts, index, self.policy.pad_token, self.policy.model.device
         )
@@ -118,13 +132,13 @@ class ContiguousReader:
 
 
 class FullReader:
-    """Reader that reads prompt and completion in one pass, with an attention mask."""
+    """Reader that reads prompt and completion together, with an attention mask."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, prompts: np.ndarray):
         self.policy, self.rollouts = policy, rollouts
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window that predicts the completions with these flat indices."""
+        """Return the hidden states that predict the completions with flat indices p*G + i."""
         rows = pack(self.rollouts, index, self.policy.pad_token, self.policy.model.device)
         below = body(causal(self.policy.model))
         parameters = inspect.signature(below.forward).parameters
@@ -146,23 +160,25 @@ class FullReader:
 
 
 Reader = SharedPromptReader | ContiguousReader | FullReader
+# Results of `can_read_contiguous`, by model.
 _contiguous: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-# Largest mean absolute difference between log-probabilities of sampled tokens, in nats, that is
-# attributed to rounding in narrow types. It is 0.07 for SmolLM2-135M in bfloat16.
+# In a 16-bit type or TF32, two ways of reading may give log-probabilities of sampled tokens that
+# differ by this much, in nats and on average, because of rounding. The mean difference is 0.07 for
+# SmolLM2-135M in bfloat16.
 MAX_NARROW_GAP = 0.3
 # Exceptions that a model can raise if it does not support a reader.
 OTHER_WAYS_OF_READING = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-# Largest number of tokens in a trial's row, which consists of a prompt and its completion.
+# Largest number of tokens of prompt and completion in a trial.
 TRIAL_TOKENS = 20
-# Token ids of the prompts used in trials, with unequal and with equal lengths.
+# Token ids of the prompts in trials: two of unequal lengths, and two of equal lengths.
 UNEQUAL_PROMPTS, EQUAL_PROMPTS = [[2, 3, 4, 5], [3, 2]], [[2, 3], [3, 2]]
 
 
 def can_share(policy: Policy) -> bool:
     """Return True if the model can read a prompt once for all completions of its group.
 
-    The state of every layer must consist of keys and values. Completions that are read from copies
-    of this state must have the same log-probabilities as in a single pass.
+    There are two conditions. Every layer must keep only keys and values of earlier tokens. A trial
+    must give completions the same log-probabilities as reading prompt and completion together.
     """
     below = body(causal(policy.model))
     takes = cache_name(below) and "position_ids" in inspect.signature(below.forward).parameters
@@ -177,11 +193,10 @@ def can_share(policy: Policy) -> bool:
 
 
 def can_read_contiguous(policy: Policy) -> bool:
-    """Return True if rows padded at the end and read without a mask give correct log-probabilities.
+    """Return True if the model can read rows that are padded at the end without a mask.
 
-    A trial compares them with the log-probabilities of rows that are read one at a time. Each model
-    is tried only once. If memory runs out during the trial, the result is False, and the next
-    call tries again.
+    A trial must give the same log-probabilities as reading one row at a time. The result is stored
+    for each model. If memory runs out during the trial, the result is False and is not stored.
     """
     if policy.model not in _contiguous:
         agrees = _agrees(policy, ContiguousReader, UNEQUAL_PROMPTS, at_once=1)
@@ -196,10 +211,11 @@ def check_reading(
 ) -> torch.Tensor:
     """Raise an error if padding changes the log-probabilities of a row.
 
-    Padding does so if it shifts the positions. Scores would then be gradients of the wrong
-    log-probabilities.
+    If a model does not read the position ids that it is given, padding shifts the positions of a
+    prompt. Scores would then be gradients of the wrong log-probabilities.
 
     Args:
+        policy: policy with the model.
         prompts: tokens of P prompts of unequal lengths.
         completions: T tokens of one completion per prompt. If the model computes in bfloat16,
             float16 or TF32, pass only tokens that it sampled, because rounding can change the
@@ -214,22 +230,22 @@ def check_reading(
     try:
         padded_PT = _trial(policy, FullReader, prompts, len(prompts), completions)
     except OTHER_WAYS_OF_READING:
-        # Scoring will report the failure.
+        # Computing scores will fail in the same way and report the reason.
         return alone_PT
     if gap := gap_beyond_rounding(policy, padded_PT, alone_PT):
         raise ConfigError(
             f"{policy.model.config.model_type} reads rows of a batch differently from separate "
-            f"rows: log-probabilities differ by up to {gap:.2g} nats, so scores would be wrong: "
+            f"rows: log-probabilities differ by up to {gap:.2g} nats, so gradients would be wrong: "
             "use another model"
         )
     return alone_PT
 
 
 def check_rows(policy: Policy) -> None:
-    """Apply `check_reading` to a model whose tokens are sampled by another program.
+    """Apply `check_reading` to a model whose completions are sampled by another program.
 
-    Models that compute in bfloat16, float16 or TF32 are not checked, because their check needs
-    tokens that the model itself has sampled.
+    Models that compute in bfloat16, float16 or TF32 are skipped, because their check needs tokens
+    that the model itself has sampled.
     """
     if computes_narrowly(policy):
         return
@@ -239,9 +255,14 @@ def check_rows(policy: Policy) -> None:
 
 @torch.inference_mode()
 def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
-    """Return the log-probabilities of the last T tokens of a single row, [T].
+    """Return the log-probabilities of the last tokens of a single row.
 
-    The row is read without a cache and with the default mask and positions of transformers.
+    The row is read without a cache, and with the mask and positions that are transformers' default.
+
+    Args:
+        policy: policy with the model.
+        tokens: token ids of the row.
+        last: number of tokens at the end whose log-probabilities are returned.
     """
     ids_1L = torch.tensor([tokens], device=policy.model.device)
     with policy.computing():
@@ -251,17 +272,16 @@ def row_logprobs(policy: Policy, tokens: list[int], last: int) -> torch.Tensor:
 
 
 def computes_narrowly(policy: Policy) -> bool:
-    """Return True if products are computed in bfloat16, float16 or TF32."""
+    """Return True if the policy computes matrix products in bfloat16, float16 or TF32."""
     on_cuda = policy.model.device.type == "cuda"
     tf32 = on_cuda and bool(torch.backends.cuda.matmul.allow_tf32)
     return policy.bf16 or policy.model.dtype.itemsize == 2 or tf32
 
 
 def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the largest difference between log-probabilities, or 0 if rounding explains it.
+    """Return the largest difference of log-probabilities in nats, or 0 if rounding explains it.
 
-    The unit is nats. The result is also 0 if a value is NaN, because sampling and scoring report
-    NaN values.
+    The result is also 0 if a value is NaN, because sampling and scoring report NaN values.
     """
     gaps = (first.double().cpu() - second.double().cpu()).abs()
     if computes_narrowly(policy):
@@ -275,10 +295,10 @@ def gap_beyond_rounding(policy: Policy, first: torch.Tensor, second: torch.Tenso
 
 
 def trial(policy: Policy) -> tuple[list[list[int]], int]:
-    """Return three short prompts of unequal lengths, and the length of their completions in tokens.
+    """Return three short prompts of unequal lengths, and the length of completions, for a trial.
 
-    No row is longer than the model's context or than the length up to which LongRoPE uses its short
-    factors.
+    Lengths are in tokens. Prompt and completion together fit into the model's context, and into the
+    length up to which LongRoPE uses its short factors.
     """
     config = policy.model.config.get_text_config(decoder=True)
     limits = (getattr(config, "max_position_embeddings", None), rope_switch(config))
@@ -301,7 +321,11 @@ def _agrees(
 ) -> bool | None:
     """Return True if a reader and `FullReader` agree up to rounding; None if memory runs out.
 
-    `FullReader` reads `at_once` rows at a time.
+    Args:
+        policy: policy with the model.
+        way: class of the reader.
+        prompts: token ids of two prompts.
+        at_once: number of rows that `FullReader` reads at a time.
     """
     try:
         tried, reference = (
@@ -327,9 +351,14 @@ def _trial(
     at_once: int,
     completions: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Return the log-probabilities of one completion per prompt, [P, T].
+    """Return the log-probabilities of one completion per prompt, [P, T], read by a reader.
 
-    The reader reads `at_once` rows at a time. The default completions have three tokens.
+    Args:
+        policy: policy with the model.
+        way: class of the reader.
+        prompts: token ids of the prompts.
+        at_once: number of rows that the reader reads at a time.
+        completions: token ids of the completions; None for two completions of three tokens.
     """
     vocabulary = policy.model.config.get_text_config(decoder=True).vocab_size
     tokens = np.array(completions or [[2, 3, 4], [5, 6, 7]], dtype=np.int64)[:, None] % vocabulary

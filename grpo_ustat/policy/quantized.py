@@ -1,4 +1,4 @@
-"""Quantised base weights under adapters, which must not be repacked for inference."""
+"""Protection of 4-bit base weights, which bitsandbytes would repack for inference on a CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PACKS = "support_avx512bf16_for_cpu"
 def unpacked(model: nn.Module) -> Iterator[None]:
     """Prevent bitsandbytes from packing the weights of its 4-bit layers within the block.
 
-    On a CPU with AVX512-BF16, a forward pass in evaluation mode and without gradients would pack
-    the weights for inference. Packed weights propagate no gradient, and they stay packed during
-    training.
+    On a CPU with AVX512-BF16, bitsandbytes would pack the weights for inference in the first
+    forward pass that is in evaluation mode and without gradients. The weights would then stay
+    packed during training, and no gradient can flow through packed weights.
     """
     layers = [m for m in model.modules() if getattr(m, PACKS, False)]
     for layer in layers:

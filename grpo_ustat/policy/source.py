@@ -1,4 +1,4 @@
-"""Folder or hub id of a model, errors while loading it, and values in its config.json."""
+"""Location of a model, one-line errors while loading it, and values of its config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_ustat.terminal.streams import single_line
 
 
 def resolve(model_name_or_path: str) -> str:
-    """Return the folder or hub id of a configured name."""
+    """Return the absolute path if the name is an existing folder, otherwise the name (a hub id)."""
     folder = model_folder(model_name_or_path)
     return str(folder.absolute()) if folder.exists() else model_name_or_path
 
@@ -29,7 +29,11 @@ def resolve(model_name_or_path: str) -> str:
 def errors_in_one_line(model_name_or_path: str, key: str = "model_name_or_path") -> Iterator[None]:
     """Convert any exception in the block into a ConfigError with a one-line message and a fix.
 
-    Out-of-memory errors are not converted. `key`: name of the setting, for the error message.
+    Out-of-memory errors pass through unchanged, because callers handle them.
+
+    Args:
+        model_name_or_path: folder or hub id that is loaded in the block.
+        key: name of the setting that contains it, for the error message.
     """
     of_hub = not Path(resolve(model_name_or_path)).exists()
     unreachable = of_hub and go_offline_if_unreachable()
@@ -78,20 +82,21 @@ def _text_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def context_length(model: ModelConfig) -> int | None:
-    """Return the largest total number of tokens of prompt and completion; None if unknown."""
+    """Return the largest number of tokens of prompt and completion together; None if unknown."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def rope_switch(config: PretrainedConfig) -> int | None:
     """Return the row length up to which LongRoPE uses its short factors; None without LongRoPE.
 
-    LongRoPE compares this length with the longest row of a pass. If the longest row exceeds it, the
-    long factors are used for all rows, including their first tokens; see `dynamic_rope_update` in
-    transformers. The other RoPE type in that function, `dynamic`, changes only for rows longer than
-    `max_position_embeddings`, and no row here is that long.
+    LongRoPE scales position embeddings by short or long factors. It compares the longest row of a
+    forward pass with this length. If the longest row exceeds it, the long factors are used for all
+    rows, including their first tokens; see `dynamic_rope_update` in transformers. That function
+    also changes the RoPE type `dynamic`, but only for rows longer than `max_position_embeddings`,
+    and no row here is that long.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # A model with several kinds of layers has rope parameters for each kind.
+    # A model with several kinds of layers has a dictionary of rope parameters for each kind.
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     switches = [
         kind.get("original_max_position_embeddings")
@@ -103,14 +108,15 @@ def rope_switch(config: PretrainedConfig) -> int | None:
 
 
 def crossed_switch(model: ModelConfig, shortest: int, longest: int) -> int | None:
-    """Return `rope_switch` if some passes exceed this length and others do not, otherwise None.
+    """Return `rope_switch` if some forward passes exceed this length and others do not, else None.
 
-    If passes differ in this way, a token's log-probability depends on the other rows of the pass
-    and on the cache.
+    If some passes use LongRoPE's long factors and others its short factors, a token's
+    log-probability depends on the other rows of the pass and on the cache.
 
     Args:
-        shortest: number of tokens in the shortest prompt; the sampler's first pass can be one token
-            shorter.
+        model: configured model.
+        shortest: number of tokens in the shortest prompt. The sampler's first pass can be one token
+            shorter than the prompt.
         longest: number of tokens in the longest row, including its completion.
     """
     switch = rope_switch(_text_config(model))

@@ -1,7 +1,8 @@
 """Noise scale and bounds of G* from the gradient norms of several steps; see `watch`.
 
-Whether norms identify a quantity depends on how groups lie in micro-batches and on how ranks
-combine their gradients. `estimators.micro_batch_norms` derives the three splits.
+G* is the group size with the smallest gradient error. Two things decide which quantities the norms
+determine: how groups are divided into micro-batches, and how ranks combine their gradients.
+`estimators.micro_batch_norms` derives the formulas for each case.
 """
 
 from __future__ import annotations
@@ -24,30 +25,33 @@ from grpo_ustat.estimators.micro_batch_norms import (
 from grpo_ustat.estimators.scaling import C2, GRAD_SQ, ScalingLaw, noise_share
 from grpo_ustat.records import Array
 
-# Ways in which ranks combine gradients: DDP averages whole gradients at the end of a backward pass;
-# sharded gradients are averaged too, and each rank keeps a part; separate gradients stay apart.
+# Ways in which ranks combine gradients. DDP: ranks average whole gradients at the end of a backward
+# pass. SHARDED: ranks average gradients, and each rank keeps a part of the average. SEPARATE: each
+# rank keeps its own gradient until the optimizer step.
 DDP, SHARDED, SEPARATE = "DDP", "sharded", "separate"
-# Numbers of a step on each rank: number of micro-batches, squared norm of the accumulated gradient,
-# sum of the squared norms of micro-batches (NaN if unknown), then the three of `norm_weights`.
+# Indices of the six numbers that describe a step on a rank: number of micro-batches; squared norm
+# of the accumulated gradient; sum of the squared norms of the micro-batches' own gradients (NaN if
+# unknown); then three numbers that `norm_weights` computes, of which SIGNAL is the first.
 COUNT, SQ_NORM, OWN_SUM, SIGNAL = range(4)
 NUMBERS = 6
-# The estimates use the second half of the steps, but at least this many.
+# The estimates use the second half of the steps, but at least the last 8.
 MIN_STEPS = 8
-# Relative difference below which ranks' squared norms are equal.
+# If the squared norms of ranks differ by less than this relative amount, they count as equal.
 EQUAL = 1e-6
 
 
 @dataclass(frozen=True)
 class NormEstimate:
-    """Estimates over the recent steps."""
+    """Estimates from the recent steps."""
 
-    # By name: `noise_scale`, in rollouts, at the group size in use; `grad_sq`, the squared length
-    # of the expected gradient; `noise_share`, the share of the squared gradient norm that is noise.
-    # If `no_gstar` is empty, also the bounds of G*: `gstar_least`, `gstar_most` and `gstar`.
+    # Intervals by name. `noise_scale` is the noise scale in rollouts at the group size in use.
+    # `grad_sq` is the squared length of the expected gradient. `noise_share` is the share of the
+    # squared gradient norm that is noise. If `no_gstar` is empty, `gstar_least`, `gstar_most` and
+    # `gstar` are bounds of G*.
     intervals: dict[str, Interval]
-    # Number of steps in the estimates.
+    # Number of steps from which the estimates were computed.
     steps: int
-    # Reason why nothing could be measured; empty if something was.
+    # Reason why nothing could be measured; empty if the measurement succeeded.
     problem: str = ""
     # Reason why the noise scale is only bounded from below; empty if it is estimated.
     only_bound: str = ""
@@ -57,22 +61,23 @@ class NormEstimate:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rollouts of an optimizer step, and their order.
+    """Number and order of an optimizer step's rollouts, and their division over ranks.
 
     Raises:
-        ConfigError: the numbers do not fit.
+        ConfigError: if the numbers do not divide each other as they must.
     """
 
-    # Number of rollouts of all ranks together, n.
+    # Number of rollouts per step, n, summed over ranks.
     rollouts: int
-    # Group size, G; None if all rows are independent.
+    # Group size, G; None if every row has its own prompt.
     group_size: int | None
     # True if the rows of a group are consecutive.
     together: bool
-    # Way in which ranks combine gradients.
+    # Way in which ranks combine gradients: DDP, SHARDED or SEPARATE.
     way: str
-    # Number of ranks, and of ranks with different rollouts.
+    # Number of ranks.
     world: int
+    # Number of ranks with different rollouts; the other ranks hold copies of these rollouts.
     data_ranks: int
 
     def __post_init__(self):
@@ -94,30 +99,35 @@ class StepRows:
             )
 
     def per_micro_batch(self, count: int) -> float:
-        """Return the number of rows of a rank's micro-batch, if a step has `count`."""
+        """Return the number of rows in a rank's micro-batch if a step has `count` micro-batches."""
         return self.rollouts / (count * self.data_ranks)
 
     def has_parts(self, count: int) -> bool:
-        """Return True if micro-batches have consecutive parts of groups."""
+        """Return True if each micro-batch contains only a part of a group.
+
+        Args:
+            count: number of micro-batches per step and rank.
+        """
         in_order = self.group_size is not None and self.together
         return in_order and self.per_micro_batch(count) < (self.group_size or 0)
 
     def layout(self, count: int) -> Layout:
-        """Return the layout of a step with `count` micro-batches per rank."""
+        """Return the division of groups over micro-batches, with `count` micro-batches per rank."""
         if self.group_size is None or self.way == DDP or not self.has_parts(count):
             return Layout(count)
         return Layout(count, round(self.group_size / self.per_micro_batch(count)))
 
     def estimate(self, steps_SRN: Sequence[Array]) -> NormEstimate:
-        """Estimate the noise scale and the bounds of G* from the numbers of steps.
+        """Estimate the noise scale and the bounds of G* from the numbers of all steps.
 
         Args:
-            steps_SRN: six numbers of each rank at each step, all finite in the first two.
+            steps_SRN: for each of S steps, an array [R, N] with the N = 6 numbers of each of R
+                ranks. The first two numbers are finite.
         """
         if len(steps_SRN) < MIN_UNITS:
             needed = f"at least {MIN_UNITS} are needed"
             return NormEstimate(
-                {}, 0, f"{len(steps_SRN)} steps so far have finite gradients, {needed}"
+                {}, 0, f"{len(steps_SRN)} steps so far have finite gradients, but {needed}"
             )
         count = int(steps_SRN[-1][0, COUNT])
         if problem := self._problem(steps_SRN[-1]):
@@ -126,14 +136,22 @@ class StepRows:
         recent = alike[-max(MIN_STEPS, len(alike) - len(alike) // 2) :]
         if len(recent) < MIN_UNITS:
             return NormEstimate(
-                {}, 0, f"{len(recent)} steps have two micro-batches, {MIN_UNITS} are needed"
-            )
+                {}, 0,
+                f"{len(recent)} steps have two micro-batches to compare, but at least {MIN_UNITS} "
+                "are needed",
+            )  # fmt: skip
         return self._estimate(self._law(np.stack(recent)), count, len(recent))
 
     def _estimate(self, law: ScalingLaw, count: int, steps: int) -> NormEstimate:
-        """Return the intervals that the layout allows."""
+        """Return the quantities that the division of groups over micro-batches determines.
+
+        Args:
+            law: scaling law of the gradient error.
+            count: number of micro-batches per step and rank.
+            steps: number of steps from which the law was estimated.
+        """
         size, only_bound, no_gstar = self.group_size, self._only_bound(count), self._no_gstar(count)
-        # Without groups the whole noise is in C2.
+        # Without groups, `_law` puts the whole noise into C2, and any group size gives this result.
         scale = law.noise_scale(size or 2)
         intervals = {"noise_scale": scale, "grad_sq": law.linear(GRAD_SQ)}
         if only_bound:
@@ -145,7 +163,7 @@ class StepRows:
         return NormEstimate(intervals, steps, "", only_bound, no_gstar)
 
     def _law(self, steps_SRN: Array) -> ScalingLaw:
-        """Return the scaling law of the steps, with the constants that the layout identifies."""
+        """Estimate the constants of the scaling law that the steps determine."""
         size, count = self.group_size or 1, int(steps_SRN[0, 0, COUNT])
         if self.way == DDP:
             sums_SN = steps_SRN.sum(axis=1)
@@ -154,7 +172,8 @@ class StepRows:
             )
             return law_of_norms(signal_S, noise_S, self.rollouts, size)
         rollouts, ranks = float(self.rollouts), self.data_ranks
-        # The shards of all ranks make up a gradient; separate gradients are averaged.
+        # Sharded gradients: the numbers of all ranks add up to those of the whole gradient.
+        # Separate gradients: the numbers of the ranks are averaged.
         values_3S = steps_SRN[:, :, SIGNAL:].sum(axis=1).T
         if self.way == SEPARATE:
             values_3S, rollouts, ranks = values_3S / self.world, rollouts / self.world, 1
@@ -163,7 +182,13 @@ class StepRows:
         return law_of_norms(values_3S[0], values_3S[1], rollouts, size)
 
     def _is_usable(self, step_RN: Array, has_parts: bool) -> bool:
-        """Return True if a step has comparable micro-batches, with parts of groups or without."""
+        """Return True if a step has micro-batches to compare and matches `has_parts`.
+
+        Args:
+            step_RN: six numbers of each rank.
+            has_parts: True to require micro-batches with parts of groups, False to require
+                micro-batches with whole groups.
+        """
         if self.way == DDP:
             is_known = np.isfinite(step_RN[:, OWN_SUM]).all() and step_RN[:, COUNT].sum() >= 2
         else:
@@ -171,7 +196,7 @@ class StepRows:
         return bool(is_known) and self.has_parts(int(step_RN[0, COUNT])) == has_parts
 
     def _problem(self, step_RN: Array) -> str:
-        """Return the reason why a step shows no noise, or an empty text."""
+        """Return the reason why the noise of a step cannot be measured, or an empty text."""
         count = int(step_RN[0, COUNT])
         rows, norms_R = self.per_micro_batch(count), step_RN[:, SQ_NORM]
         if self.way == SEPARATE and self.world > 1 and np.ptp(norms_R) < EQUAL * norms_R[0]:
@@ -205,13 +230,13 @@ class StepRows:
             return ""
         if not self.together:
             return (
-                "micro-batches may share prompts, so the noise from the draw of prompts is hidden; "
-                "if the rows of a prompt are consecutive, use prompts_together=True"
+                "micro-batches may share prompts, so the noise from drawing prompts is not visible;"
+                " if the rows of a prompt are consecutive, use prompts_together=True"
             )
         if self.way == DDP and self.has_parts(count):
             return (
-                f"micro-batches of {self.per_micro_batch(count):g} rows have parts of groups of "
-                f"{self.group_size}, which are not compared in DDP"
+                f"a micro-batch of {self.per_micro_batch(count):g} rows contains only a part of a "
+                f"group of {self.group_size}, and parts of groups are not compared in DDP"
             )
         return ""
 
@@ -223,12 +248,13 @@ class StepRows:
             return only_bound
         if not self.has_parts(count):
             return (
-                "micro-batches with whole groups do not separate the noise of prompts from that of "
-                f"completions; use micro-batches with a part of a group of {self.group_size}"
+                "micro-batches with whole groups do not separate the noise from prompts and the "
+                "noise from completions; use micro-batches that contain only a part of a group of "
+                f"{self.group_size}"
             )
         return ""
 
 
 def _divide(rows: float, size: int) -> bool:
-    """Return True if a micro-batch has whole groups, or equal parts of a group."""
+    """Return True if micro-batches consist of whole groups or of equal parts of a group."""
     return rows == round(rows) and (rows % size == 0 or size % rows == 0)

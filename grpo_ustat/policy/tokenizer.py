@@ -12,7 +12,7 @@ from grpo_ustat.config.model import ModelConfig, adapter_base
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.source import errors_in_one_line, resolve
 
-# Generic class of a fast tokenizer: its name since transformers 5.0, and its earlier name.
+# Names of transformers' generic class of fast tokenizers: since version 5.0, and before.
 CLASSES_OF_NO_MODEL = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -23,11 +23,16 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     key: str = "model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer with AutoTokenizer, or as it is stored if its class is generic.
+    """Load the tokenizer of a model, or of the base model if adapters have no tokenizer.
 
-    AutoTokenizer would replace the pre-tokenizer of a generic class with the default of the model
-    type. Adapters without a tokenizer use the tokenizer of their base model. `key`: name of the
-    setting, for error messages.
+    If the stored class is generic, the tokenizer is not loaded with AutoTokenizer, which would
+    replace its pre-tokenizer with the default of the model type.
+
+    Args:
+        model_name_or_path: folder or hub id.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: True to run code that is distributed with the tokenizer.
+        key: name of the setting that contains the folder or id, for error messages.
     """
     source = resolve(model_name_or_path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -53,10 +58,10 @@ def configured_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files so that any version of transformers can load them.
+    """Write a tokenizer's files so that older and newer versions of transformers can load them.
 
-    The class name TokenizersBackend is replaced with PreTrainedTokenizerFast, its name before
-    version 5.0.
+    The class name TokenizersBackend, new in version 5.0, is replaced with the older name
+    PreTrainedTokenizerFast, which all versions accept.
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
@@ -75,7 +80,7 @@ def encode(
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: str) -> frozenset[int]:
     """Return the ids of all tokens whose text contains `stop`.
 
-    A `stop` that spans two tokens is not recognised.
+    If a completion spells `stop` with two tokens, sampling does not stop there.
     """
     texts = tokenizer.batch_decode([[t] for t in range(len(tokenizer))], skip_special_tokens=False)
     stops = frozenset(t for t, text in enumerate(texts) if stop in text)

@@ -6,28 +6,38 @@
     ...                       # the training loop, unchanged
     logger.log(meter.metrics())
 
+The noise scale is the number of rollouts per step at which the squared error of the gradient equals
+the squared length of the expected gradient.
+
 After each backward pass, the meter takes the norm of the accumulated gradient. Before each
-optimizer step, it turns these norms into estimates of the squared length of the expected gradient
-and of the noise; see `estimators.micro_batch_norms`. It needs no scores and keeps no gradients. On
-several ranks, a step costs one all-gather of six numbers. The host waits for the device only in
-`metrics` and `summary`.
+optimizer step, it turns these norms into two estimates: the squared length of the expected
+gradient, and the size of the noise. `estimators.micro_batch_norms` derives them. The meter needs no
+gradients of single completions, and by default it keeps no copy of a gradient. With several ranks,
+it adds one all-gather of six numbers to each step. The host waits for the device only in `metrics`
+and `summary`.
 
-The cost is one pass over the gradient per micro-batch for sharded gradients and two otherwise, so
-its share falls with the number of tokens per micro-batch. For SmolLM2-135M on a CPU core, the hooks
-took 1.8 %, 1.1 % and 0.8 % of the CPU time with micro-batches of 1024, 2048 and 3072 tokens
-(`scripts/benchmarks/speed.py meter`).
+For each micro-batch, the meter reads sharded gradients once and other gradients twice. This cost
+does not depend on the number of tokens, so its share of the time falls as micro-batches grow. For
+SmolLM2-135M on a CPU core, the meter took these shares of the CPU time
+(`scripts/benchmarks/speed.py meter`):
 
-A micro-batch is a call of the model with gradients and the backward passes up to the next call. If
-only parts of the model are called, every backward pass is a micro-batch. Gradients are read before
-clipping. Parameters without a gradient, tied weights and gradient checkpointing need no settings.
+- 1.8 % with micro-batches of 1024 tokens
+- 1.1 % with micro-batches of 2048 tokens
+- 0.8 % with micro-batches of 3072 tokens
 
-Ranks are recognised as follows:
+The meter takes each call of the model with gradients as a micro-batch. The backward passes up to
+the next call belong to it. If the loop calls only parts of the model, every backward pass counts as
+a micro-batch. Gradients are read before clipping. Parameters without a gradient, tied weights and
+gradient checkpointing need no settings.
 
-- `DistributedDataParallel`: each rank's micro-batches count separately, also with one per step.
+The meter detects how ranks combine their gradients:
+
+- `DistributedDataParallel`: the meter reads the gradient of each rank before the ranks average
+  their gradients. One micro-batch per rank and step is therefore enough.
 - FSDP2 (`fully_shard`), tensor parallelism, FSDP1: ranks add their gradients during the backward
-  pass, so a micro-batch is that of all ranks, and a step needs at least two.
-- Otherwise the gradients of each rank are its own until the optimizer step, and each rank's
-  micro-batches are compared with each other.
+  pass. The rows of all ranks therefore count as one micro-batch, and a step needs at least two.
+- Otherwise, each rank keeps its own gradient until the optimizer step. The meter compares the
+  micro-batches of each rank with each other.
 """
 
 from __future__ import annotations
@@ -85,22 +95,24 @@ def watch(
     """Attach a meter of the gradient noise scale to a training loop.
 
     Args:
-        model: model that the loop calls, wrapped by DDP or FSDP if the loop wraps it.
-        optimizer: PyTorch optimizer of the model, or several. The parameters that they train are
-            measured.
-        rollouts: number of rollouts per optimizer step, of all ranks together.
-        group_size: rollouts per prompt, G. None if all rows are independent.
-        prompts_together: True if the rows of a prompt are consecutive, so that micro-batches have
-            whole groups or consecutive parts of groups.
-        copy_gradient: keep a copy of the accumulated gradient, so that the norm of each micro-batch
-            is known if ranks add their gradients during the backward pass. It is more precise, and
-            micro-batches may be unequal, for the memory of one more (sharded) gradient.
-        data_ranks: number of ranks with different rollouts; by default all. Give it with tensor,
-            context or sequence parallelism, where several ranks have the same rollouts.
-        scaler: gradient scaler of fp16 training.
+        model: model that the loop calls. If the loop wraps it by DDP or FSDP, pass the wrapped
+            model.
+        optimizer: PyTorch optimizer of the model, or a list of optimizers. The meter measures the
+            gradients of the parameters that they train.
+        rollouts: number of rollouts per optimizer step, summed over ranks.
+        group_size: rollouts per prompt, G. None if every row has its own prompt.
+        prompts_together: True if the rows of a prompt are consecutive. A micro-batch then contains
+            whole groups or a consecutive part of a group.
+        copy_gradient: True to keep a copy of the accumulated gradient. With sharded gradients, the
+            meter then knows the norm of each micro-batch's own gradient: estimates are more
+            precise, and micro-batches may differ in size. It takes the memory of one more gradient,
+            sharded like the others. Only sharded gradients use it.
+        data_ranks: number of ranks with different rollouts; by default all ranks. Set it for
+            tensor, context or sequence parallelism, where several ranks have the same rollouts.
+        scaler: gradient scaler of fp16 training, so that the meter can undo the scaling.
 
     Raises:
-        ConfigError: a number is not valid, or the meter cannot read the gradients.
+        ConfigError: if a number is not valid, or if the meter cannot read the gradients.
     """
     return Meter(
         model, optimizer, rollouts, group_size, prompts_together, copy_gradient, data_ranks, scaler
@@ -109,14 +121,16 @@ def watch(
 
 @dataclass
 class _Norms:
-    """Squared norms of the current step, as tensors on the device."""
+    """Squared norms of the gradients in the current step, as tensors on the device."""
 
-    # Of the accumulated gradient, and of each micro-batch if it is known.
+    # Squared norm of the accumulated gradient after each micro-batch.
     grown: list[Tensor] = field(default_factory=list)
+    # Squared norm of each micro-batch's own gradient, if it is known.
     own: list[Tensor] = field(default_factory=list)
-    # False for a micro-batch whose gradients the ranks have not summed.
+    # For each micro-batch: True if the ranks have summed its gradients.
     reduced: list[bool] = field(default_factory=list)
-    # True if the gradient of a micro-batch came in several parts, whose norms do not add up.
+    # True if the gradient of a micro-batch came in several parts. `own` is then wrong, because the
+    # squared norms of parts do not add up to the squared norm of their sum.
     split: bool = False
     # True if a parameter had a gradient after the last backward pass.
     any_gradient: bool = False
@@ -147,17 +161,19 @@ class Meter:
         self._weights = [_share(parameter, self.rows) for parameter in self.parameters]
         self._fsdp1 = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
         self._norms = _Norms()
-        # Copy of the accumulated gradient, by place of the parameter.
+        # Copy of the accumulated gradient, by index of the parameter.
         self._previous: dict[int, Tensor] = {}
-        # Norms of the parameters' gradients in this backward pass, by place.
+        # Norm of each parameter's gradient in this backward pass, by index of the parameter.
         self._parts: dict[int, Tensor] = {}
-        # Backward passes in which `_end_of_backward` is queued, by autograd's number.
+        # Autograd's numbers of the backward passes at whose end `_end_of_backward` will be called.
         self._passes: set[int] = set()
+        # True if the last backward pass seen was that of a checkpointed layer within another pass.
         self._nested = False
-        # Calls of the model whose backward pass is still to come, and whether there were any.
+        # Number of calls of the model whose backward pass is still to come; True after any call.
         self._calls, self._is_called = 0, False
         self._coefficients: dict[tuple[Layout, bool], Tensor] = {}
-        # Numbers of each step, [R, 6], on the device until `_fetch`.
+        # Six numbers of each rank, one array [ranks, 6] per step. They stay on the device until
+        # `estimate` moves them to `_records`.
         self._pending: list[Tensor] = []
         self._records: list[Array] = []
         self._interrupted, self._fault = 0, ""
@@ -177,22 +193,30 @@ class Meter:
     # Hooks, in the order of a step.
 
     def _watch_parameter(self, place: int, parameter: Tensor) -> Any:
-        """Note each backward pass that reaches a parameter, and if possible its own gradient."""
+        """Register a hook on a parameter that notes each backward pass.
+
+        If gradients are not sharded, the hook also takes the norm of the pass's own gradient.
+        """
         if self.rows.way == SHARDED:
             return parameter.register_post_accumulate_grad_hook(lambda _: self._in_backward())
         return parameter.register_hook(partial(self._own_gradient, place))
 
     @torch.no_grad()
     def _own_gradient(self, place: int, gradient: Tensor) -> None:
-        """Take the norm of a gradient before autograd adds it to the accumulated gradient."""
+        """Take the norm of a gradient before autograd adds it to the accumulated gradient.
+
+        Args:
+            place: index of the parameter.
+            gradient: gradient of this backward pass.
+        """
         self._in_backward()
-        # Reentrant checkpointing may add the gradients of a tied weight one by one.
+        # Reentrant checkpointing may call this hook several times for a tied weight.
         self._norms.split |= place in self._parts
         values = _values(gradient)
         self._parts[place] = torch.linalg.vector_norm(values, dtype=_norm_dtype([values]))
 
     def _before_call(self, *_: Any) -> None:
-        """Forget the micro-batches of a step that was skipped, after which gradients are None."""
+        """Discard the norms of a skipped step, recognised by gradients that were reset to None."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if self._norms.any_gradient and all(p.grad is None for p in self.parameters):
@@ -200,8 +224,11 @@ class Meter:
             self._begin_step()
 
     def _after_call(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Note the backward pass from the output of the model, before any checkpointed layer."""
-        # In a compiled model, every backward pass counts as a micro-batch instead.
+        """Register hooks on the model's output, which note the start of the backward pass.
+
+        They run before the nested backward pass of any checkpointed layer.
+        """
+        # A compiled model calls no such hooks. Every backward pass then counts as a micro-batch.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
@@ -212,24 +239,25 @@ class Meter:
             tensor.register_hook(lambda _: self._in_backward())
 
     def _in_backward(self) -> None:
-        """Have autograd call `_end_of_backward` after this backward pass."""
+        """Tell autograd to call `_end_of_backward` at the end of the current backward pass."""
         number = torch._C._current_graph_task_id()
         if number >= 0 and number not in self._passes and self._handles:
             self._passes.add(number)
             _after_backward(partial(self._end_of_backward, number))
 
     def _end_of_backward(self, number: int) -> None:
-        """Close the micro-batch, unless this is the pass of a checkpointed layer within another."""
+        """End the micro-batch, if this is not the nested backward pass of a checkpointed layer."""
         if torch._C._current_autograd_node() is not None:
             self._passes.discard(number)
             self._nested = True
         else:
-            # DDP and FSDP finish their gradients in callbacks that may be queued after this one.
+            # DDP and FSDP finish their gradients in callbacks that may run after this one, so the
+            # micro-batch ends in a callback that runs after theirs.
             _after_backward(self._end_of_micro_batch)
 
     @torch.no_grad()
     def _end_of_micro_batch(self) -> None:
-        """Take the norm of the accumulated gradient."""
+        """Take the norms of the accumulated gradient and of the micro-batch's own gradient."""
         self._passes.clear()
         self._nested = False
         norms = self._norms
@@ -237,7 +265,8 @@ class Meter:
         try:
             grown, own = self._sq_norm(_gradients(self.parameters)), self._own_sq_norm()
         except (ConfigError, RuntimeError) as error:
-            # The other ranks still wait for this rank's numbers of the step.
+            # An exception here would block the other ranks, which wait for this rank's numbers in
+            # the all-gather. The error is stored instead, and reported in `estimate`.
             self._fault = self._fault or str(error).splitlines()[0]
             grown, own = torch.tensor(math.nan), []
         if self._calls or not self._is_called or not norms.grown:
@@ -250,14 +279,14 @@ class Meter:
         self._calls = max(0, self._calls - 1)
 
     def _is_reduced(self) -> bool:
-        """Return True if sharded gradients are there, summed over ranks."""
+        """Return True if the ranks have summed their sharded gradients of this micro-batch."""
         if self.rows.way != SHARDED:
             return True
         without_sync = any(getattr(m, "_sync_gradients", True) is False for m in self._fsdp1)
         return self._norms.any_gradient and not without_sync
 
     def _own_sq_norm(self) -> list[Tensor]:
-        """Return the squared norm of the micro-batch's gradient, or nothing if it is unknown."""
+        """Return a list with the squared norm of the micro-batch's own gradient; [] if unknown."""
         parts, self._parts = [*self._parts.values()], {}
         if self.copy_gradient and self.rows.way == SHARDED:
             gradients = _gradients(self.parameters)
@@ -275,7 +304,11 @@ class Meter:
         return [_stacked(parts, parts[0].device).square().sum()]
 
     def _sq_norm(self, gradients: dict[int, Tensor]) -> Tensor:
-        """Return the squared norm of gradients, by place; of shards, this rank's part."""
+        """Return the squared norm of all gradients; of sharded gradients, this rank's part of it.
+
+        Args:
+            gradients: gradients by index of the parameter.
+        """
         if not gradients:
             return torch.zeros(())
         # clip_grad_norm_ uses the same function; it reads all tensors in one kernel.
@@ -291,11 +324,12 @@ class Meter:
 
     @torch.no_grad()
     def _before_step(self, *_: Any) -> None:
-        """Reduce the norms of the step to six numbers, gathered from all ranks."""
+        """Reduce the norms of the step to six numbers per rank, and gather those of all ranks."""
         norms = self._norms
         if not norms.grown:
-            # An optimizer whose state is created by a step without gradients, or a second
-            # optimizer. A backward pass that only checkpointed layers noticed has no end.
+            # Two harmless reasons are a first step without gradients that only creates the
+            # optimizer's state, and the step of a second optimizer. But if the only backward pass
+            # that was noticed is that of a checkpointed layer, its micro-batch was never ended.
             if self._nested:
                 self._fault = REENTRANT
             return
@@ -313,7 +347,7 @@ class Meter:
         self._begin_step()
 
     def _numbers_of(self, norms: _Norms) -> Tensor:
-        """Return the six numbers of a step on this rank."""
+        """Return this rank's six numbers of a step; see the constants of `step_norms`."""
         device = next(
             (x.device for x in norms.grown if x.device.type != "cpu"), torch.device("cpu")
         )
@@ -336,7 +370,7 @@ class Meter:
         self._norms, self._previous, self._calls = _Norms(), {}, 0
 
     def estimate(self) -> NormEstimate:
-        """Return estimates over the second half of the steps; this waits for the device."""
+        """Return estimates from the second half of the steps. The host waits for the device."""
         if self._pending:
             self._records += [*torch.stack(self._pending).double().cpu().numpy()]
             self._pending = []
@@ -345,19 +379,20 @@ class Meter:
         return self.rows.estimate(self._finite())
 
     def _finite(self) -> list[Array]:
-        """Return the steps with finite gradients."""
+        """Return the numbers of the steps with finite gradients."""
         return [step for step in self._records if np.isfinite(step[:, : SQ_NORM + 1]).all()]
 
     @property
     def skipped(self) -> int:
-        """Number of steps that were skipped, or whose gradients were not finite."""
+        """Number of steps that had no update or had gradients that were not finite."""
         return self._interrupted + len(self._records) - len(self._finite())
 
     def metrics(self) -> dict[str, float]:
-        """Return the finite numbers by name, for a logger.
+        """Return the finite estimates as a dictionary for a logger.
 
-        They are the intervals of `estimate`, such as `grpo_ustat/noise_scale`, with the ends
-        `..._low` and `..._high`, and `grpo_ustat/steps` and `grpo_ustat/skipped_steps`.
+        Each estimate has three keys: for example, `grpo_ustat/noise_scale` is the estimate, and
+        `grpo_ustat/noise_scale_low` and `grpo_ustat/noise_scale_high` are the ends of its interval.
+        `grpo_ustat/steps` and `grpo_ustat/skipped_steps` are the numbers of steps used and skipped.
         """
         estimate = self.estimate()
         numbers = {"steps": float(estimate.steps), "skipped_steps": float(self.skipped)}
@@ -367,7 +402,7 @@ class Meter:
         return {f"{PREFIX}/{name}": x for name, x in numbers.items() if math.isfinite(x)}
 
     def summary(self) -> list[str]:
-        """Return lines that describe the estimates, or the reason why there are none."""
+        """Describe the estimates in lines of text, or say why there are none."""
         estimate = self.estimate()
         if estimate.problem:
             return [f"{PREFIX}: nothing was measured: {estimate.problem}."]
@@ -386,12 +421,14 @@ class Meter:
             end = f"at most {most:.1f}" if math.isfinite(most) else "has no known upper bound"
             lines.append(f"G* is at least {least:.1f} and {end}.")
         if self.skipped:
-            lines.append(f"Steps without an update or with gradients not finite: {self.skipped}.")
+            lines.append(
+                f"Steps that had no update, or gradients that were not finite: {self.skipped}."
+            )
         return lines
 
 
 def _noise_in_words(intervals: Mapping[str, Interval], rollouts: int) -> str:
-    """Describe the noise scale and the share of the noise."""
+    """Describe the noise scale and the share of the squared gradient norm that is noise."""
     scale = in_words(intervals["noise_scale"])
     share, low, high = (100 * x for x in intervals["noise_share"])
     noise = f"at least {low:.0f} %"
@@ -404,7 +441,7 @@ def _noise_in_words(intervals: Mapping[str, Interval], rollouts: int) -> str:
 
 
 def _after_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call a function at the end of the current backward pass."""
+    """Tell autograd to call a function at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -419,7 +456,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the PyTorch optimizer inside wrappers such as Accelerate's.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: if there is no PyTorch optimizer inside.
     """
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
@@ -435,7 +472,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _trained(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Return the parameters that the optimizers train, each once."""
+    """Return the parameters that the optimizers train, without duplicates."""
     parameters = {
         id(parameter): parameter
         for optimizer in optimizers
@@ -451,7 +488,7 @@ def _trained(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
 
 
 def _way(model: nn.Module, parameters: Iterable[Tensor]) -> str:
-    """Return how ranks combine their gradients."""
+    """Return the way in which ranks combine their gradients: DDP, SHARDED or SEPARATE."""
     modules = [*model.modules()]
     for module in modules:
         if isinstance(module, FullyShardedDataParallel):
@@ -467,9 +504,13 @@ def _way(model: nn.Module, parameters: Iterable[Tensor]) -> str:
 
 
 def _share(parameter: Tensor, rows: StepRows) -> float:
-    """Return the weight of this rank's values in a sum over ranks that counts each value once."""
+    """Return the weight of this rank's values of a parameter in a sum over ranks.
+
+    If several ranks hold the same values, the weight is below 1, so that the sum counts every value
+    once.
+    """
     if rows.way != SHARDED or not isinstance(parameter, DTensor):
-        # FSDP1's parameters are shards of one rank each.
+        # In FSDP1, each shard is on one rank only.
         return 1.0
     shards = 1
     for dimension, placement in enumerate(parameter.placements):
@@ -479,7 +520,7 @@ def _share(parameter: Tensor, rows: StepRows) -> float:
 
 
 def _gradients(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return this rank's values of the accumulated gradients, by place."""
+    """Return this rank's values of the accumulated gradients, by index of the parameter."""
     return {
         place: _values(parameter.grad)
         for place, parameter in enumerate(parameters)
@@ -502,22 +543,22 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _norm_dtype(values: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of norms: at least float32, because bfloat16 has three digits."""
+    """Return the dtype for norms: at least float32, because bfloat16 has only 3 decimal digits."""
     return torch.float64 if any(x.dtype == torch.float64 for x in values) else torch.float32
 
 
 def _stacked(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return numbers on any device as a vector."""
+    """Return scalar tensors from any devices as one vector on `device`."""
     return torch.stack([number.to(device, _wide(device)) for number in numbers])
 
 
 def _wide(device: torch.device) -> torch.dtype:
-    """Return the widest dtype of a device."""
+    """Return the most precise floating-point type of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _device_of_group(device: torch.device) -> torch.device:
-    """Return a device on which the process group can gather."""
+    """Return a device whose tensors the backend of the process group can gather."""
     if dist.get_backend() == "nccl" and device.type != "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if dist.get_backend() == "gloo" else device

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_run() -> Run:
-    """Import torch and return the function that executes one run."""
+    """Return the function that executes one run; it is imported late because it needs torch."""
     from grpo_ustat.train.trainer import fit
 
     return fit

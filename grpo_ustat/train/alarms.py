@@ -1,7 +1,7 @@
-"""Alarms that explain well-known failures of a run and their remedies.
+"""Alarms: printed explanations of well-known failures of a run, with remedies.
 
-An alarm is raised if a condition on the metrics row has held for a number of consecutive steps. It
-is printed once per run, and result.json counts the steps at which the condition held.
+An alarm becomes active when its condition on a step's metrics has held for a number of consecutive
+steps. It is printed once per run. result.json contains the number of steps of each alarm.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from grpo_ustat.pages.caveats import cut_text, often_cut
 from grpo_ustat.pages.symbols import ALARM_WORDS
 from grpo_ustat.terminal.streams import percentage
 
-# A failure counts as affecting most completions if it affects more than this share.
+# The alarm `extraction_failed` needs more than this share of completions without an answer.
 MAJORITY = 0.5
-# Share of unjudged completions in a step above which rewards are no longer reliable.
+# The alarm `unjudged` needs more than this share of a step's completions that were not judged.
 MAX_UNJUDGED = 0.01
-# Largest accepted mean difference between the log-probabilities of the sampler and the trainer, in
-# nats per token, by the type in which forward passes compute.
+# The alarm `logprob_gap` needs a larger mean absolute difference between the log-probabilities of
+# sampler and trainer, in nats per token. The limit depends on the type of forward passes.
 MAX_LOGPROB_GAP = {
     "float64": 1e-8,
     "float32": 1e-3,
@@ -35,9 +35,9 @@ class Alarm:
 
     # Number of consecutive steps for which the condition must hold before the alarm is printed.
     steps: int
-    # Condition on a step's row.
+    # Condition on the metrics row of a step.
     holds: Callable[[TrainConfig, Row], bool]
-    # Text that explains the failure and its remedy.
+    # Function that returns a text on the failure and its remedy.
     text: Callable[[TrainConfig, Row], str]
 
 
@@ -47,11 +47,12 @@ def check_alarms(
     """Return the lines of the alarms to print at this step.
 
     Args:
+        config: configuration of the run.
         row: metrics of the step.
-        streaks: for each alarm, the number of consecutive steps, up to this one, at which its
-            condition held; updated in place.
-        alarms: for each printed alarm, the number of steps at which it was active; updated in
-            place.
+        streaks: for each alarm, the number of consecutive steps up to now with its condition;
+            updated in place.
+        alarms: for each alarm printed so far, the number of its steps; updated in place. The steps
+            that led to the alarm are included.
     """
     lines = []
     for name, alarm in ALARMS.items():
@@ -117,9 +118,9 @@ ALARMS = {
         5,
         lambda config, row: row["reward_std"] == 0,
         lambda config, row: (
-            "in 5 steps in a row, all completions of a step had the same reward, now "
-            f"{row['reward']:.3g}: check the rewards in completions.parquet; if they are right, "
-            "all questions are too hard or all are solved"
+            "in 5 steps in a row, all completions of a step had the same reward "
+            f"({row['reward']:.3g} in this step): check the rewards in completions.parquet; if "
+            "they are right, all questions are too hard, or all are solved"
         ),
     ),
     "logprob_gap": Alarm(
@@ -129,15 +130,15 @@ ALARMS = {
             <= MAX_LOGPROB_GAP[computing_type(config)]
         ),
         lambda config, row: (
-            "the sampler's log-probabilities are "
-            f"{row['sampling/sampling_logp_difference/mean']:.3g} nats a token away from the "
-            f"trainer's, above {MAX_LOGPROB_GAP[computing_type(config)]:.0e} for "
-            f"{computing_type(config)}: the sampled policy is not the trained policy; check the "
+            "the sampler's and the trainer's log-probabilities differ by "
+            f"{row['sampling/sampling_logp_difference/mean']:.3g} nats per token on average, more "
+            f"than rounding explains ({MAX_LOGPROB_GAP[computing_type(config)]:.0e} in "
+            f"{computing_type(config)}): the sampled policy is not the trained policy; check the "
             "sampler's weights, temperature and type, or use rollout=local"
         ),
     ),
     "zero_learning_rate": Alarm(
-        # Two steps are required, since a warm-up may begin at 0.
+        # A warm-up may begin at 0, so one step with learning rate 0 is no failure.
         2,
         lambda config, row: row["learning_rate"] == 0,
         lambda config, row: (

@@ -1,10 +1,10 @@
 """State that baselines keep between batches.
 
 In every step, `context` is called before the batch's advantages are computed, and `update` is
-called afterwards. In both calls, the policy is still the policy that sampled the batch. The context
-therefore does not depend on the current batch, and a baseline that reads only the context is
-unbiased given the past. Every rank updates its state with the completions of all ranks, so all
-ranks have the same state.
+called afterwards, before the policy is updated. What `context` returns therefore does not depend on
+the completions of the current batch. If a baseline reads nothing else, the gradient is an unbiased
+estimate for the current policy. Every rank updates its state with the completions of all ranks, so
+all ranks have the same state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grpo_ustat.train.update import token_logprobs
 
 
 class RunningMean(BaselineState):
-    """Moving average of past rewards, which starts at 0."""
+    """Exponential moving average of past rewards, which starts at 0."""
 
     def __init__(self, decay: float):
         self.decay, self.running = decay, 0.0
@@ -58,9 +58,11 @@ class RunningMean(BaselineState):
 
 
 class RewardHistory(BaselineState):
-    """Moments of all rewards and all group means since the first step, for EBPO."""
+    """Moments of all rewards and all group means since the first step, for the baseline `ebpo`."""
 
     def __init__(self):
+        # For rewards (row 0) and group means (row 1): their number, mean, and sum of squared
+        # deviations from the mean.
         self.history_23 = np.zeros((2, 3))
 
     def context(
@@ -85,23 +87,26 @@ class RewardHistory(BaselineState):
 class Tracker(BaselineState):
     """SPO's tracker (Xu and Ding 2025): a Beta(alpha, beta) distribution for each prompt.
 
-    At a prompt's first visit, the counts come from `budget.value_completions` completions outside
-    the batch. Each visit multiplies the past counts by rho and adds the group's rewards. Rho
-    depends on how much the policy has changed since the prompt's last visit. The change is the mean
-    absolute difference in the token log-probabilities of that visit's first completion.
+    Alpha and beta are discounted counts of successes and failures. When a prompt is used for the
+    first time, they come from `budget.value_completions` additional completions. Whenever it is
+    used, the counts are multiplied by rho, and the group's successes and failures are added. The
+    more the policy has changed since the prompt was last used, the smaller is rho. The first
+    completion of that last time measures the change: it is the mean absolute difference of its
+    tokens' log-probabilities between then and now.
     """
 
     def __init__(self, rho_min: float, rho_max: float, half_distance: float):
         self.rho_min, self.rho_max, self.half_distance = rho_min, rho_max, half_distance
         # Counts alpha and beta by prompt id.
         self.counts: dict[str, tuple[float, float]] = {}
-        # Tokens and log-probabilities of the last visit's first completion, by prompt id.
+        # For each prompt id: tokens and log-probabilities of the first completion from the last
+        # step that used the prompt.
         self.completions: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """Return the expected rewards, alpha / (alpha + beta), and the sampling cost."""
+        """Return the prompts' expected rewards, alpha / (alpha + beta), and the sampling cost."""
         unseen = [prompt for prompt in batch.own_rollouts.prompts if prompt.id not in self.counts]
         rollouts, cost = sample_extra(run, unseen, run.config.budget.value_completions, step)
         first_counts = {}
@@ -129,10 +134,10 @@ class Tracker(BaselineState):
             self.counts[prompt.id] = (rho * alpha + successes, rho * beta + size - successes)
 
     def distances(self, run: TrainContext, rollouts: Rollouts) -> dict[str, float]:
-        """Return the policy's change D for each of this rank's prompts.
+        """Return the change of the policy, measured on each of this rank's prompts, by prompt id.
 
-        D is the mean absolute change of log-probabilities in the prompt's stored completion, in
-        nats per token. It is 0 at the first visit of a prompt.
+        The change is the mean absolute difference of log-probabilities in the prompt's stored
+        completion, in nats per token. It is 0 if the prompt is used for the first time.
         """
         result = {prompt.id: 0.0 for prompt in rollouts.prompts}
         visited = [p for p, prompt in enumerate(rollouts.prompts) if prompt.id in self.completions]
@@ -165,17 +170,19 @@ class Tracker(BaselineState):
 
 
 class Critic(BaselineState):
-    """Linear value head on the policy's last hidden state at the prompt's last token.
+    """Linear prediction of a prompt's mean reward from the policy's hidden state.
 
-    The head is fitted by ridge least squares to the prompts' mean rewards in past batches. A batch
-    from k steps ago has weight decay^k. Before the first batch, the head predicts 0. The hidden
-    states of a batch come from the policy that sampled the batch.
+    The input is the last hidden state at the prompt's last token, from the policy that sampled the
+    batch. The weights are fitted by ridge regression to the mean rewards of prompts in past
+    batches. A batch from k steps ago has weight decay^k. Before the first batch, the prediction
+    is 0.
     """
 
     def __init__(self, decay: float, ridge: float):
         self.decay, self.ridge = decay, ridge
+        # Weighted sums over past batches of x x' and of x times the mean reward, with features x.
         self.gram, self.moment = np.zeros((0, 0)), np.zeros(0)
-        # Features of the current batch.
+        # Features of the current batch's prompts: D numbers for each prompt.
         self.features_PD = np.zeros((0, 0))
 
     def context(
@@ -207,7 +214,7 @@ class Critic(BaselineState):
 
 
 def make_baseline_state(baseline: BaselineConfig) -> BaselineState:
-    """Build the state of a baseline; most baselines have no state."""
+    """Return the state of a baseline; for most baselines, it is empty."""
     options = dict(baseline.options)
     options.pop("epsilon", None)
     kinds = {
@@ -220,16 +227,12 @@ def make_baseline_state(baseline: BaselineConfig) -> BaselineState:
 
 
 def merge_ranks(own_entries: dict[str, Any]) -> dict[str, Any]:
-    """Merge the entries of all ranks into one dictionary."""
+    """Return a dictionary with the entries of all ranks, the same on every rank."""
     return {name: value for share in gather_object([own_entries]) for name, value in share.items()}
 
 
 def check_successes(rewards_PG: np.ndarray) -> None:
-    """Refuse rewards that cannot be counted as successes.
-
-    Raises:
-        UnfitRewards: If a reward is outside [0, 1].
-    """
+    """Raise UnfitRewards if a reward is outside [0, 1] and so cannot be counted as a success."""
     low, high = rewards_PG.min(), rewards_PG.max()
     if low < 0 or high > 1:
         raise UnfitRewards(
@@ -241,7 +244,10 @@ def check_successes(rewards_PG: np.ndarray) -> None:
 def first_completions(
     run: TrainContext, rollouts: Rollouts
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the first completion's tokens and log-probabilities for each prompt of this rank."""
+    """Return tokens and log-probabilities of the first completion of each prompt of this rank.
+
+    The keys are prompt ids.
+    """
     tokens = [rollouts.tokens_PGT[p, 0, : n[0]].copy() for p, n in enumerate(rollouts.lengths_PG)]
     logprobs = completion_logprobs(run, rollouts, list(range(len(tokens))), tokens)
     ids = (prompt.id for prompt in rollouts.prompts)
@@ -251,13 +257,13 @@ def first_completions(
 def completion_logprobs(
     run: TrainContext, rollouts: Rollouts, prompts: list[int], tokens: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """Compute the policy's token log-probabilities for one completion of each listed prompt.
+    """Compute the log-probabilities of the tokens in one given completion for each of some prompts.
 
     Args:
-        run: training run.
-        rollouts: rollouts with the prompts.
+        run: training run, whose policy is used.
+        rollouts: rollouts that contain the prompts.
         prompts: indices of the prompts in `rollouts.prompts`.
-        tokens: token ids of the completions.
+        tokens: token ids of each prompt's completion.
     """
     lengths = [len(row) for row in tokens]
     mask_PT = np.arange(max(lengths)) < np.array(lengths)[:, None]
@@ -278,14 +284,14 @@ def completion_logprobs(
 
 @torch.inference_mode()
 def prompt_features(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
-    """Return the features of each prompt for the critic, [P, D + 1], float64.
+    """Return the features of each prompt for `Critic`, [P, D + 1], float64.
 
-    The features are the last hidden state at the last token of the prompt and a constant 1.
+    They are the last hidden state at the prompt's last token, of size D, and the constant 1.
     """
     policy, prompt_tokens = run.policy, rollouts.prompt_tokens
 
     def hidden_states() -> np.ndarray:
-        """Compute the hidden states [P, D] in parts that fit the token budget."""
+        """Compute the hidden states, [P, D], a few prompts at a time to fit the token budget."""
         size = max(1, run.token_budget.tokens // max(map(len, prompt_tokens)))
         parts = []
         for start in range(0, len(prompt_tokens), size):

@@ -1,4 +1,4 @@
-"""Batch of one step across ranks, and inputs of a baseline other than rewards."""
+"""Sampling of a step's completions on all ranks, and of what a baseline needs besides rewards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from grpo_ustat.train.context import Batch, SamplingCost, TrainContext
 
 
 def gather_by_prompt(own_rows: Iterable[Any]) -> list[Any]:
-    """Gather one entry per prompt on every rank, in the order of the prompts.
+    """Gather one entry per prompt from all ranks; every rank receives all, in prompt order.
 
-    Rank r of w passes the entries of `prompts[r::w]`.
+    Args:
+        own_rows: entries of this rank's prompts. Rank r of w ranks has `prompts[r::w]`.
     """
     shares = gather_object([list(own_rows)])
     rows: list[Any] = [None] * sum(map(len, shares))
@@ -33,8 +34,8 @@ def sample_batch(
 ) -> Batch:
     """Sample `count` completions of each prompt and compute their rewards.
 
-    Each rank samples its share of the prompts, which may be empty. Rewards and lengths are gathered
-    from all ranks.
+    Each rank samples completions of its share of the prompts, which may be empty. Then all ranks
+    receive the rewards and lengths of all completions.
     """
     own_prompts = prompts[run.accelerator.process_index :: run.accelerator.num_processes]
     rollouts, rows = None, []
@@ -51,9 +52,18 @@ def sample_batch(
 def sample_extra(
     run: TrainContext, prompts: list[Prompt], count: int, step: int, greedy: bool = False
 ) -> tuple[Rollouts | None, SamplingCost]:
-    """Sample completions outside the batch for these prompts of this rank; also return the cost.
+    """Sample additional completions, from which a baseline is computed.
 
-    If there are no prompts, None is returned for the completions. The cost is summed over ranks.
+    Args:
+        run: training run.
+        prompts: prompts of this rank; may be empty.
+        count: number of completions per prompt.
+        step: number of the step, which determines the random draws.
+        greedy: True for greedy decoding, False for sampling.
+
+    Returns:
+        Completions of this rank's prompts (None if there are no prompts), and the cost of sampling
+        summed over ranks.
     """
     rollouts, cost = None, (0, 0)
     if prompts:
@@ -69,7 +79,7 @@ def sample_extra(
 def baseline_context(
     run: TrainContext, batch: Batch, step: int
 ) -> tuple[BaselineContext, SamplingCost]:
-    """Return the baseline's inputs other than rewards for all P prompts, and the sampling cost."""
+    """Return what the baseline needs besides rewards, for all prompts, and the sampling cost."""
     needs = BASELINES[run.config.baseline.name].needs
     fields, cost = run.baseline_state.context(run, batch, step)
     if "lengths_PG" in needs:
@@ -94,12 +104,16 @@ def baseline_context(
 
 
 def optimal_baseline(run: TrainContext, rollouts: Rollouts) -> np.ndarray:
-    """Compute `b* = sum q z / sum q` per prompt, with q = ||score||^2; 0 if all q are 0."""
+    """Compute the baseline with the smallest variance for each of this rank's prompts.
+
+    It is `b* = sum q z / sum q`, a sum over the prompt's completions. z is the reward, and q is the
+    squared norm of the score (the gradient of the log-probability). If all q are 0, b* is 0.
+    """
     count = rollouts.lengths_PG.size
     longest = max(map(len, rollouts.prompt_tokens)) + rollouts.mask_PGT.shape[-1]
 
     def squared_norms() -> np.ndarray:
-        """Compute q, [N], in parts that fit the token budget."""
+        """Compute q for all completions, a few at a time so that they fit the token budget."""
         size = max(1, run.token_budget.tokens // longest)
         parts = np.split(np.arange(count), range(size, count, size))
         scores = (

@@ -1,7 +1,8 @@
-"""Checkpoints: the model in the format of save_pretrained and all other state of a run.
+"""Checkpoints: the model in the format of `save_pretrained`, and all other state of a run.
 
-No random state is stored, because every draw is keyed by the step. Files are safetensors, JSON and
-npz without pickle, so that loading a checkpoint does not run code from it.
+No random state is stored, because the random draws of a step follow from the seed and the step
+number. Files are safetensors, JSON and npz without pickle, so that loading a checkpoint runs no
+code from it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ ADAPTERS_FILE = "adapter_model.safetensors"
 def save_checkpoint(run: TrainContext, progress: TrainProgress, log: RunLog | None) -> bool:
     """Write all logged rows and `checkpoint-<step>/`; return True if the checkpoint was written.
 
-    A failed write causes a warning and is counted. The run continues, and the previous checkpoint
-    is kept.
+    If writing fails, for example because the disk is full, a warning is printed, the failure is
+    counted, and the run continues with the previous checkpoint kept.
 
     Raises:
         FloatingPointError: If a weight or optimizer state is not finite.
@@ -77,14 +78,22 @@ def write_checkpoint(
     baseline_state: dict[str, Any],
     texts: dict[str, str] | None = None,
 ) -> Path:
-    """Publish `checkpoint-<step>/`.
+    """Write `checkpoint-<step>/`, which appears under this name only when it is complete.
 
-    The folder contains the model, the tokenizer, the optimizer state `moments` (see `fsdp2`), the
-    state of the run, the state of the baseline, and `texts` by file name. A model with adapters is
-    saved in PEFT's format, which contains only the adapters and the name of their base model.
+    A model with adapters is saved in PEFT's format, which contains only the adapters and the name
+    of their base model.
+
+    Args:
+        folder: run folder.
+        step: number of finished steps.
+        policy: policy whose model and tokenizer are saved.
+        moments: state of the optimizer, from `fsdp2.moments`.
+        state: further state of the run, for a JSON file.
+        baseline_state: state of the baseline.
+        texts: contents of further files by file name.
 
     Raises:
-        FloatingPointError: If a weight or optimizer state is not finite; nothing is published.
+        FloatingPointError: If a weight or optimizer state is not finite. No folder is written then.
     """
     check_finite(policy, moments)
 
@@ -97,7 +106,7 @@ def write_checkpoint(
         (staging / STATE_FILE).write_text(json.dumps(state | {"step": step}))
         for name, text in (texts or {}).items():
             (staging / name).write_text(text)
-        # Safetensors writes files with mode 0600.
+        # Safetensors makes files that only their owner can read. Give them the usual mode.
         for file in filter(Path.is_file, staging.rglob("*")):
             file.chmod((staging / STATE_FILE).stat().st_mode)
 
@@ -105,21 +114,17 @@ def write_checkpoint(
 
 
 def drop_old(run: TrainContext, step: int) -> None:
-    """Remove checkpoints beyond `save_total_limit`, including those that a killed launch left."""
+    """Remove old checkpoints, so that `save_total_limit` are left; see `snapshots.prune`."""
     path, limit = run.folder.path, run.config.save_total_limit
     attempt(f"removal of old checkpoints in {path}", lambda: prune(path, step, limit))
 
 
 def check_finite(policy: Policy, moments: dict[str, torch.Tensor] | None = None) -> None:
-    """Refuse weights or optimizer state that are not finite.
-
-    Raises:
-        FloatingPointError: If a tensor is not finite; the message names the first such tensor.
-    """
+    """Raise a FloatingPointError if a weight or optimizer state is not finite."""
     tensors = {f"weight {name}": p.detach() for name, p in policy.model.named_parameters()}
     tensors |= {f"optimizer state {name}": value for name, value in (moments or {}).items()}
     for name, value in tensors.items():
-        # `aminmax` propagates NaN.
+        # The smallest and largest entries suffice, because both are NaN if any entry is NaN.
         ends = value.aminmax() if value.numel() else ()
         if not all(map(torch.isfinite, ends)):
             raise FloatingPointError(f"{name} is not finite: lower learning_rate")
@@ -135,7 +140,10 @@ def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
 
 
 def resume(run: TrainContext) -> TrainProgress:
-    """Restore the newest complete checkpoint and return its progress; return step 0 without one."""
+    """Restore the newest complete checkpoint and return its progress.
+
+    If there is no checkpoint, the progress is that of a new run.
+    """
     checkpoint = main_only(newest_whole, run.folder.path)
     if checkpoint is None:
         return TrainProgress()
@@ -151,7 +159,7 @@ def resume(run: TrainContext) -> TrainProgress:
 
 
 def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore model and optimizer in place and return the stored state."""
+    """Restore model and optimizer in place, and return the other stored state of the run."""
     _load_weights(checkpoint, policy.model)
     entries = load_file(checkpoint / OPTIMIZER_FILE)
     parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
@@ -173,13 +181,13 @@ def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_baseline_state(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Load the baseline's state, see `BaselineState.state_dict`."""
+    """Load the state of the baseline that `BaselineState.state_dict` returned."""
     with np.load(checkpoint / BASELINE_FILE, allow_pickle=False) as arrays:
         return dict(arrays)
 
 
 def _load_weights(checkpoint: Path, model: Any) -> None:
-    """Check each stored tensor, then restore the model or its adapters in place."""
+    """Check that all stored tensors fit, then restore the model or its adapters in place."""
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -187,7 +195,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
         _check_fit(checkpoint, adapters, get_peft_model_state_dict(model))
         set_peft_model_state_dict(model, adapters)
         return
-    # `from_pretrained` of the class reverses the renaming of weights by `save_pretrained`.
+    # `save_pretrained` renames some weights, and `from_pretrained` of the class reverses this.
     options = dict(dtype="auto", use_safetensors=True, ignore_mismatched_sizes=True)
     loaded, info = type(model).from_pretrained(checkpoint, output_loading_info=True, **options)
     differences = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
@@ -201,7 +209,7 @@ def _load_weights(checkpoint: Path, model: Any) -> None:
 
 
 def _check_fit(checkpoint: Path, tensors: dict[str, Any], model_tensors: dict[str, Any]) -> None:
-    """Refuse tensors whose names, shapes or types differ from the model's."""
+    """Raise an error if tensors' names, shapes or types differ from those of the model."""
 
     def description(tensor: torch.Tensor | None) -> str:
         return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

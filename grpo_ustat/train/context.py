@@ -24,19 +24,22 @@ from grpo_ustat.train.micro_batches import TokenBudget
 class Batch:
     """Completions of a step or of an evaluation."""
 
-    # All P prompts.
+    # All P prompts, of all ranks. The arrays below cover these prompts and are the same on every
+    # rank.
     prompts: list[Prompt]
-    # Completions of this rank, for `prompts[rank::world]`; None if the rank has none.
+    # Completions of this rank's prompts, `prompts[rank::world]`; None if the rank has no prompts.
     rollouts: Rollouts | None
-    # Rewards of each function. This and the next three arrays cover all prompts and are the same on
-    # every rank.
+    # Rewards from each of the F reward functions.
     rewards_PGF: np.ndarray
+    # Number of tokens in each completion.
     lengths_PG: np.ndarray
+    # True if the completion ended before the length limit.
     ended_PG: np.ndarray
-    # True if an answer, right or wrong, was found in the text.
+    # True if the completion contains an answer, right or wrong.
     answered_PG: np.ndarray
     # Number of tokens in each prompt.
     prompt_lengths_P: np.ndarray
+    # Weight of each reward function.
     reward_weights_F: np.ndarray
 
     @property
@@ -46,14 +49,14 @@ class Batch:
 
     @property
     def own_rollouts(self) -> Rollouts:
-        """Completions of this rank in a training step, in which every rank has some."""
+        """Completions of this rank, for training steps, in which every rank has completions."""
         assert self.rollouts is not None
         return self.rollouts
 
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """Number of additional completions that a baseline sampled on all ranks, and their tokens."""
+    """Number of additional completions that a baseline needed, and their tokens, on all ranks."""
 
     rollouts: int = 0
     tokens: int = 0
@@ -65,11 +68,11 @@ class BaselineState:
     def context(
         self, run: TrainContext, batch: Batch, step: int
     ) -> tuple[dict[str, Any], SamplingCost]:
-        """Return fields of `BaselineContext` for all P prompts, and the cost of sampling them."""
+        """Return fields of `BaselineContext` for all prompts, and the cost of sampling for them."""
         return {}, SamplingCost()
 
     def update(self, run: TrainContext, batch: Batch) -> None:
-        """Add the batch to the state after its advantages were computed."""
+        """Add a batch to the state. This is called after the batch's advantages were computed."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the whole state as arrays, for a checkpoint."""
@@ -86,14 +89,15 @@ class TrainContext:
     config: TrainConfig
     folder: RunFolder
     accelerator: Accelerator
-    # Full policy, of which every rank has a copy. Under FSDP2, it is only read, not trained.
+    # Full policy; every rank has a copy. FSDP2 trains the sharded policy instead, and this copy is
+    # only read, for sampling.
     policy: Policy
     # Sharded policy that FSDP2 trains; None without FSDP2.
     sharded_policy: Policy | None
     # Engine that samples completions. Call `refresh` after every change of the policy's weights.
     engine: Engine
-    # Frozen copy of the policy before training. It is None if there is no penalty, or if adapters
-    # are trained, because adapters can be disabled instead.
+    # Frozen copy of the policy before training, for the KL penalty. It is None without a penalty,
+    # and if adapters are trained, because the policy with disabled adapters then replaces it.
     reference: Policy | None
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -101,11 +105,12 @@ class TrainContext:
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
     baseline_state: BaselineState
-    # Budget of padded tokens in a backward pass.
+    # Largest number of padded tokens in a backward pass.
     token_budget: TokenBudget
-    # True if updates read each prompt once per group.
+    # True if updates read each prompt once per group, not once per completion.
     share_prompts: bool
-    # True if updates without shared prompts read rows that are padded at the end, without a mask.
+    # True if the model can read rows that are padded at the end without a mask; see
+    # `prompt_sharing.ContiguousReader`.
     contiguous: bool
 
     @property
@@ -138,7 +143,7 @@ class TrainProgress:
     value_rollouts: int = 0
     # Number of tokens in all completions.
     tokens: int = 0
-    # Number of tokens as TRL counts them, including prompts.
+    # Number of tokens in completions and prompts, counted as in TRL's metric `num_tokens`.
     num_tokens: int = 0
     # Seconds spent in steps.
     seconds: float = 0.0
@@ -150,10 +155,11 @@ class TrainProgress:
     clipped_ratio: float = 0.0
     # Rows of eval.csv.
     evals: list[dict[str, Any]] = field(default_factory=list)
-    # Mean reward of each test question in the first and the last evaluation with the first
-    # decoding.
+    # Mean reward of each test question in the first and in the last evaluation, with the first of
+    # the decodings in `eval.decoding`.
     rewards_first: list[float] = field(default_factory=list)
     rewards_last: list[float] = field(default_factory=list)
-    # Counts that `alarms.check_alarms` updates.
+    # For each alarm, the number of consecutive steps that meet its condition, and the number of
+    # steps with the alarm; see `alarms.check_alarms`.
     streaks: dict[str, int] = field(default_factory=dict)
     alarms: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""Accuracy and pass@k on test questions, or the mean reward if rewards are not all 0 or 1."""
+"""Evaluation on test questions: accuracy and pass@k, or the mean reward.
+
+The mean reward is used if some rewards are neither 0 nor 1.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from grpo_ustat.train.context import Batch, TrainContext, TrainProgress
 def sample_eval(run: TrainContext, decoding: str) -> Batch:
     """Sample one greedy completion or `eval.num_generations` completions per test question.
 
-    Random draws are keyed only by the prompt. Evaluations at different steps therefore use the same
-    random numbers, and their differences are paired.
+    The random numbers of a prompt are the same in evaluations at different steps. This makes their
+    differences more precise.
     """
     greedy = decoding == "greedy"
     count = 1 if greedy else run.config.eval.num_generations
@@ -36,16 +39,17 @@ def sample_eval(run: TrainContext, decoding: str) -> Batch:
 def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> dict[str, Any]:
     """Make one row of eval.csv; all rows of a run have the same keys.
 
-    Only the task's reward is used (see `quantity`). Intervals are over questions (see
-    `mean_reward`). If there are rewards other than 0 and 1, pass@k is None, because such rewards do
-    not define correct answers.
+    Only the reward of the task itself is used, without further reward functions. Intervals cover
+    the variation from drawing other questions. There are columns pass@k for k = 2, 4, 8, ...
+    (pass@1 is the accuracy). They are None in two cases: if a question has fewer than k
+    completions, and if some rewards are neither 0 nor 1, because such rewards do not say which
+    answers are correct.
 
     Args:
-        step: number of updates before the evaluation.
+        step: number of training steps before the evaluation.
         decoding: `sampled` or `greedy`.
         batch: completions of the evaluation.
-        num_generations: largest k in the columns pass@k with k = 2, 4, 8 ... A column is None if
-            there are fewer than k completions per question. pass@1 is the accuracy.
+        num_generations: largest k of the columns pass@k.
     """
     rewards_PK = batch.rewards_PGF[..., 0]
     questions, count = rewards_PK.shape
@@ -65,10 +69,10 @@ def eval_row(step: int, decoding: str, batch: Batch, num_generations: int) -> di
 
 
 def name_jointly(rows: list[dict[str, Any]]) -> None:
-    """Give all evaluations of a run the same quantity.
+    """Use the same quantity, accuracy or mean reward, for all evaluations of a run.
 
-    As soon as an evaluation has a reward other than 0 and 1, the quantity of all evaluations,
-    including earlier ones, is the mean reward.
+    If any evaluation has a reward other than 0 and 1, the quantity is the mean reward for all
+    evaluations, earlier ones included.
     """
     if joint_quantity(row["quantity"] for row in rows) == MEAN_REWARD:
         for row in rows:
@@ -77,10 +81,10 @@ def name_jointly(rows: list[dict[str, Any]]) -> None:
 
 
 def held_out_gain(progress: TrainProgress) -> Interval:
-    """Return the mean of the last evaluation minus the mean of the first, paired by question.
+    """Return the mean reward in the last evaluation minus that in the first, paired by question.
 
-    Both evaluations use the first decoding in `eval.decoding`. The interval comes from
-    `matched_difference` for accuracies and from `paired_difference` for mean rewards.
+    Both evaluations are those with the first of the decodings in `eval.decoding`. The interval is
+    `matched_difference` for accuracies and `paired_difference` for mean rewards.
     """
     names = (row["quantity"] for row in progress.evals)
     difference = matched_difference if joint_quantity(names) == ACCURACY else paired_difference

@@ -1,16 +1,19 @@
-"""FSDP2: parameters, gradients and optimizer state in shards, one on each rank.
+"""FSDP2: each rank keeps one part (shard) of the parameters, gradients and optimizer state.
 
-The trained model exists twice. Gradients are computed with the sharded model, whose layers gather
-their parameters when they run. Gathering is a collective, so every rank must run the layers equally
-often (`rounds`). Sampling, evaluation, log-probabilities, scores and checkpoints read a full copy
-on each rank without collectives, so ranks can have unequal amounts of work. The full copy's memory
-is released while gradients are computed (`release_full_copy`). In addition to its shards, a rank
-therefore stores either all weights or the weights of one layer. Under bf16=true, the full copy has
-linear layers in bfloat16, in which autocast computes them. Work that needs the exact weights
-gathers them for its duration (`exact_full_copy`).
+The trained model exists twice. The sharded model computes gradients. Each of its layers gathers its
+parameters from all ranks when it runs. All ranks must take part in this, so every rank must run the
+layers equally often (`rounds`). Sampling, evaluation, log-probabilities, scores and checkpoints
+instead use the full copy of the model that each rank has. They need no communication, so ranks can
+have unequal amounts of work.
 
-Sharding uses torch's `fully_shard`, on CPUs and GPUs. Accelerate starts the ranks and sets the
-version and options of FSDP, but it does not shard on a CPU.
+The memory of the full copy is freed while gradients are computed (`release_full_copy`). In addition
+to its shards, a rank therefore stores at any time either the full copy or one gathered layer. With
+bf16=true, autocast computes linear layers in bfloat16, so the full copy stores their weights in
+bfloat16. Work that needs the exact weights, such as checkpoints, gathers them for its duration
+(`exact_full_copy`).
+
+Sharding uses torch's `fully_shard`, on CPUs and GPUs. Accelerate starts the ranks and reads the
+options of FSDP, but accelerate's own sharding is not used, because it does not work on a CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ from grpo_ustat.train.micro_batches import Result, plan
 def is_configured(accelerator: Accelerator) -> bool:
     """Return True if accelerate launched this run with FSDP2.
 
-    The supported configuration is grpo_ustat/launch/accelerate/fsdp2.yaml.
+    An error is raised if options differ from those in grpo_ustat/launch/accelerate/fsdp2.yaml in a
+    way that is not supported.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or not dist.is_initialized():
         return False
@@ -66,8 +70,9 @@ def is_configured(accelerator: Accelerator) -> bool:
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
-    """Return a copy of the policy whose parameters are shards, gathered layer by layer."""
-    # A clone is not needed, because `fully_shard` copies this rank's part out of the full copy.
+    """Return a copy of the policy whose parameters are sharded, with each layer gathered alone."""
+    # The copy may share the memory of the parameters, because `fully_shard` copies this rank's part
+    # out of it.
     aliases = {
         id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
         for p in policy.model.parameters()
@@ -84,20 +89,21 @@ def shard(policy: Policy, device: torch.device) -> Policy:
         fully_shard(module, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The gradients of the ranks are summed, not averaged.
+            # Sum the gradients of the ranks instead of averaging them: `update` divides by the
+            # number of completions of all ranks.
             module.set_gradient_divide_factor(1.0)
-            # Gloo supports no other reduction.
+            # The backend Gloo supports only sums.
             module.set_force_sum_reduction_for_comms(True)
     return replace(policy, model=model)
 
 
 @contextmanager
 def release_full_copy(run: TrainContext) -> Iterator[None]:
-    """Release the memory of the full copy of the weights within the block.
+    """Free the memory of the full copy of the weights within the block.
 
-    At the end of the block, the copy is filled from the shards. Without FSDP2, nothing happens.
-    After an error, the copy remains empty, because filling it would wait for ranks that might not
-    join.
+    At the end of the block, the full copy is filled from the shards. After an error, it stays
+    empty, because filling it would wait for ranks that may have failed too. Without FSDP2, nothing
+    happens.
     """
     if run.sharded_policy is None:
         yield
@@ -110,7 +116,7 @@ def release_full_copy(run: TrainContext) -> Iterator[None]:
 
 @contextmanager
 def exact_full_copy(run: TrainContext) -> Iterator[None]:
-    """Keep the exact trained weights in the full copy within the block, even under bf16=true.
+    """Keep the exact trained weights in the full copy within the block, even with bf16=true.
 
     All ranks must enter the block together. Without FSDP2, nothing happens.
     """
@@ -127,9 +133,10 @@ def gather_weights(run: TrainContext, exact: bool = False) -> None:
     """Fill the full copy from the shards under FSDP2; all ranks must call this together.
 
     Args:
-        exact: True to gather all weights exactly. By default linear layers are gathered in bfloat16
-            under bf16=true, which halves the bytes and gives the same results, because autocast
-            rounds the weights at every call.
+        run: training run.
+        exact: True to gather all weights exactly. By default, if bf16=true, the weights of linear
+            layers are gathered in bfloat16. This halves the bytes and gives the same results,
+            because autocast would round these weights at every call.
     """
     narrow: set[int] = set()
     if run.policy.bf16 and not exact:
@@ -137,7 +144,8 @@ def gather_weights(run: TrainContext, exact: bool = False) -> None:
         for module in run.policy.model.modules():
             parameters = {id(p) for p in module.parameters(recurse=False)}
             (linear if type(module) is torch.nn.Linear else other).update(parameters)
-        # An output layer that shares its weight with the embedding is not narrowed.
+        # An output layer can share its weight with the embedding, which autocast does not round.
+        # Such a weight is gathered exactly.
         narrow = linear - other
     for full, shard in parameter_pairs(run):
         full.data = full_tensor(shard.to(torch.bfloat16) if id(full) in narrow else shard)
@@ -151,7 +159,7 @@ def scatter_weights(run: TrainContext) -> None:
 
 
 def parameter_pairs(run: TrainContext) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each parameter of the full copy with its shards."""
+    """Return pairs of a parameter in the full copy and the same parameter in the sharded model."""
     assert run.sharded_policy is not None
     return zip(run.policy.model.parameters(), run.sharded_policy.model.parameters(), strict=True)
 
@@ -159,10 +167,10 @@ def parameter_pairs(run: TrainContext) -> Iterator[tuple[torch.Tensor, torch.Ten
 def rounds(
     run: TrainContext, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Fsdp2Reader, list[np.ndarray]]]:
-    """Yield readers of this rank's completions, each with one part; all ranks yield equally many.
+    """Divide this rank's completions into parts; yield a reader and a list with one part at a time.
 
-    Ranks with less work than the busiest rank get empty parts. For an empty part, a rank joins the
-    collectives and adds 0 to the gradients.
+    All ranks yield equally many parts. Ranks with less work than the busiest rank also yield empty
+    parts: for these, the rank takes part in the communication and adds 0 to the gradients.
     """
     assert run.sharded_policy is not None
     micro_batches = plan(rollouts, index, run.token_budget.tokens, share=False)
@@ -175,9 +183,10 @@ def rounds(
 
 
 def attempt_once(run: TrainContext, work: Callable[[], Result]) -> Result:
-    """Return the result of the work, without trying again if memory runs out.
+    """Call a function and return its result; if memory runs out, raise an error with advice.
 
-    A single rank cannot repeat work that contains collectives.
+    A single rank cannot try again, because the other ranks would not take part in the
+    communication.
     """
     try:
         return work()
@@ -194,24 +203,27 @@ class Fsdp2Reader:
     """Reader that runs one forward and one backward pass of the sharded model.
 
     The output layer's parameters stay gathered from the forward pass to the end of the backward
-    pass. Their gradients are summed over ranks together with all other gradients.
+    pass, because `Head` uses them in between. Their gradients are summed over ranks together with
+    all other gradients.
 
     Args:
-        sharded_policy: see `shard`.
-        contiguous: True if rows are padded at the end and read without a mask.
+        sharded_policy: policy that `shard` returned.
+        rollouts: prompts and their completions.
+        contiguous: True to read rows that are padded at the end, without a mask.
     """
 
     def __init__(self, sharded_policy: Policy, rollouts: Rollouts, contiguous: bool):
         self.model, self.rollouts = sharded_policy.model, rollouts
         self.contiguous = contiguous
         model: Any = _WithoutHooks(sharded_policy.model)
-        # The sharded policy, except that calling its model starts no collective.
+        # The sharded policy with a model whose calls start no communication.
         self.policy = replace(sharded_policy, model=model)
 
     def window(self, index: np.ndarray) -> Window:
-        """Return the window of the positions that predict these completions.
+        """Return the hidden states that predict the completions with flat indices p*G + i.
 
-        If `index` is empty, the window of this rank's first completion is read.
+        If `index` is empty, this rank's first completion is read, so that the rank takes part in
+        the communication.
         """
         if not len(index):
             index = np.zeros(1, dtype=np.int64)
@@ -234,14 +246,15 @@ class Fsdp2Reader:
                 self.model.device.type,
                 torch.bfloat16,
                 enabled=self.policy.bf16,
-                # The autocast cache would keep the weights of every gathered layer.
+                # Autocast's cache would keep the rounded weights of every gathered layer.
                 cache_enabled=False,
             ):
-                # The root module is called, because its hooks gather the remaining parameters.
+                # The whole model is called, because its hooks gather the parameters that belong to
+                # no layer. `outputs` receives the hidden states.
                 self.model(**inputs, logits_to_keep=1, use_cache=False)
         finally:
             hook.remove()
-        # Class of the output of the model body.
+        # Class of the object that the model without its output layer returns.
         self.output = type(outputs[0])
         hidden = outputs[0].last_hidden_state
         if isinstance(rows, ContiguousRows):
@@ -256,9 +269,10 @@ class Fsdp2Reader:
         return Window(self.leaf_BTD, targets_BT, mask_BT)
 
     def backward(self) -> None:
-        """Backpropagate from the hidden states.
+        """Continue the backward pass from the hidden states to all parameters.
 
-        A rank without gradients there propagates zeros, because all ranks must take part.
+        A rank without gradients at the hidden states propagates zeros, because all ranks must take
+        part in the communication.
         """
         model: Any = causal(self.model)
         for parameter in model.get_output_embeddings().parameters():
@@ -269,7 +283,7 @@ class Fsdp2Reader:
 
 
 class _WithoutHooks:
-    """Sharded model whose calls start no collective, for use while its output layer is gathered."""
+    """Sharded model whose calls start no communication; its output layer must be gathered."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -282,7 +296,7 @@ class _WithoutHooks:
 
 
 def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the optimizer's full state with keys `parameter/field`, on rank 0's CPU.
+    """Return the optimizer's whole state on the CPU of rank 0, with keys `parameter/field`.
 
     All ranks must call this function together. Ranks other than 0 get an empty dictionary.
     """
@@ -298,21 +312,21 @@ def moments(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch
 def load_moments(
     policy: Policy, optimizer: torch.optim.Optimizer, entries: dict[str, torch.Tensor]
 ) -> None:
-    """Restore the state that `moments` returned, even if the number of ranks has changed."""
+    """Restore the state that `moments` returned; the number of ranks may have changed since."""
     parameters = named_parameters(policy, optimizer)
     for key, value in entries.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
         if value.ndim:
             value = shard_like(parameter, value)
-        # Fused AdamW also keeps its count of updates on the device.
+        # Fused AdamW needs all fields on the device, even its count of updates.
         optimizer.state[parameter][field] = value.to(parameter.device)
 
 
 def named_parameters(
     policy: Policy, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the optimizer's parameters, sharded or not, by their names in the full copy."""
+    """Return the optimizer's parameters (sharded under FSDP2) by their names in the full copy."""
     (group,) = optimizer.param_groups
     return dict(zip(trained_names(policy), group["params"], strict=True))
 
@@ -323,12 +337,18 @@ def trained_names(policy: Policy) -> list[str]:
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor, gathered if `value` is sharded; all ranks must call this together."""
+    """Gather a sharded tensor and return it in full; all ranks must call this together.
+
+    A tensor that is not sharded is returned as it is.
+    """
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the value, sharded like the parameter; every rank must pass the full value."""
+    """Return the value, sharded like the parameter.
+
+    All ranks must call this together, and each must pass the full value.
+    """
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements

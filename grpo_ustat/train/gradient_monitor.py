@@ -1,8 +1,9 @@
-"""Estimates of C1, C2, C3 and G* during training, from the rollouts of a step before its update.
+"""Estimates of the gradient error and G* during training, from a step's rollouts before the update.
 
-A study computes these quantities from a pool with N completions per prompt (see
-`estimators.scaling`). It uses the leave-one-out gradient ghat_x of each prompt's group and the
-squared score norms q. Here, the quantities are computed from the P groups of a step, with N = G.
+The error is described by the constants C1, C2 and C3; see `estimators.scaling`. The command `mse`
+estimates them from N stored completions per prompt. Here, they are estimated in the same way from
+the P groups of a step, so N = G. The estimate uses the leave-one-out gradient ghat_x of each
+prompt's group and the squared norms q of the completions' scores (gradients of log-probabilities).
 This needs one more forward and backward pass over the step's completions, but no further sampling.
 With bf16=true, the completions are sampled in bfloat16, but the scores are computed in float32.
 """
@@ -37,26 +38,33 @@ REPORTED = (
 
 
 def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
-    """Return the fields `monitor/...` of a metrics row, with intervals over prompts.
+    """Measure the gradient error and return the fields `monitor/...` of a metrics row.
 
-    C1, C2, C3, G* and corr(q, Z) refer to the population from which the step's prompts are drawn
-    and to the rewards of the task. A value that is not finite is stored as None, and the field
-    `..._reason` gives the reason.
+    The fields are:
 
-    `monitor/mse` is an unbiased estimate of the mean squared error of the leave-one-out gradient in
-    a step of this size, `(G C1 + C2 + C3/(G-1)) / n`. `monitor/noise_scale` is the number of
-    rollouts at which this error equals ||grad J||^2. `monitor/noise_scale_tokens` is the noise
-    scale in tokens, with each prompt counted once per group. `monitor/noise_scale_best` is the
-    noise scale at G*. `monitor/prompt_share` is the share of the error that comes from the draw of
-    prompts. `monitor/noise_share` is the share of the error in E||ghat||^2; see
-    `estimators.scaling`. If the estimate of ||grad J||^2 is not positive, a noise scale has at most
-    a lower bound. To average over steps, use ratios of averages; see `ScalingLaw.of_steps`.
-    `monitor/heavy_tails` is 1 if the intervals are likely to cover less than 90 % (see
-    `intervals.Tails`), and 0 otherwise.
+    - `mse`: unbiased estimate of the mean squared error of the leave-one-out gradient in a step of
+      this size, `(G C1 + C2 + C3/(G-1)) / n`.
+    - `c1`, `c2`, `c3`, `gstar`: the constants C1, C2 and C3, and the best group size G*.
+    - `grad_sq`: the squared length of the expected gradient, ||grad J||^2.
+    - `noise_scale`: number of rollouts at which the error equals ||grad J||^2.
+    - `noise_scale_tokens`: noise scale in tokens, with each prompt counted once per group.
+    - `noise_scale_best`: noise scale at G*.
+    - `prompt_share`: share of the error that comes from the random draw of prompts.
+    - `noise_share`: share of the error in E||ghat||^2; see `estimators.scaling`.
+    - `corr`: correlation of squared score norms q and rewards Z.
+    - `heavy_tails`: 1 if the intervals are likely to cover less than 90 % (see `intervals.Tails`),
+      otherwise 0.
+    - `seconds`: duration of the measurement.
+
+    All but `mse`, `heavy_tails` and `seconds` also have the ends of an interval, `..._low` and
+    `..._high`, for the population from which the step's prompts are drawn. A value that is not
+    finite is stored as None, and `..._reason` gives the reason. If the estimate of ||grad J||^2 is
+    not positive, a noise scale has no estimate and at most a lower bound. To average over steps,
+    use ratios of averages; see `ScalingLaw.of_steps`.
 
     The row is the same for any number of ranks. Parameters and gradients do not change. If a rank
-    has too little memory for even one completion at a time, all intervals are None, a warning is
-    printed, and training continues with the same micro-batches.
+    has too little memory for even one completion at a time, a warning is printed, all intervals are
+    None, and training continues with the same micro-batches.
     """
     start, error, heavy = time.perf_counter(), math.nan, None
     size = batch.rewards_PG.shape[1]
@@ -96,10 +104,10 @@ def gradient_mse(run: TrainContext, batch: Batch) -> dict[str, Any]:
 
 
 def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | None]:
-    """Return the score norms and leave-one-out gradient of each of this rank's prompts, in order.
+    """Return score norms and the leave-one-out gradient for each of this rank's prompts, in order.
 
-    If memory runs out, a prompt is read again with fewer completions per pass. All entries are None
-    if memory is too small for even one completion.
+    If memory runs out, a prompt is read again with fewer completions at a time. If memory is too
+    small for even one completion, all entries are None.
     """
     rollouts, budget = batch.own_rollouts, TokenBudget(run.token_budget.tokens)
     sketch = Sketch(parameter_sizes(run.policy.model), run.config.monitor.gradient_sketch)
@@ -116,16 +124,19 @@ def own_gradients(run: TrainContext, batch: Batch) -> Sequence[GroupGradient | N
     try:
         return [budget.attempt(partial(gradient_of, p), "the monitor") for p in prompts]
     except OutOfMemory:
-        warn("not enough memory for monitor.gradient_mse_every: no gradient error for this step")
+        warn(
+            "out of memory: the gradient error of this step is not measured "
+            "(monitor.gradient_mse_every)"
+        )
         return [None for _ in prompts]
 
 
 def _reason(name: str, intervals: dict[str, Interval]) -> str:
-    """Return the reason why an interval has an estimate or a bound that is not finite."""
+    """Return the reason why an estimate or an end of its interval is not finite."""
     if math.isnan(intervals["c1"].estimate):
         return "every group has zero variance"
     if name == "corr":
-        return "rewards or score norms vary within one group at most"
+        return "rewards, or score norms, vary within at most one group"
     if name in ("noise_scale", "noise_scale_tokens", "noise_share") or (
         name == "noise_scale_best" and math.isfinite(intervals["gstar"].estimate)
     ):

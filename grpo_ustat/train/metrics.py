@@ -1,4 +1,4 @@
-"""A step's row of metrics.jsonl, with TRL's names, computed over the completions of all ranks."""
+"""Metrics of a step for metrics.jsonl, with TRL's names, over the completions of all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from grpo_ustat.train.update import FixedLogprobs, UpdateStats
 def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict[str, Any]:
     """Compute the metrics of rewards and completion lengths.
 
-    With several reward functions, `reward` and the other reward metrics refer to the weighted sum,
-    and each function also has `rewards/NAME/mean` and `rewards/NAME/std`. As in TRL, standard
-    deviations are over the whole batch with divisor n - 1. The lengths of terminated completions
-    are 0 if all completions were truncated. `frac_reward_zero_std` is the share of groups with
-    exactly equal rewards. `frac_reward_zero_std_expected` exists only for 0/1 rewards; see
-    `zero_variance_share_if_equal`.
+    - `reward` and `reward_std` are the mean and standard deviation of rewards. As in TRL, standard
+      deviations are over the whole batch, with divisor n - 1.
+    - With several reward functions, the reward is their weighted sum, and each function also has
+      `rewards/NAME/mean` and `rewards/NAME/std`.
+    - `frac_reward_zero_std` is the share of groups with exactly equal rewards.
+    - `frac_reward_zero_std_expected` is the value of this share if all prompts were equally hard;
+      see `zero_variance_share_if_equal`. It exists only for rewards of 0 and 1.
+    - `completions/..._terminated_length` are 0 if all completions were truncated.
     """
     rewards_PG, size = batch.rewards_PG, batch.rewards_PG.shape[1]
     row = {
@@ -58,17 +60,17 @@ def batch_metrics(batch: Batch, reward_names: Sequence[str] = ("task",)) -> dict
 def _std(rewards_PG: np.ndarray) -> float:
     """Compute the standard deviation of all rewards, which is exactly 0 if they are equal.
 
-    Without this special case, rounding of the mean could make the result slightly larger than 0.
+    NumPy's result for equal rewards could be slightly larger than 0, because the mean is rounded.
     """
     equal = (rewards_PG == rewards_PG[0, 0]).all()
     return 0.0 if equal else float(rewards_PG.std(ddof=1))
 
 
 def judge_failures(run: TrainContext) -> dict[str, int]:
-    """Count the completions of all ranks that could not be judged since the last call.
+    """Count the completions, since the last call, whose answers could not be judged.
 
-    These completions got reward 0. The keys are `judge/timeouts` and `judge/failures`. The result
-    is empty if the judge cannot fail.
+    Such completions got reward 0. The counts `judge/timeouts` and `judge/failures` are sums over
+    ranks. The result is empty if the task's judge cannot fail.
     """
     own_counts = run.task.take_counts()
     if not own_counts:
@@ -78,10 +80,9 @@ def judge_failures(run: TrainContext) -> dict[str, int]:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Count the tokens of a batch like TRL's `num_tokens`.
+    """Count the tokens of a batch as TRL does in `num_tokens`.
 
-    The number includes the tokens of all completions. A prompt's tokens are counted once for each
-    of its completions.
+    Prompts and completions count, and each prompt counts once for each of its completions.
     """
     return int(batch.prompt_lengths_P.sum() * batch.lengths_PG.shape[1] + batch.lengths_PG.sum())
 
@@ -89,9 +90,10 @@ def num_tokens(batch: Batch) -> int:
 def update_metrics(stats: UpdateStats, rollouts: Rollouts, fixed: FixedLogprobs) -> dict[str, Any]:
     """Compute the metrics of the step's updates and of the sampler, over all ranks.
 
-    Only metrics that apply to the objective and the sampler are present. Entropy is a mean over all
-    tokens. `sampling_logp_difference` compares the sampler's log-probabilities with the trainer's
-    log-probabilities before the update. It covers only tokens that the trainer read.
+    Metrics that do not apply to the objective or the sampler are left out. `entropy` is the mean
+    over all tokens. `sampling/sampling_logp_difference` is the absolute difference between the
+    log-probabilities of the sampler and those of the trainer before the update. It covers only
+    tokens whose log-probability the trainer computed.
     """
     own_sums, mask_PGT = Counter(stats.sums), rollouts.mask_PGT
     if rollouts.entropy_PGT is not None:
@@ -129,8 +131,14 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """Make the rows of completions.parquet for the step's first `log_completions` completions.
 
-    The completions belong to the first prompts of the step, whose order is random. Every rank
-    returns the same rows.
+    The prompts of a step are in random order, so these are completions of randomly chosen prompts.
+    Every rank returns the same rows.
+
+    Args:
+        run: training run.
+        batch: completions of the step.
+        advantage_PG: advantages of the completions of all ranks.
+        step: number of the step in the rows.
     """
     count = run.config.log_completions
     if not count:

@@ -17,12 +17,10 @@ from grpo_ustat.terminal.console import warn
 
 Result = TypeVar("Result")
 
-# Share of the allowed tokens above which the matrix products of a part are large enough. The share
-# is larger on a GPU, because each pass costs thousands of kernel launches there. A part therefore
-# ends early only if padding would cost as much as another pass.
+# A part may end early, to save padding, only if it has at least this share of the allowed tokens.
+# The share is larger on a GPU, because each further pass costs thousands of kernel launches there.
 MIN_FILL = {"cpu": 1 / 8, "cuda": 1 / 2}
-# A part that is large enough ends before a completion that is shorter than this share of the part's
-# longest completion.
+# Such a part ends early before a completion that is shorter than this share of its longest one.
 MIN_LENGTH_RATIO = 0.9
 
 
@@ -30,23 +28,24 @@ MIN_LENGTH_RATIO = 0.9
 class MicroBatch:
     """Prompts that are read together, and their completions, divided into parts."""
 
-    # Indices of the prompts, ascending.
+    # Indices of the prompts, in ascending order.
     prompts: np.ndarray
-    # Flat completion indices p*G + i; the longest completions come first.
+    # Flat indices p*G + i of the completions in each part. The longest completions come first.
     parts: list[np.ndarray]
 
 
 def plan(
     rollouts: Rollouts, index: np.ndarray, tokens: int, share: bool, device: str = "cpu"
 ) -> list[MicroBatch]:
-    """Cut completions into micro-batches whose padded tokens stay below a limit.
+    """Divide completions into micro-batches that respect a limit on the number of padded tokens.
 
     Args:
-        index: flat indices of the completions to read.
-        tokens: largest number of padded prompt and completion tokens at a time; only a single row
-            can exceed it.
-        share: True if a micro-batch reads each of its prompts once.
-        device: type of the device, see `MIN_FILL`.
+        rollouts: prompts and their completions.
+        index: flat indices p*G + i of the completions to read.
+        tokens: largest number of padded prompt and completion tokens at a time. A single row is
+            allowed to exceed it.
+        share: True if a micro-batch may read each of its prompts once for several completions.
+        device: device type, a key of `MIN_FILL`.
     """
     size = rollouts.mask_PGT.shape[1]
     heads_N = np.array([len(rollouts.prompt_tokens[i // size]) for i in index], dtype=np.int64)
@@ -73,14 +72,16 @@ def plan(
 def _parts(
     rows: Iterable[tuple[int, int, int]], tokens: int, enough: float = math.inf
 ) -> Iterator[np.ndarray]:
-    """Cut consecutive rows into parts with count x (longest head + longest tail) <= tokens.
+    """Divide consecutive rows into parts with at most `tokens` padded tokens.
 
-    A part that has enough tokens also ends before a row whose tail would need much padding.
+    A part has count x (longest head + longest tail) padded tokens. A part with `enough` tokens also
+    ends before a row whose tail is so short that it would need much padding.
 
     Args:
-        rows: tuples (number, head, tail) of row number, prompt tokens and completion tokens.
-        tokens: largest number of padded tokens in a part.
-        enough: number of padded tokens above which a part is large enough.
+        rows: for each row, its number, the number of prompt tokens (head), and the number of
+            completion tokens (tail).
+        tokens: largest number of padded tokens in a part with several rows.
+        enough: smallest number of padded tokens with which a part may end early.
 
     Yields:
         Row numbers of each part.
@@ -105,26 +106,26 @@ class OutOfMemory(ConfigError):
 
 
 class TokenBudget:
-    """Budget of padded tokens in a backward pass, which is halved when memory runs out.
+    """Largest number of padded tokens in a backward pass, which is halved when memory runs out.
 
     The size of micro-batches does not change gradients.
 
     Args:
-        tokens: initial budget, `micro_batch_tokens`.
+        tokens: initial number, the setting `micro_batch_tokens`.
     """
 
     def __init__(self, tokens: int):
         self.tokens = tokens
 
     def attempt(self, work: Callable[[], Result], what: str = "an update") -> Result:
-        """Return the result of the work; if memory runs out, try again with half as many tokens.
+        """Call a function and return its result; if memory runs out, halve `tokens` and try again.
 
         Args:
-            work: function that reads `tokens` at each try.
+            work: function to call. It must read `tokens` in each call.
             what: name of the work, for the warning.
 
         Raises:
-            OutOfMemory: If the budget cannot be halved any more.
+            OutOfMemory: If memory runs out although `tokens` is 1.
         """
         while True:
             try:
@@ -132,8 +133,8 @@ class TokenBudget:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            # The retry is outside the `except` block, because the exception keeps references to
-            # the allocated tensors.
+            # Memory is freed only outside the `except` block, because the exception keeps
+            # references to tensors.
             if self.tokens < 2:
                 raise OutOfMemory(
                     "out of memory with one completion at a time: use "

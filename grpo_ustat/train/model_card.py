@@ -1,7 +1,7 @@
 """Model card of a finished run: README.md of the last checkpoint, in the format of the Hub.
 
-The checkpoint also contains the full configuration, with which the run can be repeated. Both files
-are written before the manifest, so the manifest contains their checksums.
+Next to the card, the checkpoint contains the full configuration, with which the run can be
+repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Largest number of rows in the table of steps and in the table of launches.
+# Largest number of rows in a table of evaluations, of steps, or of launches.
 MAX_ROWS = 10
 HEADER = """\
 # Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
@@ -51,7 +51,8 @@ hydra:
 def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
     """Return the texts of the card and the configuration by file name.
 
-    An error causes a warning and an empty result, so that the checkpoint is still written.
+    If writing the card fails, a warning is printed and the result is empty, so that the checkpoint
+    is still written.
     """
     try:
         rows, _ = read_rows(run.folder.path / "metrics.jsonl")
@@ -65,7 +66,13 @@ def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
 
 
 def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]]) -> str:
-    """Return the text of the card; `rows` are the rows of metrics.jsonl."""
+    """Return the text of the card.
+
+    Args:
+        run: training run.
+        progress: progress of the run after the last step.
+        rows: rows of metrics.jsonl.
+    """
     config = run.config
     kind = f"LoRA adapters of rank {config.lora.r} for" if config.lora.r else "A fine-tune of"
     revision = "" if config.model.revision is None else f" at {config.model.revision}"
@@ -83,7 +90,7 @@ def card(run: TrainContext, progress: TrainProgress, rows: list[dict[str, Any]])
 
 
 def front_matter(config: TrainConfig) -> dict[str, Any]:
-    """Return the metadata for the Hub, without fields that have no value."""
+    """Return the metadata that the Hub reads from a card; fields without a value are left out."""
     name, lora = config.model.model_name_or_path, config.lora.r > 0
     paths = (getattr(config.dataset, key, None) for key in ("path", "test_path"))
     fields = {
@@ -104,12 +111,16 @@ def on_hub(name: str | None) -> bool:
 
 
 def is_local(name: str | None) -> bool:
-    """Return True if a file or folder of this name exists here."""
+    """Return True if the name is the path of an existing file or folder."""
     return bool(name) and Path(name).expanduser().exists()
 
 
 def license_of(name: str) -> str | None:
-    """Return the license in the base model's card, or this package's for an embedded model."""
+    """Return the licence of the base model, or None if it is unknown.
+
+    The licence comes from the base model's card. Models in this package have the licence of the
+    package.
+    """
     if name.startswith(EMBEDDED):
         return "apache-2.0"
     with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
@@ -137,13 +148,13 @@ def evaluation_section(run: TrainContext, progress: TrainProgress, rows: list[An
         f"Evaluated on the test split of {plain(config.dataset.name)}.\n\n"
         f"{evaluations}\n\nChange from first to last evaluation ({config.eval.decoding[0]}, "
         f"paired by question): {gain.estimate:+.3f}, 95 % interval {gain.low:+.3f} to "
-        f"{gain.high:+.3f}. Cut: share of completions truncated at "
+        f"{gain.high:+.3f}. The column cut is the share of completions truncated at "
         f"{config.max_completion_length} tokens."
     )
 
 
 def steps_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Write a table of steps."""
+    """Write a table of the metrics of some steps."""
     names = ("step", "reward", "frac_reward_zero_std", "completions/mean_length", "grad_norm")
     cells = [
         [f"{row[name]:.4g}" if isinstance(row.get(name), int | float) else "" for name in names]
@@ -161,7 +172,10 @@ def thinned(rows: list[Any]) -> list[Any]:
 
 
 def data_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """Describe the questions; local data are identified by a fingerprint instead of a path."""
+    """Describe the questions.
+
+    The path of local data is not published; a fingerprint (hash) identifies them instead.
+    """
     dataset, dropped = run.config.dataset, run.task.dropped
     facts = {
         "data set": f"{dataset.name} (kind {dataset.kind}, seed {dataset.seed})",
@@ -201,7 +215,7 @@ def training_section(run: TrainContext, progress: TrainProgress, rows: list[Any]
 
 
 def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) -> str:
-    """List starts, resumptions and ends, without names of machines."""
+    """List when the run was started, resumed and stopped. Names of machines are not published."""
     cells, starts = [], 0
     for row in history.launches(run.folder.path):
         event = row.get("event")
@@ -218,7 +232,8 @@ def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any])
         cells.append((row.get("time"), event, text))
     more = f" The last {MAX_ROWS} of {len(cells)} events:" if len(cells) > MAX_ROWS else ""
     return (
-        f"{starts} launch{'es' * (starts != 1)}; the last was running when this card was written."
+        f"The run had {starts} launch{'es' * (starts != 1)}. The last one was still running when "
+        "this card was written."
         f"{more}\n\n" + Table("", ("time (UTC)", "event", ""), cells[-MAX_ROWS:]).markdown()
     )
 
@@ -240,8 +255,8 @@ def limits_section(run: TrainContext, progress: TrainProgress, rows: list[Any]) 
     """List the limits of the results."""
     config = run.config
     lines = [
-        f"One run with seed {config.seed}: the intervals generalise to new questions, not to new "
-        "seeds.",
+        f"This is a single run, with seed {config.seed}. The intervals cover the variation from "
+        "drawing other questions, but not the variation between seeds.",
         f"The model was trained and evaluated only on {plain(config.dataset.name)} with the prompt "
         f"{plain(config.prompt.name)}. Other tasks, other languages and safety were not tested.",
         "The reward depends only on final answers; the reasoning before an answer can be wrong.",
@@ -273,5 +288,5 @@ SECTIONS: dict[str, Section] = {
 
 
 def _published(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration with `outputs` instead of the folder to which the run wrote."""
+    """Return the configuration with the run's output folder replaced by the text `outputs`."""
     return asdict(config) | {"output_root": "outputs"}

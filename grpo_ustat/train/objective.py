@@ -1,9 +1,10 @@
 r"""Objective of an update as a function of the log-probabilities of completion tokens.
 
-Token t of completion i has the log-probability `l_it` under the current policy, `o_it` under the
-policy that sampled the completion, and `r_it` under the reference model. `A_i` is the advantage of
-completion i. `w_i` is the weight of its tokens, which depends on `loss_type`
-(`estimators.row_weights` has a table). The general forms of the objective are:
+Token t of completion i has three log-probabilities: `l_it` under the current policy, `o_it` under
+the policy that sampled the completion, and `r_it` under the reference model. `A_i` is the advantage
+of completion i, and L_i its number of tokens. `w_i` is the weight of its tokens, which depends on
+`loss_type`; see the table in `estimators.row_weights`. The setting `importance_sampling_level`
+selects the form of the objective. `algorithm1` is the form `none` with w_i = 1/n:
 
     algorithm1       1/n sum_i A_i sum_t l_it                                 paper, Algorithm 1
     none             sum_i w_i sum_t   A_i l_it
@@ -11,10 +12,11 @@ completion i. `w_i` is the weight of its tokens, which depends on `loss_type`
     sequence         sum_i 1/n         clip( exp(1/L_i sum_t (l_it - o_it)), A_i ) Zheng et al. 2025
     whole_sequence   sum_i 1/n         clip( exp(sum_t (l_it - o_it)), A_i )  the unbiased reference
 
-The gradient of `sequence` is `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`, so each completion is
-also divided by its length L_i. Some loss types have a special form, as in TRL 1.16's
-`GRPOTrainer._compute_loss` with its default constants. `sg` marks a factor that is not
-differentiated:
+The gradient of `sequence` is `sum_i 1/(n L_i) ratio_i A_i grad sum_t l_it`. Differentiating the
+ratio thus divides each completion by its length L_i.
+
+Some loss types have a form of their own, which is that of TRL 1.16's `GRPOTrainer._compute_loss`
+with its default constants. `sg` marks a factor that is not differentiated:
 
     cispo    sum_i w_i sum_t sg min(rho_it, epsilon_high) A_i l_it            MiniMax-M1 2025
     sapo     sum_i w_i sum_t 4/tau sigmoid(tau (rho_it - 1)) A_i              arXiv 2511.20347
@@ -23,30 +25,41 @@ differentiated:
              (k, lambda) = (2, 3) if A_i >= 0, else (3, 2); W_i = exp(sum_t (l_it - o_it))
     luspo    sum_i L_i/n       clip( exp(1/L_i sum_t (l_it - o_it)), A_i )    arXiv 2602.05261
 
-Here rho_it = exp(l_it - o_it). The sums run over the update's minibatch on all ranks, and n is its
-number of completions. Completions that `mask_truncated_completions` excludes have L_i = 0 but count
-in n (Yu et al. 2025). Completions that a filter excludes (`row_weights.rows_that_count`) are in no
-sum and do not count in n. With `top_entropy_quantile` q < 1, the sum over t includes only tokens
-whose entropy under the current policy is at or above the quantile 1 - q over all tokens of the
-update. The weights w_i and the penalty do not change (Wang et al. 2025, arXiv 2506.01939; TRL uses
-the quantile of each micro-batch).
+Here, rho_it = exp(l_it - o_it) is the importance ratio of a token. The sums run over the update's
+minibatch on all ranks, and n is the number of its completions. Three settings exclude completions
+or tokens:
+
+- `mask_truncated_completions` sets L_i = 0 for truncated completions, but they count in n (Yu et
+  al. 2025).
+- A filter of rows (`row_weights.rows_that_count`) excludes completions from all sums and from n.
+- `top_entropy_quantile` q < 1 restricts the sums over t to tokens of high entropy: the entropy
+  under the current policy is at or above the quantile 1 - q over all tokens of the update. The
+  weights w_i and the penalty stay the same (Wang et al. 2025, arXiv 2506.01939). TRL instead uses
+  the quantile of each micro-batch.
 
 Without epsilon, `clip(rho, A)` is `rho A`. With epsilon, it is
-`min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017). If the current
-policy is the policy that sampled the completions, every ratio is 1, and each form has the gradient
-of `none`. For any other current policy, token-level ratios give a biased gradient. Whole-sequence
-ratios give an unbiased gradient, with a variance that explodes (Theorem 12), if no earlier update
-used the same completions. This is the case in a single pass over minibatches of independently drawn
-prompts. In a second pass over a batch, the gradient is biased with any ratio.
+`min(rho A, A clamp(rho, 1 - epsilon, 1 + epsilon_high))` (Schulman et al. 2017).
 
-A penalty in the loss subtracts `beta K` from each token's term. An entropy bonus adds
-`entropy_coef H` to each token's term. K is one of these estimates of the divergence:
+The ratios correct for the updates since the completions were sampled. In the first update of a
+batch, every ratio is 1, and each form has the gradient of `none`, with w_i = 1/(n L_i) for
+`sequence` and w_i = 1/n for `whole_sequence`. In later updates, token-level ratios give a biased
+gradient. Whole-sequence ratios give an unbiased gradient if no earlier update used the same
+completions, but its variance explodes (Theorem 12). A single pass over minibatches of independently
+drawn prompts meets this condition. In a second pass over a batch, the gradient is biased with any
+ratio.
 
-    k3 = exp(r - l) - (r - l) - 1  expected on-policy gradient: that of KL(reference || policy)
-    k2 = (l - r)^2 / 2             expected on-policy gradient: that of KL(policy || reference)
+A penalty in the loss subtracts `beta K` from each token's term, where K estimates the divergence
+from the reference model. An entropy bonus adds `entropy_coef H` to each token's term, where H is
+the entropy. The estimates K differ in the divergence whose gradient they give in expectation, if
+the completions are from the current policy:
+
+    k3 = exp(r - l) - (r - l) - 1  gradient of KL(reference || policy)
+    k2 = (l - r)^2 / 2             gradient of KL(policy || reference)
                                    (both token by token, with the preceding tokens held fixed)
-    k1 in the reward: Z_i - beta sum_t (o_it - r_it); its score-function gradient is an unbiased
-    estimate of the gradient of E Z - beta KL(policy || reference)
+
+The third estimate, k1, is subtracted from the reward: Z_i - beta sum_t (o_it - r_it). The policy
+gradient with this reward is an unbiased estimate of the gradient of
+E Z - beta KL(policy || reference).
 """
 
 from __future__ import annotations
@@ -67,17 +80,17 @@ from grpo_ustat.estimators.token_weights import (
 
 @dataclass(frozen=True)
 class Part:
-    """B completions of an update, with the constants of their loss."""
+    """B completions of an update, with all that the objective needs except log-probabilities."""
 
     advantage_B: torch.Tensor
-    # 1 on completion tokens.
+    # 1 on completion tokens, 0 on padding.
     mask_BT: torch.Tensor
-    # Log-probabilities under the policy that sampled the completions; None if this policy is the
-    # current policy.
+    # Log-probabilities under the policy that sampled the completions; None if the current policy
+    # sampled them.
     old_BT: torch.Tensor | None
     # Log-probabilities under the reference model; None if there is no reference model.
     reference_BT: torch.Tensor | None
-    # Weights w_i; see `estimators.row_weights.token_weights`.
+    # Weight w_i of each completion; see `estimators.row_weights.token_weights`.
     weight_B: torch.Tensor
     # Number n of completions; see `update.Minibatch`.
     num_rollouts: int
@@ -86,10 +99,12 @@ class Part:
 
 
 def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return these completions' term in the objective, a scalar, without the entropy bonus.
+    """Return the sum of these completions' terms in the objective, without the entropy bonus.
 
     Args:
-        logprob_BT: log-probabilities l with their graph.
+        objective: settings of the objective.
+        logprob_BT: log-probabilities l under the current policy, with autograd's graph.
+        part: the completions.
     """
     assert logprob_BT.shape == part.mask_BT.shape
     token_BT, advantage_B1 = part.weight_B[:, None] * part.mask_BT, part.advantage_B[:, None]
@@ -101,7 +116,7 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
         weight_BT = fixed_weights(objective, logprob_BT.detach(), part)
         value = (chosen_BT * weight_BT * advantage_B1 * logprob_BT).sum()
     else:
-        # [B, T] for tokens, [B] for sequences.
+        # Ratios of tokens have shape [B, T], those of sequences have shape [B].
         ratio, _ = ratios(objective, logprob_BT, part)
         advantage = advantage_B1 if level == "token" else part.advantage_B
         term = ratio * advantage
@@ -122,7 +137,7 @@ def surrogate(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) 
 
 
 def fixed_weights(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return the factors of `cispo`, [B, T], or `vespo`, [B, 1], which are not differentiated."""
+    """Return the factors `sg ...` of the loss types `cispo`, [B, T], or `vespo`, [B, 1]."""
     ratio, _ = ratios(objective, logprob_BT, part)
     if objective.loss_type == "cispo":
         return ratio if objective.epsilon_high is None else ratio.clamp(max=objective.epsilon_high)
@@ -137,7 +152,10 @@ def fixed_weights(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Pa
 def ratios(
     objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return importance ratios of tokens, [B, T], or sequences, [B], and a mask of used ratios."""
+    """Return importance ratios and a mask of the ratios that are used.
+
+    Both have shape [B, T] for ratios of tokens, and [B] for ratios of sequences.
+    """
     old_BT = logprob_BT.detach() if part.old_BT is None else part.old_BT
     change_BT = (logprob_BT - old_BT) * part.mask_BT
     if objective.importance_sampling_level == "token":
@@ -160,10 +178,13 @@ def penalty(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) ->
 def factors(
     objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Differentiate the objective with respect to each token's log-probability and entropy, [B, T].
+    """Differentiate the objective with respect to each token's log-probability and entropy.
 
-    The gradient is `sum factor grad l + entropy_factor grad H`. Without an entropy bonus, the
-    entropy factors are None.
+    With these derivatives, the gradient is `sum factor grad l + entropy_factor grad H`.
+
+    Returns:
+        Factors of log-probabilities and of entropies, [B, T]; None for the latter if there is no
+        entropy bonus.
     """
     with torch.enable_grad():
         leaf_BT = logprob_BT.detach().requires_grad_()
@@ -179,27 +200,28 @@ def penalised_loss(objective: ObjectiveConfig) -> bool:
 
 
 def has_ratio(objective: ObjectiveConfig, part: Part) -> bool:
-    """Return True if importance ratios are in use and can differ from 1."""
+    """Return True if the objective uses importance ratios and they can differ from 1."""
     return part.old_BT is not None and objective.importance_sampling_level != "none"
 
 
 def depends_on_logprobs(objective: ObjectiveConfig, part: Part) -> bool:
-    """Return True if `factors` needs the current log-probabilities.
+    """Return True if the result of `factors` depends on the current log-probabilities.
 
-    A plain on-policy update does not need them.
+    In a plain on-policy update, it does not, so that a pass through the output layer is saved.
     """
     return penalised_loss(objective) or has_ratio(objective, part)
 
 
 def skips_zero_variance(objective: ObjectiveConfig) -> bool:
-    """Return True if the term of a completion with advantage 0 is exactly 0."""
+    """Return True if a completion with advantage 0 adds exactly 0, so that it can be skipped."""
     return not penalised_loss(objective) and not objective.entropy_coef
 
 
 def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
     """Return True if the log-probabilities before a step's first update are needed.
 
-    They are needed if a batch has several updates or if the reward contains a penalty.
+    They are needed for importance ratios if a batch has several updates, and for a penalty in the
+    reward.
     """
     several = objective.num_iterations > 1 or objective.update_size(num_rollouts) < num_rollouts
     return several or (objective.beta > 0 and objective.kl_in == "reward")
@@ -207,7 +229,7 @@ def needs_old(objective: ObjectiveConfig, num_rollouts: int) -> bool:
 
 @torch.no_grad()
 def diagnostics(objective: ObjectiveConfig, logprob_BT: torch.Tensor, part: Part) -> dict[str, Any]:
-    """Sum ratios, clipped ratios and K over tokens (or sequences), for the step's metrics."""
+    """Return sums over tokens or sequences for the step's metrics of ratios, clipping and KL."""
     sums: dict[str, Any] = {}
     if has_ratio(objective, part):
         ratio, counts = ratios(objective, logprob_BT, part)

@@ -1,4 +1,4 @@
-"""Page of a training run: held-out results, steps and the monitored gradient."""
+"""Page of a training run: held-out results, metrics of steps, and the measured gradient error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_ustat.records import ACCURACY, MEAN_REWARD, joint_quantity
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.terminal.streams import best_size
 
-# Columns of the table of steps, by key of metrics.jsonl.
+# Titles of the columns in the table of steps, by key of metrics.jsonl.
 METRICS = {
     "step": "step",
     "reward": "reward",
@@ -29,7 +29,9 @@ METRICS = {
     "num_tokens": "tokens so far",
     "step_time": "seconds",
 }
+# Endings of the keys of an estimate and of its interval's ends.
 ENDS = ("", "_low", "_high")
+# Titles of further columns in the table of the gradient error, by key without `monitor/`.
 MONITORED = {
     "c1": "C1", "c2": "C2", "c3": "C3", "corr": "corr(q, Z)",
 }  # fmt: skip
@@ -42,7 +44,7 @@ MAX_STEPS = 200
 
 
 def title(run: RunRecord) -> str:
-    """Return the page's title, with model, data set, baseline and sizes."""
+    """Return the page's title, which names the model, data set, baseline, G, n and seed."""
     names = [run.value(key) for key in ("model.name", "dataset.name", "baseline.name")]
     model, dataset, baseline = names
     size, rollouts, seed = (run.value(key) for key in ("group_size", "budget.rollouts", "seed"))
@@ -50,7 +52,7 @@ def title(run: RunRecord) -> str:
 
 
 def answer(run: RunRecord) -> str:
-    """Return the change of held-out accuracy or mean reward."""
+    """Return the page's first sentence: the change of held-out accuracy or mean reward."""
 
     def mean(row: dict[str, Any]) -> str:
         return "{mean_reward:.3f} [{low:.3f}, {high:.3f}]".format(**row)
@@ -76,7 +78,7 @@ def answer(run: RunRecord) -> str:
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Return the run's settings and costs."""
+    """Return the run's main settings and costs, as pairs of a name and a value."""
     result, value = run.result or {}, run.value
     size, rollouts = value("group_size"), value("budget.rollouts")
     rollouts_per_step = as_cell(rollouts)
@@ -105,7 +107,7 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
                      f"{value('max_completion_length')} tokens"),
         ("Rollouts in total", as_cell(result.get("rollouts", last.get("rollouts")))),
         ("Tokens sampled", as_cell(tokens)),
-        *([("G* of the gradient, latest", latest_gstar)] if latest_gstar else []),
+        *([("G* of the latest monitored step", latest_gstar)] if latest_gstar else []),
         *([("Noise of a step", noise.removeprefix("Noise: "))] if noise else []),
         (
             "Alarms",
@@ -116,7 +118,7 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def tables(run: RunRecord) -> list[Table]:
-    """Return tables of evaluations and steps."""
+    """Return the tables of evaluations, of the gradient error, and of steps, if there are data."""
     tables = []
     if run.eval_rows:
         tables.append(evaluation_table(run.eval_rows))
@@ -141,8 +143,9 @@ def tables(run: RunRecord) -> list[Table]:
             for row in (monitored[place] for place in places)
         ]
         note = (
-            "Numbers are computed from a step's groups before its update. The 95 % intervals are "
-            "over prompts."
+            "Each row is measured on the groups of one step, before its update. The column noise "
+            "in a step is the share of the squared gradient norm that is noise. Brackets contain "
+            "95 % intervals for new prompts."
         )
         tables.append(rows_table("Best group size and error of the gradient", rows, note))
     if run.metrics:
@@ -162,7 +165,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], all_pass_at: bool = True
 
     Args:
         rows: rows of `eval.csv`.
-        all_pass_at: True to show every pass@k, False to show only the largest k.
+        all_pass_at: True to show pass@k for every k, False to show it only for the largest k.
     """
     name = joint_quantity(row.get("quantity", MEAN_REWARD) for row in rows)
     pass_at = [key for key in rows[0] if key.startswith("pass@") and key[5:].isdigit()]
@@ -180,15 +183,15 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], all_pass_at: bool = True
         for row in rows
     ]
     note = (
-        "The 95 % intervals are for new questions. The column cut is the share of completions that "
-        "reached max_completion_length. The column no answer is the share without a readable "
-        "answer."
+        "Brackets contain 95 % intervals for new questions. The column cut is the share of "
+        "completions that reached max_completion_length. The column no answer is the share of "
+        "completions without a readable answer."
     )
     return rows_table(f"Held-out {name}", cells, note)
 
 
 def following(run: RunRecord) -> str:
-    """Return the command that assesses the group size of a finished run, or "" if unfinished."""
+    """Return the command that assesses the group size, or "" if the run is unfinished."""
     return command_line("advise", str(run.folder)) if run.result else ""
 
 
@@ -199,7 +202,7 @@ def steps_done(run: RunRecord) -> int:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the warnings, and the number of dropped questions for each reason."""
+    """Return the warnings of the run, including one for each reason of left-out questions."""
     result = run.result or {}
     _, warnings = summary_and_warnings(result.get("summary", ""))
     dropped = result.get("left_out") or {}

@@ -14,13 +14,13 @@ from grpo_ustat.runs.status import PlannedRun
 
 # Number of values that the optimizer stores per parameter.
 MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}
-# Assumed share of micro_batch_tokens that a pass uses. The share lies between 1/8 and 1 if answers
-# differ in length.
+# Assumed number of tokens of a backward pass, as a share of micro_batch_tokens. The true share is
+# between 1/8 and 1, depending on how much completions differ in length.
 PASS_FILL = 1 / 4
 
 
 def plan(planned: PlannedRun) -> Plan:
-    """Return the description of a planned run, including its cost."""
+    """Describe a planned run and estimate its cost."""
     config: TrainConfig = planned.config
     is_open = config.dataset.test_size is None
     return Plan(
@@ -60,14 +60,17 @@ def plan(planned: PlannedRun) -> Plan:
 
 
 def training_cost(config: TrainConfig) -> Cost:
-    """Compute the cost of n completions per step and of the evaluations.
+    """Estimate the cost of a training run.
 
-    Evaluations take place at step 0, every eval_steps steps and at the last step. Per step and
-    prompt, `oracle` and `optimal` draw budget.value_completions completions, and `remax` draws one
-    greedy completion. `spo` draws budget.value_completions completions at the first visit of a
-    prompt. Gradients and optimizer moments are counted if all weights are trained, but not for
-    adapters, which have few parameters. At most save_total_limit + 1 checkpoints exist while one of
-    them is written, and at most save_total_limit afterwards.
+    Each step samples n completions, and some baselines sample more. For each prompt of a step, the
+    baselines `oracle` and `optimal` sample budget.value_completions more completions, and `remax`
+    samples one greedy completion. `spo` samples budget.value_completions more completions when a
+    prompt is used for the first time. Evaluations take place at step 0, every eval_steps steps and
+    at the last step.
+
+    The memory for gradients and the optimizer's state is counted if all weights are trained. With
+    adapters, it is small and not counted. While a checkpoint is written, at most
+    save_total_limit + 1 checkpoints exist.
     """
     needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
     visits = config.prompts_per_step * config.max_steps
@@ -120,7 +123,7 @@ def batch_in_words(config: TrainConfig) -> str:
     return (
         f"Batch: n = {rollouts} completions per step = {prompts} prompts x G = "
         f"{config.group_size}; {share if ranks > 1 else ''}{updates} "
-        f"update{'s' * (updates > 1)} a step, each of {size} completions in at most about "
-        f"{passes} backward pass{'es' * (passes > 1)} of {config.micro_batch_tokens} padded "
-        "tokens, not counting prompts."
+        f"update{'s' * (updates > 1)} per step. An update reads {size} completions in at most "
+        f"about {passes} backward pass{'es' * (passes > 1)} of {config.micro_batch_tokens} padded "
+        "tokens (prompts not counted)."
     )

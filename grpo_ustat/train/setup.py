@@ -1,4 +1,4 @@
-"""Set-up of a run before the first step: ranks, policy and all other objects."""
+"""Set-up of a training run before the first step: ranks, policy and all other objects."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.context import TrainContext
 from grpo_ustat.train.micro_batches import TokenBudget
 
-# Time to wait for the slowest rank. The default of NCCL is 10 minutes.
+# Time that a rank waits for the slowest rank before it fails. NCCL's default is 10 minutes.
 RANK_TIMEOUT = timedelta(hours=2)
 
 
 def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
-    """Build all objects of a run; checks that need no weights run before the weights are loaded."""
+    """Build all objects of a run.
+
+    Checks that need no weights come first, so that mistakes show before the weights are loaded.
+    """
     accelerator = join_ranks(config)
     device = str(accelerator.device)
     tokenizer = configured_tokenizer(config.model)
@@ -94,7 +97,7 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
 
 
 def _trained_policy(config: TrainConfig, device: str, tokenizer: PreTrainedTokenizerBase) -> Policy:
-    """Load the policy to train, with new adapters, checkpointed layers and bf16 if configured."""
+    """Load the policy to train; add adapters, gradient checkpointing and bf16 as configured."""
     policy = configured_policy(config.policy_options, device, tokenizer)
     if config.lora.r:
         adapted = with_adapters(
@@ -108,7 +111,7 @@ def _trained_policy(config: TrainConfig, device: str, tokenizer: PreTrainedToken
 
 
 def join_ranks(config: TrainConfig) -> Accelerator:
-    """Connect this process with the other ranks; further calls use the same connection."""
+    """Connect this process with the other ranks, if it is not yet connected."""
     check_device(config.launch.device)
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RefusedByRank(
@@ -137,7 +140,13 @@ def join_ranks(config: TrainConfig) -> Accelerator:
 
 
 def check_sizes(config: TrainConfig, train: int, test: int, world: int) -> None:
-    """Refuse a data set with too few questions for a step or for an evaluation on all ranks."""
+    """Refuse a data set with too few questions.
+
+    Args:
+        config: configuration of the run.
+        train, test: number of training and test questions.
+        world: number of ranks, each of which needs a test question.
+    """
     if train < config.prompts_per_step:
         raise RefusedByRank(
             f"{config.prompts_per_step} prompts per step (budget.rollouts / group_size), but "
@@ -155,8 +164,7 @@ def make_optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Build the configured optimizer of the trained parameters and its learning-rate schedule.
 
-    The schedule advances once per step, whatever the number of updates, so its state is the step
-    number.
+    The schedule advances once per training step, even if a step makes several updates.
     """
     options, schedule = config.optimizer, config.schedule
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -179,13 +187,16 @@ def make_optimizer(
 
 
 def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
-    """Return True if updates read each prompt once per group; print the reason if they cannot."""
+    """Return True if updates read each prompt once per group, not once per completion.
+
+    If sharing is configured but impossible, rank 0 prints the reason.
+    """
     if not config.share_prompts:
         return False
     if config.gradient_checkpointing:
-        reason = "gradient_checkpointing=true keeps no keys and values"
+        reason = "with gradient_checkpointing=true, keys and values are not kept"
     elif not can_share(policy):
-        reason = f"{type(causal(policy.model)).__name__} does not support sharing"
+        reason = f"{type(causal(policy.model)).__name__} cannot read them once for all completions"
     else:
         return True
     if is_main():
@@ -194,9 +205,9 @@ def shares_prompts(config: TrainConfig, policy: Policy) -> bool:
 
 
 def check_same_start(run: TrainContext, step: int) -> None:
-    """Refuse ranks that start from different weights or steps.
+    """Raise an error if ranks start from different weights or steps.
 
-    Later steps apply the same updates on all ranks, and the ranks' weights are not compared again.
+    One check is enough: all ranks apply the same updates, so equal weights stay equal.
     """
     if run.accelerator.num_processes == 1:
         return
@@ -211,7 +222,7 @@ def check_same_start(run: TrainContext, step: int) -> None:
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """Hash the bits of all parameters as a sum of integers, which is exact on any device."""
+    """Return a checksum of all parameters: a sum of their bits as integers, exact on any device."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     total = 0
     for place, parameter in enumerate(model.parameters(), start=1):

@@ -1,9 +1,9 @@
-"""Snapshots: numbered folders that are either complete or absent and are verified by checksums.
+"""Snapshots: folders `checkpoint-<step>` that are never incomplete and are verified by checksums.
 
 A snapshot is first written to a hidden folder. Its files are synced to the disk, their sizes and
 checksums are written to a manifest, and the folder is renamed. Only then are older snapshots
-removed. Each older snapshot is renamed before its files are deleted. A folder `checkpoint-<step>`
-is therefore never incomplete, and once a complete snapshot exists, there is one at any later time.
+removed, and each is renamed before its files are deleted. If the process is killed at any time, a
+folder `checkpoint-<step>` is therefore complete, and the newest complete snapshot is still there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,21 @@ FORMAT = 1
 
 
 class DamagedSnapshot(ValueError):
-    """Error for files of a snapshot that do not match the manifest; the message names the file."""
+    """Error raised if a file of a snapshot does not match the manifest; the message names it."""
 
 
 def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a staging folder, then rename this folder to `checkpoint-<step>`.
+    """Write a snapshot to a hidden folder, then rename this folder to `checkpoint-<step>`.
 
-    Raises:
-        Exception: If `write` or the disk fails; the staging folder is removed.
+    If an error occurs, the hidden folder is removed.
+
+    Args:
+        folder: run folder.
+        step: number in the snapshot's name.
+        write: function that writes the snapshot's files to the folder that it is given.
+
+    Returns:
+        The snapshot's folder.
     """
     target = folder / f"{PREFIX}{step}"
     staging = hidden_path(target)
@@ -43,8 +50,8 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
         write(staging)
         _seal(staging, step)
         if target.exists():
-            # The existing folder failed verification; otherwise the run would have continued from
-            # it.
+            # The existing folder must be damaged, because otherwise the run would have continued
+            # from it.
             _remove(target, ".replaced")
         os.replace(staging, target)
     except BaseException:
@@ -55,11 +62,16 @@ def publish(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
 
 
 def prune(folder: Path, step: int, limit: int | None) -> None:
-    """Keep the newest `limit` snapshots up to `step`; remove all others and all staging folders.
+    """Remove old snapshots and the hidden folders that a killed process left.
 
-    The snapshot of `step` must be complete. Snapshots of later steps have failed verification,
-    because otherwise the run would have continued from them. Links and folders without a manifest
-    are kept. If `limit` is None, only staging folders are removed.
+    Snapshots of steps after `step` are also removed. They must be damaged, because otherwise the
+    run would have continued from them. Links and folders without a manifest are kept.
+
+    Args:
+        folder: run folder.
+        step: step of the newest snapshot, which must be complete.
+        limit: number of snapshots to keep, the newest up to `step`; None to remove only hidden
+            folders.
     """
     for staging in folder.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(staging)
@@ -74,9 +86,10 @@ def prune(folder: Path, step: int, limit: int | None) -> None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Return the latest snapshot that passes verification, or None if there are no snapshots.
+    """Return the latest snapshot that is not damaged, or None if there are no snapshots.
 
-    For each later snapshot, a warning names the damaged file and the fault.
+    If snapshots after it are damaged, a warning for each names the file and the fault. If all
+    snapshots are damaged, an error is raised.
     """
     snapshots = _numbered(folder)[::-1]
     for _, path in snapshots:
@@ -96,11 +109,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def verify(snapshot: Path) -> None:
-    """Compare every file with the manifest.
-
-    Raises:
-        DamagedSnapshot: If a file differs; the message names the file and the difference.
-    """
+    """Raise DamagedSnapshot if a file differs in size or checksum from the manifest."""
     for name, entry in _manifest(snapshot)["files"].items():
         file = snapshot / name
         if not file.is_file():
@@ -113,7 +122,7 @@ def verify(snapshot: Path) -> None:
 
 
 def _seal(staging: Path, step: int) -> None:
-    """Sync all files, then write the manifest and sync it."""
+    """Sync all files to the disk, then write the manifest and sync it too."""
     files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
     for file in files:
         _sync(file)
@@ -133,7 +142,10 @@ def _seal(staging: Path, step: int) -> None:
 
 
 def _manifest(snapshot: Path) -> dict[str, Any]:
-    """Return the content of a snapshot's manifest; refuse a damaged manifest or another format."""
+    """Return the content of a snapshot's manifest.
+
+    An error is raised if the manifest is damaged or was written by a version with another format.
+    """
     if not (snapshot / MANIFEST).is_file():
         raise DamagedSnapshot(
             f"{MANIFEST} is missing: the folder is incomplete, or from a version without manifests"
@@ -163,7 +175,7 @@ def _manifest_text(content: dict[str, Any]) -> str:
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """List (step, folder) for every folder with the name of a snapshot, by ascending step."""
+    """List (step, folder) for every folder with the name of a snapshot, in order of the step."""
     names = {path: path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}
     return sorted((int(n), path) for path, n in names.items() if n.isdecimal() and path.is_dir())
 

@@ -1,4 +1,4 @@
-"""Training loop: sample, reward, advantage, update."""
+"""Training loop: each step samples completions, computes rewards and advantages, and updates."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ from grpo_ustat.train.update import fixed_logprobs, penalised_rewards, update
 
 
 def fit(config: TrainConfig, folder: RunFolder) -> float:
-    """Train, or show the finished run that the folder already contains.
+    """Train, or show the results if the folder already contains a finished run.
 
     Returns:
         Final held-out accuracy or mean reward.
     """
     console = Console(quiet=not is_main())
     with name_lost_ranks():
-        # Ranks must join before they communicate.
+        # `main_only` needs the connection between ranks.
         join_ranks(config)
         result = main_only(finished_result, config, folder)
         if result is not None:
@@ -84,7 +84,7 @@ def fit(config: TrainConfig, folder: RunFolder) -> float:
 
 
 def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | None:
-    """Return the folder's result if the run has taken all steps."""
+    """Return the folder's result if the run has taken all steps, otherwise None."""
     result = folder.result()
     if result is not None:
         refuse_fewer_steps(config, folder, result["steps"])
@@ -92,7 +92,7 @@ def finished_result(config: TrainConfig, folder: RunFolder) -> dict[str, Any] | 
 
 
 def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> None:
-    """Refuse a run folder with more than `max_steps` steps."""
+    """Raise an error if the run in the folder has already taken more than `max_steps` steps."""
     if step > config.max_steps:
         raise ConfigError(
             f"{folder.path} is at step {step}, already past max_steps={config.max_steps}: "
@@ -101,9 +101,9 @@ def refuse_fewer_steps(config: TrainConfig, folder: RunFolder, step: int) -> Non
 
 
 def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
-    """Set up, continue from the newest checkpoint, take all steps and write the results.
+    """Train from the newest checkpoint, or from the beginning, to the last step; write the results.
 
-    `result.json` is written last, after all other files are on the disk.
+    `result.json` is written last, so that a folder with this file is complete.
 
     Returns:
         Content of `result.json`.
@@ -116,7 +116,8 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
         progress = resume(run)
         check_same_start(run, progress.step)
         if run.sharded_policy is not None:
-            # From here on, weights are gathered in fewer bytes under bf16=true.
+            # `check_same_start` has read the weights in full precision. From here on, they are
+            # gathered from the ranks in bfloat16 if bf16=true, which needs fewer bytes.
             fsdp2.gather_weights(run)
         refuse_fewer_steps(config, folder, progress.step)
         if main and progress.step:
@@ -152,13 +153,19 @@ def loop(
     bar: TrainingBar,
     stop: StopRequest,
 ) -> None:
-    """Repeatedly evaluate, save and take a step, until the last step or a signal to stop.
+    """Evaluate, save and take a step in turn, until the last step or a signal to stop.
 
-    The actions that are due depend only on the step number, so a resumed run takes the same
-    actions.
+    Evaluations and checkpoints are due at fixed step numbers, so a resumed run makes the same ones.
+
+    Args:
+        run: training run.
+        progress: progress of the run, which is updated.
+        log: log of metrics and completions; None on ranks other than 0.
+        bar: progress bar.
+        stop: signals that this process has received.
 
     Raises:
-        Stopped: After a checkpoint, if any rank received a signal.
+        Stopped: If any rank received a signal. A checkpoint is written first.
         NotSaved: If the last checkpoint could not be written.
     """
     config, saved_step, grace_known, row = run.config, progress.step, False, {}
@@ -214,7 +221,7 @@ def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
 
 
 def choose_prompts(config: TrainConfig, prompts: list[Prompt], step: int) -> list[Prompt]:
-    """Choose P distinct prompts for the step; the choice depends only on seed and step."""
+    """Choose the prompts of a step at random, without repetition, from the seed and the step."""
     rng = generator(config.seed, "prompts", step)
     return [prompts[i] for i in rng.choice(len(prompts), config.prompts_per_step, replace=False)]
 
@@ -225,7 +232,7 @@ def train_step(
     """Take one training step, from the choice of prompts to the update of the policy.
 
     Returns:
-        Row of metrics.jsonl and rows of completions.parquet for the step.
+        The step's row for metrics.jsonl and its rows for completions.parquet.
 
     Raises:
         FloatingPointError: If a metric, or a weight after the update, is not finite.
@@ -275,7 +282,9 @@ def train_step(
 
 
 def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> None:
-    """Measure held-out rewards with each decoding, unless a resumed run already has them.
+    """Measure held-out rewards with each decoding (greedy or sampled).
+
+    A resumed run may already have the evaluation of this step. It is then not repeated.
 
     Raises:
         FloatingPointError: If a reward is not finite.
@@ -317,9 +326,10 @@ def train_result(
     )
     if progress.alarms:
         alarms = ", ".join(
-            f"{ALARM_WORDS.get(name, name)} ({steps})" for name, steps in progress.alarms.items()
+            f"{ALARM_WORDS.get(name, name)} in {steps} steps"
+            for name, steps in progress.alarms.items()
         )
-        summary += f" Alarms (steps): {alarms}."
+        summary += f" Alarms: {alarms}."
     summary += clipped_warning("last step's", progress.clipped_ratio, config.max_completion_length)
     return TrainResult(
         quantity=last["quantity"],
@@ -344,21 +354,22 @@ def train_result(
 
 
 def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
-    """Print how long a stop takes, and how much time SLURM or the parent process allows for it.
+    """Print how long a run takes to stop, and how much time SLURM or the parent process allows.
 
-    The line is a warning if the allowed time is too short, so that a kill would lose steps. If
-    there is neither SLURM nor a parent process, there is no limit, and nothing is printed. A short
-    time after `scancel` does not cause a warning, because a cancelled job does not continue.
+    After a signal, the run finishes its step and writes a checkpoint. If the allowed time is too
+    short for this, the process is killed and loses steps, so the line is a warning. Without SLURM
+    and without a parent process, there is no limit, and nothing is printed. The time after
+    `scancel` causes no warning, because a cancelled job does not continue.
 
     Args:
         seconds_step, seconds_save: durations of the latest step and of its checkpoint, in seconds.
-        grace_seconds: `launch.grace_seconds`.
+        grace_seconds: time that the parent process allows (`launch.grace_seconds`).
     """
     cluster, limits = slurm.grace(), {}
     if PARENT_VARIABLE in os.environ:
-        limits["to ranks (launch.grace_seconds)"] = float(grace_seconds)
+        limits["from the parent process (launch.grace_seconds)"] = float(grace_seconds)
     if cluster.preempted:
-        # SLURM's default is 0, even if jobs are never preempted.
+        # A GraceTime of 0 is left out. It is SLURM's default, also if jobs are never preempted.
         limits["after a preemption (GraceTime)"] = cluster.preempted
     waits = [f"{seconds:g} s {event}" for event, seconds in limits.items()]
     if cluster.killed is not None:
@@ -366,8 +377,8 @@ def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -
     if not waits:
         return
     text = (
-        f"a stop takes up to a step ({seconds_step:.1f} s) and a save ({seconds_save:.1f} s); "
-        f"grace period: {', '.join(waits)}"
+        f"to stop, this run needs up to one step ({seconds_step:.1f} s) and one checkpoint "
+        f"({seconds_save:.1f} s); before it is killed, it has {', '.join(waits)}"
     )
     if seconds_step + seconds_save <= min(limits.values(), default=math.inf):
         tell(text, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Updates of the policy: exact gradients of the objective and steps of the optimizer.
+"""Updates of the policy: gradients of the objective, and steps of the optimizer.
 
-Each rank has complete groups. Except under FSDP2, ranks do not communicate within forward and
-backward passes, so they can have unequal amounts of work.
+Each rank has complete groups. Without FSDP2, ranks communicate only after their backward passes, so
+they can have different numbers of passes.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from grpo_ustat.train.context import Batch, TrainContext
 from grpo_ustat.train.micro_batches import plan
 from grpo_ustat.train.objective import Part
 
-# Largest difference in nats between entropies that count as equal. Completions that begin with the
-# same tokens have the same entropies at these tokens, up to rounding.
+# Entropies that differ by at most this many nats count as equal. Completions that begin with the
+# same tokens have the same entropies at these tokens, but rounding makes them differ slightly.
 TIE = 1e-6
 
 
 @dataclass(frozen=True)
 class FixedLogprobs:
-    """Log-probabilities of this rank's N completions, fixed during a step's updates.
+    """Log-probabilities of this rank's N completions that stay fixed during a step's updates.
 
     Values are 0 on padding. A field is None if the objective does not need it.
     """
@@ -60,12 +60,12 @@ class FixedLogprobs:
 class Minibatch:
     """Completions of one update."""
 
-    # Flat indices of this rank's completions in the update.
+    # Flat indices p*G + i, among this rank's completions, of those in the update.
     index: np.ndarray
-    # Weights w_i of all completions of this rank, which are 0 for excluded completions; see
+    # Weight w_i of each completion of this rank in the objective, 0 for excluded completions; see
     # `estimators.row_weights.token_weights`.
     weight_N: np.ndarray
-    # Number n of completions that count in the update, on all ranks.
+    # Number n of completions of all ranks that count in the update.
     num_rollouts: int
 
 
@@ -73,16 +73,18 @@ class Minibatch:
 class UpdateStats:
     """Measurements of a step's updates on this rank."""
 
-    # Sums of `objective.diagnostics`; `skipped` and `rows` count completions.
+    # Sums of `objective.diagnostics`, and two numbers of completions: `rows` counts all completions
+    # of the updates, and `skipped` those that add exactly 0 to the gradient.
     sums: Counter = field(default_factory=Counter)
     # Absolute differences between the trainer's and the sampler's log-probabilities.
     gap: list[np.ndarray] = field(default_factory=list)
 
 
 def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
-    """Compute, before any update, the log-probabilities that the step's updates and rewards need.
+    """Compute log-probabilities under the policy before any update, and under the reference model.
 
-    The reference model is a frozen copy of the policy, or the policy without its adapters.
+    Each is computed only if the step needs it. The reference model is a frozen copy of the first
+    policy, or the policy without its adapters.
     """
     objective, index = run.config.objective, np.arange(rollouts.lengths_PG.size)
     old = reference = None
@@ -96,9 +98,11 @@ def fixed_logprobs(run: TrainContext, rollouts: Rollouts) -> FixedLogprobs:
 
 
 def penalised_rewards(run: TrainContext, batch: Batch, fixed: FixedLogprobs) -> np.ndarray:
-    """Return the rewards that the baseline receives, [P, G] for all prompts.
+    """Return the rewards from which advantages are computed, [P, G] for all prompts.
 
-    The rewards are `Z - beta sum_t K1` if the penalty is in the reward, and Z otherwise.
+    If the objective puts the KL penalty into the reward, they are `Z - beta sum_t K1_t`, with the
+    reward Z of the task. K1 is the log-ratio of policy and reference model at a token. Otherwise,
+    they are Z.
     """
     objective = run.config.objective
     if not objective.beta or objective.kl_in != "reward":
@@ -119,7 +123,7 @@ def update(
         batch: completions of the step.
         advantage_PG: advantages of the completions of all ranks.
         fixed: log-probabilities of this rank's completions before the step.
-        step: number of the step, which keys the order of minibatches.
+        step: number of the step, which determines the random order of minibatches.
 
     Returns:
         Norm of the last update's gradient before clipping, and measurements of the step.
@@ -147,7 +151,7 @@ def update(
 def counted_lengths(run: TrainContext, batch: Batch) -> np.ndarray:
     """Return the number of tokens in each completion of all ranks, [P, G].
 
-    The number is 0 for a completion that `mask_truncated_completions` excludes.
+    If `mask_truncated_completions` is set, a truncated completion has length 0, which excludes it.
     """
     if run.config.objective.mask_truncated_completions:
         return np.where(batch.ended_PG, batch.lengths_PG, 0)
@@ -163,15 +167,17 @@ def minibatches(
 ) -> Iterator[Minibatch]:
     """Yield the minibatches of a step's updates, in order.
 
-    A minibatch consists of complete groups, which are shuffled again in each iteration. For `bnpo`,
-    the rows of an update are assigned to micro-batches in random order, as in TRL. The order does
-    not depend on the number of ranks.
+    A minibatch consists of complete groups. If a step has several minibatches, the groups are
+    shuffled in each iteration over the batch. For the loss type `bnpo`, the rows of an update are
+    assigned to micro-batches at random, as in TRL. Both random orders are the same for any number
+    of ranks.
 
     Args:
-        lengths_PG: see `counted_lengths`.
-        step: number of the step, which keys the random orders.
-        rewards_PG, advantage_PG: rewards and advantages of the completions of all ranks, for the
-            objective's filter of rows; see `estimators.row_weights.rows_that_count`.
+        run: training run.
+        lengths_PG: number of tokens in each completion; see `counted_lengths`.
+        step: number of the step, which determines the random orders.
+        rewards_PG, advantage_PG: rewards and advantages of the completions of all ranks. An
+            objective that filters rows needs them; see `estimators.row_weights.rows_that_count`.
     """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
@@ -214,8 +220,8 @@ def trainable(policy: Policy) -> list[torch.nn.Parameter]:
 def sum_gradients(run: TrainContext) -> list[torch.Tensor]:
     """Sum the gradients over ranks in place and return them.
 
-    The divisors in the gradients already refer to the completions of all ranks. Under FSDP2, the
-    gradient of each shard is already summed over ranks.
+    They are not averaged, because each rank has already divided by the number of completions of all
+    ranks. Under FSDP2, the gradient of each shard is already summed over ranks.
     """
     grads = []
     for parameter in trainable(run.trained_policy):
@@ -240,8 +246,8 @@ def accumulate_gradient(
 ) -> None:
     """Set `grad` to the negated gradient of the objective on this rank's completions.
 
-    Completions whose term in the objective is exactly 0 are skipped. If memory runs out, the
-    gradient is computed again with smaller micro-batches, except under FSDP2.
+    Completions that add exactly 0 to the gradient are skipped. If memory runs out, the gradient is
+    computed again with smaller micro-batches; under FSDP2, an error is raised instead.
     """
     index = minibatch.index[minibatch.weight_N[minibatch.index] > 0]
     chosen_NT = highest_entropies(run, rollouts, index)
@@ -250,7 +256,7 @@ def accumulate_gradient(
     stats.sums.update(rows=len(minibatch.index), skipped=len(minibatch.index) - len(index))
 
     def gradient_within_budget() -> UpdateStats:
-        """Compute the gradient from zero at the current token budget."""
+        """Set the gradient to 0 and compute it with the current token budget."""
         run.optimizer.zero_grad()
         with recomputing(run.trained_policy.model):
             return backward_parts(run, rollouts, advantage_PG, index, minibatch, fixed, chosen_NT)
@@ -274,8 +280,8 @@ def backward_parts(
 ) -> UpdateStats:
     """Add the negated gradient of the completions in `index` to `grad`, one part at a time.
 
-    The derivatives of the objective with respect to each token's log-probability and entropy are
-    propagated through the output layer, and from there through the model.
+    First, the objective is differentiated with respect to each token's log-probability and entropy.
+    These derivatives are then propagated through the output layer and the rest of the model.
     """
     config, objective = run.config, run.config.objective
     advantage_N = torch.from_numpy(advantage_PG.ravel())
@@ -285,8 +291,8 @@ def backward_parts(
         for index_B in parts:
             window = reader.window(index_B)
             if len(index_B):
-                # For an empty part, this block is skipped, and this rank only joins the collectives
-                # that other ranks need.
+                # Under FSDP2, a part can be empty. This rank then skips the block, but still takes
+                # part in the communication of the forward and backward pass.
                 head = Head(reader.policy, reader.output, config.temperature)
                 dtype = torch.promote_types(window.hidden_BTD.dtype, torch.float32)
                 mask_BT = window.mask_BT.to(dtype)
@@ -308,11 +314,11 @@ def backward_parts(
                 logprob_BT = head.backward(window, -factor_BT, descent_entropy_BT)
                 if part.old_BT is None and rollouts.logprobs_PGT is not None:
                     stats.gap.append(logprob_gap(rollouts, index_B, logprob_BT, factor_BT))
-            # The window and its graph are released before the next window is read.
+            # Free the window and its graph before the next window is read.
             del window
             progress.add(len(index_B))
         reader.backward()
-        # The reader and the graph of its prompts are released before the next prompts are read.
+        # Free the reader and the graph of its prompts before the next prompts are read.
         del reader
     return stats
 
@@ -320,14 +326,17 @@ def backward_parts(
 def readers(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> Iterator[tuple[Reader | fsdp2.Fsdp2Reader, list[np.ndarray]]]:
-    """Yield, for each micro-batch, a reader of its prompts and the parts of its completions."""
+    """Yield, for each micro-batch, a reader of its prompts and the indices of its completions.
+
+    The indices are divided into parts, which the caller passes to `reader.window` one by one.
+    """
     if policy is run.sharded_policy:
         yield from fsdp2.rounds(run, rollouts, index)
         return
     device, tokens = policy.model.device.type, run.token_budget.tokens
     for micro_batch in plan(rollouts, index, tokens, run.share_prompts, device):
         completions = sum(map(len, micro_batch.parts))
-        # True if some prompt has several completions.
+        # Sharing saves time only if a prompt has several completions.
         several = len(micro_batch.prompts) < completions
         kind = ContiguousReader if run.contiguous else FullReader
         if run.share_prompts and several:
@@ -345,10 +354,10 @@ def rows_like(
 def logprob_gap(
     rollouts: Rollouts, index_B: np.ndarray, logprob_BT: torch.Tensor, factor_BT: torch.Tensor
 ) -> np.ndarray:
-    """Return the absolute differences between the trainer's and the sampler's log-probabilities.
+    """Return absolute differences, in nats, of the trainer's and the sampler's log-probabilities.
 
-    The unit is nats. Only tokens with a factor other than 0 are included, because the trainer
-    computes log-probabilities only for these tokens.
+    Only tokens with a nonzero factor in the gradient are included, because the trainer computes no
+    log-probabilities of other tokens.
     """
     assert rollouts.logprobs_PGT is not None
     used_BT = (factor_BT != 0).cpu().numpy()
@@ -362,14 +371,16 @@ def highest_entropies(
 ) -> torch.Tensor | None:
     """Mark the tokens with the highest entropies under the current policy.
 
-    The mask has shape [N, T] and covers this rank's completions. A token is marked if its entropy
-    is at or above the quantile `1 - top_entropy_quantile` of the entropies in the update. The
-    result is None if all tokens count.
+    A token is marked if its entropy is at or above the quantile `1 - top_entropy_quantile` of the
+    entropies of all tokens in the update.
 
     Args:
         run: training run.
         rollouts: completions of this rank.
-        index: completions of this rank that count in the update.
+        index: indices of this rank's completions that count in the update.
+
+    Returns:
+        Mask [N, T] of this rank's N completions, or None if all tokens are used.
     """
     share = run.config.objective.top_entropy_quantile
     if share == 1:
@@ -389,9 +400,9 @@ def highest_entropies(
 def token_logprobs(
     run: TrainContext, policy: Policy, rollouts: Rollouts, index: np.ndarray
 ) -> torch.Tensor:
-    """Compute the trainer's log-probabilities of this rank's completions under a policy.
+    """Compute log-probabilities of the tokens of this rank's completions under a policy.
 
-    The result has shape [N, T] and is 0 outside `index` and on padding.
+    The result has shape [N, T]. It is 0 on padding and for completions that are not in `index`.
     """
     return read_tokens(run, policy, rollouts, index, Head.logprobs)
 
@@ -403,15 +414,15 @@ def read_tokens(
     index: np.ndarray,
     of_window: Callable[[Head, Window], torch.Tensor],
 ) -> torch.Tensor:
-    """Apply `of_window`, which returns one number per token, to this rank's completions.
+    """Apply a function that returns one number per token to this rank's completions.
 
-    The result has shape [N, T] and is 0 outside `index` and on padding.
+    The result has shape [N, T]. It is 0 on padding and for completions that are not in `index`.
     """
     shape = (rollouts.lengths_PG.size, rollouts.mask_PGT.shape[-1])
 
     @torch.no_grad()
     def read_within_budget() -> torch.Tensor:
-        """Compute the values [N, T] at the current token budget."""
+        """Compute the values, [N, T], with the current token budget."""
         result_NT, progress = None, Progress("reading", len(index))
         for reader, parts in readers(run, policy, rollouts, index):
             for index_B in parts:

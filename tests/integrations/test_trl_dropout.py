@@ -353,7 +353,7 @@ def test_masks_that_cannot_be_drawn_once_more_are_refused_by_name():
         scorer.update_scores(model, images, states, np.ones(8), trl_positions=False)
     model = qwen(lora=False)
     model.model.extra = torch.nn.Bilinear(1, 1, 1).double()
-    with unchanged(model), pytest.raises(ConfigError, match="extra.* has no score rule"):
+    with unchanged(model), pytest.raises(ConfigError, match="extra.* has no formula"):
         scorer_of(model).update_scores(model, inputs, states, np.ones(8), trl_positions=False)
 
 

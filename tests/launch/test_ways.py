@@ -393,7 +393,7 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace(tmp_path, through):
         assert code == 75 and 2 <= time.monotonic() - start < 60
         assert not any(map(alive, family))
     assert "ranks still running 2 s after SIGUSR1 are killed" in said
-    assert "2 s to ranks (launch.grace_seconds)" in said
+    assert "2 s from the parent process (launch.grace_seconds)" in said
     ends_as_undisturbed(tmp_path, through)
 
 

@@ -158,7 +158,7 @@ def test_what_the_monitor_measured_is_on_the_page(tmp_path):
         4,
         "not enough data",
     )
-    assert dict(page.facts)["G* of the gradient, latest"] == "not enough data, step 4"
+    assert dict(page.facts)["G* of the latest monitored step"] == "not enough data, step 4"
 
 
 def test_a_page_before_its_result_is_that_after_it(tmp_path):

@@ -31,7 +31,7 @@ INJECTED = {  # the rows of a trap, and from which on it is told
     "extraction_failed": ({"completions/extraction_failure_ratio": 0.6}, 1, "60 % .*prompt.templ"),
     "unjudged": ({"judge/timeouts": 2, "judge/failures": 1}, 1, "2 timed out, 1 failed"),
     "zero_variance": ({"frac_reward_zero_std": 1.0}, 3, "group_size=4"),
-    "constant_reward": ({"reward_std": 0.0}, 5, "same reward, now 0.3"),
+    "constant_reward": ({"reward_std": 0.0}, 5, r"same reward \(0.3 in this step"),
     "logprob_gap": ({"sampling/sampling_logp_difference/mean": 0.01}, 1, "0.01 nats .* float32"),
     "zero_learning_rate": ({"learning_rate": 0.0}, 2, "warmup_steps=0"),
 }

@@ -8,7 +8,8 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import PARENT_VARIABLE
 from grpo_ustat.train.trainer import report_grace
 
-PARENTS, PREEMPTED = "s to ranks (launch.grace_seconds)", "s after a preemption (GraceTime)"
+PARENTS = "s from the parent process (launch.grace_seconds)"
+PREEMPTED = "s after a preemption (GraceTime)"
 CANCELLED = "s after scancel (KillWait)"
 # Under a parent that grants 20 s; GraceTime; KillWait; what is said; beyond which steps are lost
 CASES = {

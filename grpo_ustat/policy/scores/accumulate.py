@@ -1,12 +1,14 @@
-r"""Sums over layers: norms, Gram matrix, pooled gradients, sketches.
+r"""Sums over layers of what each layer adds to norms, inner products and sketches of scores.
 
-In a linear layer, completion i has the gradient `G_i = sum_t left_it right_it'`, [R, C]. Its norm
-can be computed exactly in two ways, and the cheaper way is chosen for each layer:
+A score is the gradient of a completion's log-probability. In a linear layer, the score of
+completion i is a matrix `G_i = sum_t left_it right_it'` with R rows and C columns, where t runs
+over tokens. Its norm can be computed exactly in two ways, and the cheaper one is chosen for each
+layer:
 
     by T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
-    by the gradient     G_i itself, in chunks of its rows, for all completions
+    by the gradient     compute G_i itself, in chunks of its rows, for all completions
 
-The full gradients G_i of all completions are never in memory together.
+In both ways, the matrices G_i of all completions are never in memory together.
 """
 
 from __future__ import annotations
@@ -21,34 +23,36 @@ from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
-# Number of multiplications that take as long as one access to an entry in memory.
+# Cost of one access to an entry in memory, as the number of multiplications in the same time.
 MULTIPLICATIONS_PER_LOOK = 24
-# Largest size in bytes of the gradients that are computed at a time.
+# Largest size in bytes of the gradients that are computed at a time, by device type.
 GRADIENT_BYTES = {"cpu": 2**22, "cuda": 2**28}
-# Number of slices into which long vectors are split on a GPU.
+# Number of slices into which long vectors are divided on a GPU; see `sliced_products`.
 VECTOR_SLICES = 256
 # Largest size in bytes of the products of all pairs of tokens in a batch.
 PRODUCT_BYTES = 2**28
 
 Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Factors (left [n, T, R], right [n, T, C]) of passes over consecutive completions.
+"""Factors of the gradients G_i, one pair (left [n, T, R], right [n, T, C]) for each forward pass.
 
-The sizes n and T may differ between passes.
+A pass reads n consecutive completions in T columns. These sizes may differ between passes.
 """
 
 
 class Accumulator:
-    """Norms, inner products and sketches of B completions, summed over parameters.
+    """Norms, inner products and sketches of the scores of B completions, summed over parameters.
 
-    The gradients of each parameter must be added only once.
+    The gradients of each parameter must be added only once, because squared norms of parts do not
+    add up.
 
     Args:
         batch: number of completions, B.
-        weights_KB: K weight vectors for pooled gradients (weighted sums of scores), or None.
+        device: device of the sums.
+        weights_KB: K weight vectors for weighted sums of scores; None for no sums.
         gram: True to compute the inner products <s_i, s_j> of the scores.
-        features: sketch of every completion's score, or None.
-        pooled: sketch of the pooled gradients, computed instead of the gradients, or None.
-        metric: weights of the entries of every gradient, see `metric`; None for Euclidean norms.
+        features: map that sketches each score; None for no sketches.
+        pooled: map that sketches the weighted sums; the sketches then replace the sums.
+        metric: weights of the entries of every gradient; see `metric`. None for Euclidean norms.
     """
 
     def __init__(
@@ -78,11 +82,12 @@ class Accumulator:
     def add_outer(
         self, name: str, shape: torch.Size, factors: Factors, first_row: int = 0, rows=None
     ) -> None:
-        """Add each completion's gradient `sum_t left_t right_t'`, [R, C], for N completions.
+        """Add the gradients `sum_t left_t right_t'` of N completions in R rows of a parameter.
 
         Args:
             name, shape: name and shape of the parameter.
-            factors: factors for R rows of the parameter, starting at `first_row`.
+            factors: left and right factors of the gradients.
+            first_row: first of the R rows.
             rows: indices of the N completions; None for all completions.
         """
         self.names.add(name)
@@ -105,7 +110,14 @@ class Accumulator:
     def add_flat(
         self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
     ) -> None:
-        """Add entries `start` to `start + C` of N completions' gradients; change `flat_NC`."""
+        """Add entries `start` to `start + C` of a parameter's gradients for N completions.
+
+        Args:
+            name, shape: name and shape of the parameter.
+            flat_NC: the entries of the gradients; the array may be overwritten.
+            start: index of the first entry in the flat parameter.
+            rows: indices of the N completions; None for all completions.
+        """
         self.names.add(name)
         flat_NC = widen(flat_NC)
         if self.metric is not None:
@@ -124,7 +136,13 @@ class Accumulator:
         self.features_BR[rows] += sketch_BR
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
-        """Add full rows of a matrix's gradients; `ids_U` must be sorted, `dense_NUD` is changed."""
+        """Add some rows of a matrix's gradients.
+
+        Args:
+            name, shape: name and shape of the matrix, with D columns.
+            ids_U: indices of the U rows, in ascending order.
+            dense_NUD: these rows of the gradients of N completions; the array may be overwritten.
+        """
         if self.features is None and self.pooled is None:
             self.names.add(name)
             if self.metric is not None:
@@ -136,7 +154,7 @@ class Accumulator:
                 for k, value_UD in enumerate(values_KC.unflatten(1, dense_NUD.shape[1:])):
                     self._gradient(k, name, shape, flat.dtype).index_add_(0, ids_U, value_UD)
             return
-        # Consecutive rows are added together.
+        # Rows with consecutive indices are added in one call.
         breaks = (ids_U.diff() != 1).nonzero().flatten() + 1
         edges, width = [0, *breaks.tolist(), len(ids_U)], dense_NUD.shape[2]
         for low, high in zip(edges[:-1], edges[1:], strict=True):
@@ -144,7 +162,7 @@ class Accumulator:
             self.add_flat(name, shape, flat, int(ids_U[low]) * width)
 
     def add_zero(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Add a parameter whose gradients are 0."""
+        """Note a parameter whose gradients are 0, so that weighted sums contain it."""
         self.names.add(name)
         if self.pooled is None:
             for k in range(len(self.gradients_K)):
@@ -153,9 +171,15 @@ class Accumulator:
     def cross(
         self, name: str, shape: torch.Size, ids_U, first_NUD: torch.Tensor, second_NUD: torch.Tensor
     ) -> None:
-        """Add 2 <first, second> over the matrix rows with these ids; change `first_NUD`.
+        """Add the cross terms of the norms and inner products if a gradient is a sum of two arrays.
 
-        The added number is ||first + second||^2 - ||first||^2 - ||second||^2.
+        For the squared norms, this term is 2 <first, second>. The squared norms of the two arrays
+        must be added separately.
+
+        Args:
+            name, shape: name and shape of the matrix.
+            ids_U: indices of the U rows in which both arrays may be nonzero.
+            first_NUD, second_NUD: these rows of the two arrays; `first_NUD` may be overwritten.
         """
         if self.metric is not None:
             weights_UD = self.metric.rows(name, shape, ids_U)
@@ -171,7 +195,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _square(self, flat_NC: torch.Tensor, rows) -> None:
-        """Add the squared norms or, if requested, all inner products of N flat gradients."""
+        """Add the squared norms of N flat gradients and, if requested, all inner products."""
         if self.gram_BB is None:
             self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
             return
@@ -181,7 +205,7 @@ class Accumulator:
         self.sq_norm_B += products.diagonal()
 
     def _squares_are_cheaper(self, factors: Factors) -> bool:
-        """Return True if T x T products cost less than gradients; see the module docstring."""
+        """Return True if T x T products cost less than gradients; see the top of this module."""
         if self.features is not None or self.metric is not None:
             return False
         rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
@@ -202,7 +226,7 @@ class Accumulator:
     def _squares(
         self, name: str, shape: torch.Size, factors: Factors, first_row: int, rows
     ) -> None:
-        """Add norms and inner products by T x T products, and pooled gradients as matrices."""
+        """Add norms and inner products from T x T products, and weighted sums if requested."""
         if self.gram_BB is None:
             norms = []
             for left_NTR, right_NTC in factors:
@@ -240,7 +264,14 @@ class Accumulator:
             self.sq_norm_B[rows] += norms_N.double()
 
     def _pool(self, name, shape, values_KC: torch.Tensor, start: int, first: int = 0) -> None:
-        """Add weighted sums of gradients, or their sketches, starting at weight vector `first`."""
+        """Add entries of weighted sums to the sums, or to their sketches.
+
+        Args:
+            name, shape: name and shape of the parameter.
+            values_KC: C entries of the sums for K weight vectors.
+            start: index of the first entry in the flat parameter.
+            first: index of the first of these weight vectors.
+        """
         if self.pooled is not None:
             assert self.pooled_KR is not None
             self.pooled.add(self.pooled_KR[first : first + len(values_KC)], name, start, values_KC)
@@ -256,7 +287,7 @@ class Accumulator:
 
 
 def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
-    """Compute <G_i, G_j> for all pairs of completions, [N, N], from products of pairs of tokens."""
+    """Compute <G_i, G_j> for all pairs of completions, [N, N], by products of pairs of tokens."""
     left_1MR, right_1MC = (
         _together([x.flatten(0, 1) for x in side])[None] for side in zip(*factors, strict=True)
     )
@@ -287,10 +318,10 @@ def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:
 
 
 def sliced_products(flat_NC: torch.Tensor, slices: int = VECTOR_SLICES) -> torch.Tensor:
-    """Compute all inner products of N long vectors as sums over slices of the vectors.
+    """Compute all inner products of N long vectors, [N, N], as sums over slices of the vectors.
 
-    Without slices, a GPU would use only few of its cores, because the result has few entries and
-    each entry is a long sum.
+    A GPU computes the entries of a product in parallel. The result here has few entries, each a
+    long sum, so without slices most of the GPU would be idle.
     """
     even = flat_NC.shape[1] // slices * slices
     parts_SNK = flat_NC[:, :even].unflatten(1, (slices, -1)).transpose(0, 1)

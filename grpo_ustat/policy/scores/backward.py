@@ -1,34 +1,36 @@
-r"""Scores of completions: squared norms, pooled gradients and Gram matrices from one backward pass.
+r"""Scores of completions: norms, inner products and weighted sums from one backward pass.
 
-The score of completion i is `s_i = grad_theta log pi(y_i | x)`, summed over completion tokens. A
-module's input and the gradient at its output determine the module's part of every s_i. One forward
-and one backward pass over the batch are therefore enough. The batch can also be split into several
-passes, each over some of its rows. During a pass, the parameters require no gradient. The steps, in
-the order of the methods of `_Backward`, are:
+The score of completion i is the gradient of its log-probability, `s_i = grad_theta log pi(y_i|x)`.
+For most modules, a rule in `layers` computes the module's part of every s_i from the module's input
+and the gradient at its output. One forward and one backward pass over the batch are therefore
+enough. In this backward pass, autograd computes only gradients of activations. The batch can also
+be divided into several passes, each over some of its rows. The steps, in the order of the methods
+of `_Backward`, are:
 
 1. `_hooks` registers a forward hook on each module with a rule in `layers`, and on each embedding.
 2. The forward pass calls the hook, `_called`. For an embedding, the hook replaces the output with a
-   leaf, at which the graph begins (`_root`). For any other module, the hook keeps the arguments,
-   counts one more expected part of each parameter's gradient (`_expect`), and registers a gradient
-   hook on the output. A module whose arguments do not separate the completions (a fused expert)
-   gets no gradient hook; its parameters are added to `left_out`.
-3. If scoring proceeds layer by layer (`LayerByLayer`), each module is called twice. The first call,
-   without a graph, only counts the expected part. The second call, in the backward pass, registers
-   the gradient hook.
+   new leaf tensor, at which autograd's graph begins (`_root`). For any other module, the hook keeps
+   the arguments of the call and registers a gradient hook on the output. It also notes that one
+   more part of the gradient of the module's parameters is to come (`_expect`). In some modules
+   (fused experts), the arguments mix the tokens of different completions. They get no gradient
+   hook, and their parameters are added to `left_out`.
+3. If scores are computed layer by layer (`LayerByLayer`), each module is called twice. The first
+   call, without a graph, only notes that a part is to come. The second call, during the backward
+   pass, registers the gradient hook.
 4. The output layer has no hook. `_output_layer` computes the logits in chunks, adds the gradients
-   of the layer's parameters to the totals, and sets the gradients at the last hidden states, at
+   of the layer's parameters to the totals, and computes the gradients at the last hidden states, at
    which the backward pass begins.
-5. The gradient hook is called once and calls `_arrive`. The module's rule computes a part of each
-   parameter's gradient from the arguments and the gradient at the output. The arguments and the
-   gradient at the output are then dropped.
-6. When a parameter's expected parts have arrived from all passes and all modules that share the
-   parameter, `_reduce` joins the parts, adds the result to the totals and drops the parts.
+5. The backward pass calls each gradient hook once, and the hook calls `_arrive`. The module's rule
+   computes a part of each parameter's gradient from the arguments and the gradient at the output.
+   Both are then freed.
+6. A parameter has several parts if there are several passes or if several modules share it. When
+   all parts have arrived, `_reduce` joins them, adds the result to the totals and frees the parts.
 7. After the backward pass, `_add_embeddings` computes the embeddings' parts from the gradients at
-   the leaves. If the loss does not depend on a module's output, the module's part is 0 and never
-   arrives, so `_reduce` joins only the parts that have arrived.
+   the leaf tensors. If the loss does not depend on a module's output, the module's part is 0 and
+   never arrives. `_reduce` is then called with the parts that have arrived.
 8. Trainable parameters whose modules have no rule (fused experts, routers, attention sinks) are
-   missing from the totals. `one_by_one` differentiates them for one completion at a time, which is
-   exact and costs one more pass.
+   missing from the totals. `one_by_one` differentiates them for one completion after another, which
+   is exact and costs one more pass.
 """
 
 from __future__ import annotations
@@ -66,18 +68,21 @@ from grpo_ustat.policy.scores.sketch import Sketch
 
 @dataclass(frozen=True)
 class CompletionScores:
-    """Norms, inner products and weighted sums of the scores s_i of B completions."""
+    """Norms, inner products and weighted sums of the scores s_i of B completions.
 
-    # ||s_i||^2, float64.
+    A sketch is a random projection of a gradient to a short vector of R entries; see `sketch`.
+    """
+
+    # Squared norms ||s_i||^2, float64.
     sq_norm_B: torch.Tensor
-    # For each weight vector w_k, the pooled gradient `sum_i w_ki s_i` by parameter name, float32 or
-    # wider; empty if sketches of the pooled gradients were requested.
+    # For each weight vector w_k, the weighted sum `sum_i w_ki s_i`, by parameter name, float32 or
+    # wider. The dictionaries are empty if only sketches of these sums were requested.
     gradients_K: list[dict[str, torch.Tensor]]
-    # <s_i, s_j>, float64; None unless requested.
+    # Inner products <s_i, s_j>, float64; None if they were not requested.
     gram_BB: torch.Tensor | None
-    # Sketches of the s_i, float64; None unless requested.
+    # Sketches of the scores s_i, float64; None if they were not requested.
     features_BR: torch.Tensor | None = None
-    # Sketches of the pooled gradients, float64; None unless requested.
+    # Sketches of the weighted sums, float64; None if they were not requested.
     pooled_KR: torch.Tensor | None = None
 
 
@@ -101,46 +106,46 @@ def completion_scores(
     drops: bool = False,
     all_columns: bool = False,
 ) -> CompletionScores:
-    """Compute score norms, pooled gradients and the Gram matrix over all trainable parameters.
+    """Compute norms, weighted sums and inner products of scores over all trainable parameters.
 
     Args:
-        model: loaded causal language model in evaluation mode, with or without PEFT adapters;
-            scores cover the parameters with requires_grad. If the model is in training mode,
-            `drops` must be True.
+        model: loaded causal language model, with or without PEFT adapters. Scores cover the
+            parameters with requires_grad. The model must be in evaluation mode if `drops` is False.
         input_ids_BT: token ids of prompts and completions.
-        attention_mask_BT: 1 on real tokens.
+        attention_mask_BT: 1 on real tokens, 0 on padding.
         completion_mask_BT: weights of the tokens' log-probabilities in the score: usually 1 on
             completion tokens and 0 elsewhere, but any number is allowed. The first column must be
-            0, because token t is predicted from token t-1.
-        weights_KB: K weight vectors over the B completions, for pooled gradients.
-        gram: True to compute the Gram matrix.
+            0, because the first token is not predicted.
+        weights_KB: K weight vectors over the B completions, for weighted sums of scores; None for
+            no sums.
+        gram: True to compute the inner products of all pairs of scores.
         temperature: temperature that divides the logits, as in sampling.
-        features: sketch of every completion's score.
-        pooled: sketch of the pooled gradients, returned instead of the gradients.
-        metric: weights of gradient entries in norms, products and pooled gradients, see `metric`;
-            None for Euclidean norms.
+        features: map that sketches each score; None for no sketches.
+        pooled: map that sketches the weighted sums; the sketches then replace the sums.
+        metric: weights of gradient entries in norms, inner products and weighted sums; see
+            `metric`. None for Euclidean norms.
         by_layer: True to keep only the layers' inputs and compute each layer twice, which saves
-            memory; this has no effect if the model has no layers that can be checkpointed.
-        layer_weights: function that returns a context within which a layer has its weights, for
-            models whose layers do not always have them. It requires `by_layer` and a model made of
-            layers that can be checkpointed.
-        passes: number of completions in each pass through the model, in order; None for one pass.
-            A pass omits the columns that are padding in all its rows. The split into passes changes
-            the scores only by rounding.
-        contiguous: True to pass no mask if the rows of a pass are padded only at the end, so that
-            the model can use fast kernels for causal attention. `can_read_contiguous` must be True
-            for the model.
+            memory. It has no effect if the model has no layers that can be checkpointed.
+        layer_weights: for models whose layers have their weights only at times: function that
+            returns a context manager, within which a layer has its weights. It requires `by_layer`
+            and a model made of layers that can be checkpointed.
+        passes: number of completions in each forward pass, in order; None for one pass. A pass
+            leaves out the columns that are padding in all its rows. The division into passes
+            changes the scores only by rounding.
+        contiguous: True to pass no attention mask if the rows of a pass are padded only at the end,
+            so that the model can use fast kernels for causal attention. It is allowed only if
+            `can_read_contiguous` is True for the model.
         images: additional inputs from the images of the prompt that all rows share; see
             `images.row_inputs`. Trainable parameters of a vision tower or projector are
-            differentiated for one completion at a time.
-        drops: True to allow dropout; each score is then computed with its completion's masks.
-        all_columns: True to also read columns that are padding in all rows of a pass. The dropout
-            masks are then the same as in a forward pass over the whole batch. Trainable parameters
-            without a rule raise an error, because scoring them would read their completions once
-            more, with other masks.
+            differentiated for one completion after another.
+        drops: True to allow dropout. Each score is then computed with its completion's masks.
+        all_columns: True to also read columns that are padding in all rows of a pass, so that
+            dropout masks are the same as in a forward pass over the whole batch. An error is raised
+            if a trainable parameter has no rule, because its gradient would need a second pass over
+            the completions, with other dropout masks.
     """
     if model.training and not drops:
-        raise ConfigError("the model is in training mode: scores need model.eval()")
+        raise ConfigError("the model is in training mode: call model.eval() first")
     assert input_ids_BT.shape == attention_mask_BT.shape == completion_mask_BT.shape
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
@@ -159,13 +164,14 @@ def completion_scores(
         rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
         if rest and layer_weights is not None:
             raise ConfigError(
-                f"{rest[0][0]} has no score rule, and plain differentiation needs all weights at "
-                "once: choose other parameters, or freeze it (requires_grad=False)"
+                f"{rest[0][0]} has no formula for the gradients of single completions, and plain "
+                "differentiation needs all weights at once: choose other parameters, or freeze it "
+                "(requires_grad=False)"
             )
         if rest and all_columns:
             raise ConfigError(
-                f"{rest[0][0]} has no score rule, so its completions are read one at a time, with "
-                "other dropout masks"
+                f"{rest[0][0]} has no formula for the gradients of single completions, and plain "
+                "differentiation reads one completion at a time, with other dropout masks"
             )
         rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
         one_by_one(model, rest, rows, temperature, totals, images)
@@ -189,7 +195,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def covered_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of the parameters that scores cover, namely all trainable parameters."""
+    """Return the names of the parameters in which scores are computed: all trainable ones."""
     return [name for name, _ in trainable(model)]
 
 
@@ -200,7 +206,7 @@ def parameter_sizes(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def _activations_only(model: nn.Module) -> Iterator[None]:
-    """Disable gradients of parameters within the block; activations still have gradients."""
+    """Compute gradients of activations but not of parameters within the block."""
     switched = [p for _, p in trainable(model)]
     for parameter in switched:
         parameter.requires_grad_(False)
@@ -213,11 +219,12 @@ def _activations_only(model: nn.Module) -> Iterator[None]:
 
 
 class _Pass:
-    """Pass of some rows through the model, usually without columns that contain only padding."""
+    """Forward and backward pass over some rows, usually without columns of padding only."""
 
-    # Window of the positions whose next tokens are scored; set by `cut_window`.
+    # Hidden states and tokens of the columns in which scored tokens are predicted; set by
+    # `cut_window`.
     window: Window
-    # Columns of the pass that the window covers; set by `cut_window`.
+    # These columns of the pass; set by `cut_window`.
     scored: slice
 
     def __init__(
@@ -229,7 +236,7 @@ class _Pass:
         all_columns: bool,
     ):
         real = attention_BT[rows].any(dim=0).nonzero()
-        # A pass needs one token to read and one token to predict.
+        # A pass needs at least two columns: one token to read and one token to predict.
         first = min(int(real.min()), ids_BT.shape[1] - 2)
         # Range of columns that contains all real tokens of these rows.
         columns = slice(first, max(int(real.max()) + 1, first + 2))
@@ -238,27 +245,37 @@ class _Pass:
         self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
         # Layers of the model; None if the pass is not computed layer by layer.
         self.layers = layers
-        # For each call of an embedding: the leaf that replaced its output, the module, and the
-        # arguments of the call, or None if no rule covers the call.
+        # For each call of an embedding: the leaf tensor that replaced its output, the module, and
+        # the arguments of the call. The arguments are None if no rule can use them.
         self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
-        # The last hidden states, the gradients at the window's hidden states, and the gradients at
-        # the window's logits for the tokens that occur in the batch.
+        # `hidden`: the last hidden states. `grad_window`: gradients at the window's hidden states.
+        # `grad_logits`: gradients at the window's logits of the tokens that occur in the batch.
         self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
     def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
-        """Return the window of detached hidden states that predict scored tokens."""
+        """Return the detached hidden states from which scored tokens are predicted."""
         ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
         window = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
         self.window, self.scored = window.part(slice(None))
         return self.window
 
     def head_rows(self, place_U: torch.Tensor) -> torch.Tensor:
-        """Return the output layer's weight gradients in the rows of some tokens, [B, U, D]."""
+        """Return some rows of the gradients of the output layer's weight.
+
+        Args:
+            place_U: indices of the U rows' tokens among the tokens that occur in the batch.
+
+        Returns:
+            Array [B, U, D] for B completions and hidden size D.
+        """
         hidden = widen(self.window.hidden_BTD)
         return torch.bmm(self.grad_logits[:, :, place_U].mT.to(hidden), hidden)
 
     def backward(self) -> Iterator[None]:
-        """Propagate the gradient at the last hidden states to the roots; yield after each layer."""
+        """Run the backward pass from the last hidden states to the embeddings' leaf tensors.
+
+        The generator yields after each layer if the pass is computed layer by layer.
+        """
         grad_hidden = torch.zeros_like(self.hidden)
         grad_hidden[:, self.scored] = self.grad_window
         self.grad_window = torch.empty(0)
@@ -270,7 +287,7 @@ class _Pass:
 
 
 class _Backward:
-    """Forward and backward passes, in which hooks add the parameters' gradients to the totals."""
+    """Forward and backward passes in which hooks add each completion's gradients to the totals."""
 
     def __init__(
         self,
@@ -283,21 +300,22 @@ class _Backward:
     ):
         self.model, self.images = causal(model), images
         self.outside = outside_language(self.model)
-        # Names of the parameters that are scored here, by id.
+        # Names of the parameters whose gradients the hooks compute, keyed by the parameter's id.
         self.names, self.totals = names, totals
         self.ids, self.attention = input_ids_BT, attention_mask_BT
         # Names of the parameters whose gradients are in the totals.
         self.added: set[str] = set()
-        # Number of expected parts of each parameter's gradient, and the parts that have arrived.
+        # For each parameter, the number of parts of its gradient that will arrive, and the parts
+        # that have arrived.
         self.expected: dict[str, int] = {}
         self.arrived: dict[str, list[tuple[_Pass, layers.Part]]] = {}
-        # Names of parameters for which no rule computes some part of the gradient.
+        # Names of parameters with at least one part of the gradient that no rule can compute.
         self.left_out: set[str] = set()
         self.passes: list[_Pass] = []
         self.shapes = {names[id(p)]: p.shape for p in model.parameters() if id(p) in names}
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        # Name of the weight that the embedding and the output layer share; None if none is shared.
+        # Name of the weight if the embedding and the output layer share one, otherwise None.
         self.shared = names.get(id(head.weight)) if head.weight is embedding.weight else None
         others = (
             m for m in body(self.model).modules() if m is not embedding and self._scored_names(m)
@@ -309,7 +327,7 @@ class _Backward:
             self._score_shared_alone()
 
     def _scored_names(self, module: nn.Module) -> list[str]:
-        """Return the names of a module's direct parameters that are scored here."""
+        """Return the names of a module's direct parameters whose gradients the hooks compute."""
         parameters = module.parameters(recurse=False)
         return [self.names[id(p)] for p in parameters if id(p) in self.names]
 
@@ -331,8 +349,9 @@ class _Backward:
     ) -> None:
         """Run the forward and backward passes, which fill the totals.
 
-        The arguments have the same meaning as in `completion_scores`. `counts` lists the number of
-        rows in each pass.
+        Args:
+            counts: number of rows in each pass; the other arguments are those of
+                `completion_scores`.
         """
         by_layer = by_layer and LayerByLayer(self.model).fits
         with self._hooks():
@@ -349,7 +368,8 @@ class _Backward:
                 self._score_shared_alone()
             self._output_layer(completion_mask_BT, temperature)
             layer_steps = [pass_.backward() for pass_ in self.passes]
-            # All passes finish a layer before the next one begins.
+            # All passes finish a layer before any pass begins the next layer. The parts of the
+            # layer's gradients can then be joined and freed.
             for _ in zip_longest(*layer_steps):
                 pass
         with torch.no_grad():
@@ -400,8 +420,12 @@ class _Backward:
     def _called(
         self, path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> torch.Tensor | None:
-        """Begin the graph at an embedding's output, or register a gradient hook on the output."""
-        # The pass that is recomputing a layer, or the newest pass if no pass is.
+        """Prepare the backward pass at a module that was called: steps 2 and 3 above.
+
+        The returned value, if any, replaces the module's output.
+        """
+        # During the backward pass, the call belongs to the pass that is recomputing a layer. During
+        # the forward pass, it belongs to the newest pass.
         pass_ = next(
             (x for x in self.passes if x.layers is not None and x.layers.recomputes),
             self.passes[-1],
@@ -410,7 +434,7 @@ class _Backward:
             return self._root(pass_, module, args, output)
         called_twice = pass_.layers is not None and pass_.layers.computes
         if not output.requires_grad and not called_twice:
-            # This call comes from a rule, which calls the module without a graph.
+            # A rule calls its module without a graph. Such a call is not part of the model's pass.
             return None
         by_row = self._by_row(pass_, path, args, kwargs)
         if by_row is None:
@@ -419,13 +443,13 @@ class _Backward:
             if pass_.layers is None or not pass_.layers.recomputes:
                 self._expect(module)
             if output.requires_grad:
-                # The arguments are dropped as soon as the gradient arrives.
+                # `pop` frees the arguments as soon as the gradient has arrived.
                 held = [by_row]
                 output.register_hook(lambda grad: self._arrive(pass_, module, held.pop(), grad))
         return None
 
     def _root(self, pass_: _Pass, module: nn.Module, args, output: torch.Tensor) -> torch.Tensor:
-        """Replace an embedding's output with a leaf, at which the backward pass ends."""
+        """Replace an embedding's output with a leaf tensor, at which the backward pass ends."""
         leaf = output.detach().requires_grad_()
         if layers.kind(module) and args and args[0].shape == pass_.ids.shape:
             self._expect(module)
@@ -433,13 +457,14 @@ class _Backward:
         else:
             self.left_out.update(self._scored_names(module))
             pass_.roots.append((leaf, module, None))
-        # A model can scale its embeddings in place.
+        # Some models scale their embeddings in place, which autograd does not allow for a leaf.
         return leaf.clone()
 
     def _by_row(self, pass_: _Pass, path: str, args: tuple, kwargs: dict) -> tuple | None:
-        """Return a module's arguments with the batch dimension first, or None.
+        """Return a module's arguments with one entry per completion along the first axis, or None.
 
-        The result is None if the completions cannot be separated, as in mixtures of experts.
+        The result is None if the arguments mix tokens of different completions, as in mixtures of
+        experts.
         """
         batch, length = pass_.ids.shape
         if kwargs or ".experts." in f".{path}." or not args:
@@ -452,7 +477,7 @@ class _Backward:
         return None
 
     def _expect(self, module: nn.Module) -> None:
-        """Expect one more part of the gradient for each scored parameter of a module."""
+        """Note that one more part of the gradient of a module's parameters will arrive."""
         for name in self._scored_names(module):
             self.expected[name] = self.expected.get(name, 0) + 1
 
@@ -475,7 +500,7 @@ class _Backward:
         """
         grad = grad.detach()
         if grad.shape[0] != len(pass_.ids):
-            # The module received the tokens of all rows along a single axis.
+            # The module read the tokens of all rows along one axis. Separate the rows again.
             grad = grad.view(*pass_.ids.shape, -1)
         for local, part in layers.parts(module, args, grad):
             name = self.names.get(id(getattr(module, local)))
@@ -493,13 +518,13 @@ class _Backward:
         ]
         part = layers.stacked(by_pass)
         if part is None or name in self.left_out:
-            # The parameter is scored one completion at a time.
+            # `one_by_one` computes the gradient of this parameter later.
             return
         if name == self.shared:
             assert isinstance(part, layers.Lookup)
-            # The gradient is H + E, where H comes from the output layer and E from the embedding,
-            # and ||H + E||^2 = ||H||^2 + ||E||^2 + 2 <H, E>. Rows of E are 0 for tokens that do not
-            # occur in the batch.
+            # The gradient is H + E, where H comes from the output layer and E from the embedding.
+            # Its squared norm is ||H||^2 + ||E||^2 + 2 <H, E>, and the last term is added here. E
+            # has nonzero rows only for the tokens of the batch, so only these rows are needed.
             for ids_U, dense_BUD in layers.dense_rows(part):
                 place = torch.searchsorted(self.tokens_U, ids_U)
                 products = torch.cat([pass_.head_rows(place) for pass_ in self.passes])
@@ -508,7 +533,7 @@ class _Backward:
         self.added.add(name)
 
     def _add_embeddings(self) -> None:
-        """Add the embeddings' gradients, which are at the leaves, and all remaining parts."""
+        """Add the embeddings' gradients, computed at the leaf tensors, and all remaining parts."""
         for pass_ in self.passes:
             for leaf, module, args in pass_.roots:
                 if args is not None and leaf.grad is not None:

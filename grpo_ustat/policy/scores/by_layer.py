@@ -1,10 +1,10 @@
-"""Forward pass that keeps only the inputs of the layers.
+"""Gradient checkpointing (Chen et al. 2016) of each layer.
 
-Each layer is recomputed in the backward pass (gradient checkpointing, Chen et al. 2016), with the
-same dropout masks, so that the graph of only one layer exists at a time.
+The forward pass keeps only the inputs of the layers. The backward pass computes each layer again,
+with the same dropout masks, so that autograd's graph of only one layer exists at a time.
 
-Gradient checkpointing in transformers is not used, because it would call the hooks of the score
-rules twice and because it works only in training mode.
+Gradient checkpointing in transformers cannot be used here: it would call the hooks of
+`scores.backward` twice, and it works only in training mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_ustat.policy.dropout import RandomStates, random_states, same_draws
 from grpo_ustat.policy.output_layer import body
 
 LayerWeights = Callable[[nn.Module], AbstractContextManager[None]]
-"""Function that returns a context within which a layer has its weights."""
+"""Function of a layer that returns a context manager, within which the layer has its weights."""
 
 
 @dataclass
@@ -37,16 +37,17 @@ class _Call:
     # Flattened arguments of the call, and their structure.
     inputs: list[Any]
     structure: Any
-    # States of the random generators before the call if the layer is in training mode, else None.
+    # States of the random generators before the call, for the same dropout masks in the second
+    # call; None if the layer is in evaluation mode.
     states: RandomStates | None
-    # Gradient accumulated at each floating-point output; None if no gradient has arrived.
+    # Gradient accumulated at each floating-point output; None as long as no gradient has arrived.
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class _Top(torch.autograd.Function):
-    """Output of a layer, at which the graph above the layer begins.
+    """Output of a layer, at which autograd's graph of the later layers begins.
 
-    The backward pass stores the gradient at this output in the recorded call.
+    The backward pass through this graph stores the gradient at the output in the recorded call.
     """
 
     @staticmethod
@@ -68,8 +69,9 @@ class LayerByLayer:
     """Forward and backward pass of a model's layers, with the graph of one layer at a time.
 
     Args:
-        weights: function that returns a context within which a layer has its weights; None if the
-            weights are always present.
+        model: causal language model.
+        weights: function of a layer that returns a context manager, within which the layer has its
+            weights; None if the weights are always present.
     """
 
     def __init__(self, model: PreTrainedModel, weights: LayerWeights | None = None):
@@ -82,7 +84,7 @@ class LayerByLayer:
         # True while a layer is computed for the second time.
         self.recomputes = False
         self._calls: list[_Call] = []
-        # Tensor at the bottom of every graph.
+        # Input of every `_Top`. It requires a gradient, so that autograd builds the graph.
         self._anchor = torch.zeros((), requires_grad=True)
 
     @property
@@ -108,9 +110,15 @@ class LayerByLayer:
     def backward(
         self, hidden: torch.Tensor, grad: torch.Tensor, roots: list[torch.Tensor]
     ) -> Iterator[None]:
-        """Propagate the gradient at the last hidden states through all layers to the roots.
+        """Run the backward pass from the last hidden states through all layers to the roots.
 
-        The gradients are added to the roots' `grad`. The iterator yields after each layer.
+        The generator yields after each layer.
+
+        Args:
+            hidden: last hidden states.
+            grad: gradient at the last hidden states.
+            roots: leaf tensors below all layers (outputs of embeddings). Their gradients are added
+                to their `grad`.
         """
         below = [*roots, self._anchor]
         torch.autograd.backward(hidden, grad, inputs=below)
@@ -140,11 +148,13 @@ class LayerByLayer:
                 if _is_above_a_layer(before):
                     torch.autograd.backward(before, value.grad, inputs=below, retain_graph=True)
                 else:
-                    # Gradients below all layers, such as those at Gemma 3n's per-layer inputs, are
-                    # propagated only once, at the end.
+                    # This input was computed from the embeddings only. Several layers can share it,
+                    # such as Gemma 3n's per-layer inputs. Its gradients are therefore summed here
+                    # and propagated once, at the end.
                     _, total = at_the_bottom.get(id(before), (before, 0.0))
                     at_the_bottom[id(before)] = (before, total + value.grad)
-            # The graph above still references the call, so its tensors are dropped here.
+            # The graph of the later layers still references the call. Clearing the lists frees the
+            # tensors in spite of this.
             call.inputs, call.grads = [], []
             yield
         if at_the_bottom:

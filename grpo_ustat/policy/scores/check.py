@@ -1,4 +1,4 @@
-"""Comparison of the score rules with ordinary backpropagation on the user's model."""
+"""Check that the rules of `layers` give the same gradients as plain autograd on a user's model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from grpo_ustat.policy.scores.backward import completion_scores, trainable
 from grpo_ustat.policy.scores.images import same_positions
 from grpo_ustat.policy.scores.one_by_one import logprob
 
-# The tolerance for float64 is wide, because transformers computes norms and rotations of float64
-# models in float32.
+# Largest relative difference, by the type of the parameters; 0.1 for other types. The tolerance for
+# float64 is wide, because transformers computes norms and rotations of float64 models in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-# High temperature, at which no token is nearly certain.
+# Temperature of the check. It is so high that no token is nearly certain.
 FLAT = 10.0
 # Number of parameter entries whose gradients are compared at a time.
 PARAMETERS_AT_ONCE = 2**28
@@ -34,12 +34,17 @@ def check_scores(
     contiguous: bool = False,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Compare a weighted sum of these completions' scores with ordinary backpropagation.
+    """Raise an error if scores of these completions differ from gradients by plain autograd.
 
-    The comparison is made for each parameter. An error is raised if a layer uses its inputs in a
-    way that its rule does not cover. The weights are unequal, so the check also detects swapped
-    rows. The temperature is high, so that the rounding of 1 - p does not dominate the scores of a
-    peaked policy. If `images` is given, the rows belong to one prompt; see `completion_scores`.
+    A weighted sum of the scores is compared, for each parameter. They differ if a layer uses its
+    inputs in a way that its rule in `layers` does not cover. The weights are unequal, so that
+    swapped rows are detected too. The temperature is high: otherwise, the scores of a peaked policy
+    would consist mostly of the rounding error of 1 - p, where p is a token's probability.
+
+    Args:
+        model, input_ids_BT, attention_mask_BT, completion_mask_BT: see `completion_scores`.
+        contiguous, images: see `completion_scores`. If there are images, all rows must belong to
+            one prompt.
     """
     rows = (input_ids_BT, attention_mask_BT, completion_mask_BT)
     weights = torch.linspace(0.5, 1.5, len(input_ids_BT), dtype=torch.float64)
@@ -67,16 +72,16 @@ def check_scores(
     total, worst = torch.stack(norms).norm(), int(torch.stack(errors).argmax())
     if errors[worst] > TOLERANCE.get(parameters[0][1].dtype, 0.1) * total:
         raise ConfigError(
-            f"the score of {parameters[worst][0]} disagrees with plain differentiation by "
-            f"{errors[worst]:.3g} of {total:.3g}: freeze it (requires_grad=False) or report the "
-            f"model class {type(model).__name__}"
+            f"the gradient of {parameters[worst][0]} differs from that of plain autograd by "
+            f"{errors[worst]:.3g}; the norm of the whole gradient is {total:.3g}: freeze this "
+            f"parameter (requires_grad=False), or report the model class {type(model).__name__}"
         )
 
 
 def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[list]:
-    """Yield groups of consecutive parameters with at most PARAMETERS_AT_ONCE entries in total.
+    """Divide parameters into lists with at most PARAMETERS_AT_ONCE entries each.
 
-    A parameter with more entries forms a separate group.
+    A parameter with more entries is in a list of its own.
     """
     group, entries = [], 0
     for name, parameter in parameters:
@@ -90,7 +95,7 @@ def _compared_together(parameters: list[tuple[str, nn.Parameter]]) -> Iterator[l
 
 @contextmanager
 def _only_trainable(parameters: list[tuple[str, nn.Parameter]], some: list) -> Iterator[None]:
-    """Make only some of the trainable parameters trainable within the block."""
+    """Freeze all trainable parameters except `some` within the block."""
     others = {name for name, _ in parameters} - {name for name, _ in some}
     for name, parameter in parameters:
         parameter.requires_grad_(name not in others)

@@ -1,4 +1,8 @@
-"""Inner products and sketches of a group's scores, and inner products between groups' gradients."""
+"""Inner products of scores within a group, and of gradient estimates of different groups.
+
+The score of a completion is the gradient of its log-probability. Gradients are too large to be
+kept, so each is projected to a short vector, its sketch; see `scores.sketch`.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +24,32 @@ from grpo_ustat.records import Array, Rollouts
 class GroupGradient:
     """Score norms of one prompt's group, and a sketch of its gradient estimate ghat."""
 
-    # Squared score norms.
+    # Squared norm of each completion's score.
     sq_norm_G: Array
-    # ||ghat||^2.
+    # Squared norm of the gradient estimate, ||ghat||^2.
     ghat_sq: float
-    # Sketch of ghat.
+    # Sketch of ghat, with R entries.
     ghat_R: Array
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """Inner products and sketches of the scores of one prompt's group.
+    """Inner products and sketches of the scores of one prompt's group."""
 
-    Full gradients, with an entry for every parameter, are not kept.
-    """
-
-    # <s_i, s_j>, float64; exact if completions i and j were scored in the same pass, otherwise
-    # estimated without bias from sketches.
+    # Inner products <s_i, s_j> of scores, float64. They are exact if completions i and j were
+    # scored in the same call of `score_rollouts`; otherwise they are unbiased estimates from
+    # sketches.
     gram_GG: Array
-    # Sketches of the scores; a sketch is the full score if the model has at most R parameters.
+    # Sketch of each score, with R entries. If the model has at most R parameters, the sketch is the
+    # score itself.
     features_GR: npt.NDArray[np.float32]
 
     def gradient(self, weights_G: Array) -> GroupGradient:
-        """Return `ghat = sum_i w_i s_i`; `pool_gradient_weights` returns leave-one-out weights."""
+        """Return the gradient estimate `ghat = sum_i w_i s_i`.
+
+        Args:
+            weights_G: weights w_i, such as the leave-one-out weights of `pool_gradient_weights`.
+        """
         ghat_sq = float(weights_G @ self.gram_GG @ weights_G)
         return GroupGradient(np.diagonal(self.gram_GG), ghat_sq, weights_G @ self.features_GR)
 
@@ -58,12 +65,15 @@ def group_scores(
     layer_weights: LayerWeights | None = None,
     drops: bool = False,
 ) -> GroupScores:
-    """Score the completions of prompt `p`.
+    """Compute inner products and sketches of the scores of one prompt's completions.
 
     Args:
+        policy: policy whose log-probabilities are differentiated.
+        rollouts: prompts and their completions.
         p: index of the prompt in the rollouts.
         temperature: temperature that divides the logits.
-        at_once: number of completions per pass through the model.
+        sketch: projection of scores to R entries.
+        at_once: number of completions per call of `score_rollouts`.
         images, layer_weights, drops: see `completion_scores`.
     """
     size = rollouts.mask_PGT.shape[1]
@@ -91,9 +101,10 @@ def group_scores(
 
 
 def gradient_gram(groups_P: Sequence[GroupGradient]) -> Array:
-    """Compute <ghat_x, ghat_y>, [P, P].
+    """Compute the inner products <ghat_x, ghat_y> of the prompts' gradient estimates, [P, P].
 
-    The diagonal is exact; the other entries are unbiased estimates from sketches.
+    The diagonal comes from the inner products of each group's scores. The other entries are
+    unbiased estimates from sketches.
     """
     ghat_PR = np.stack([group.ghat_R for group in groups_P])
     gram_PP = ghat_PR @ ghat_PR.T

@@ -1,8 +1,8 @@
 """Images of a prompt: the model's additional inputs, and the modules that read images.
 
 All completions of a prompt have the same images. Vision towers and projectors are computed without
-a graph, because the scores of the language part do not need their graph. `one_by_one` scores the
-trainable parameters of vision towers and projectors.
+autograd's graph, because gradients of the language part do not need it. If vision towers and
+projectors have trainable parameters, `one_by_one` computes the gradients of these.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ TOKEN_TYPES = "token_type_ids"
 def row_inputs(
     images: Mapping[str, torch.Tensor], attention_mask_BT: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the model's additional inputs, other than token ids, for B rows of one prompt.
+    """Return the model inputs other than token ids for B rows that have the same prompt.
+
+    Inputs such as `pixel_values`, `image_grid_thw` and `image_sizes` are repeated B times along the
+    first axis. Inputs whose names end in `token_type_ids` have an entry for each prompt token and
+    are extended with 0 for each completion token.
 
     Args:
-        images: output of the processor for the prompt without completions. `pixel_values`,
-            `image_grid_thw`, `image_sizes` and other inputs are repeated along the first axis.
-            `*token_type_ids` has an entry for each token of the prompt; completion tokens get 0.
-        attention_mask_BT: 1 on real tokens of prompts and completions.
+        images: output of the model's processor for the prompt without completions.
+        attention_mask_BT: 1 on real tokens of prompts and completions, 0 on padding.
         dtype: data type of the model.
     """
     inputs, (batch, length) = {}, attention_mask_BT.shape
@@ -49,9 +51,9 @@ def row_inputs(
 
 
 def outside_language(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules below the output layer that do not belong to the language part.
+    """Return the modules that do not belong to the language part: vision towers and projectors.
 
-    These modules are vision towers and projectors. Their submodules are not listed.
+    Submodules of these modules are not listed.
     """
     base = body(causal(model))
     decoder, embedding = causal(model).get_decoder(), causal(model).get_input_embeddings()
@@ -68,7 +70,10 @@ def outside_language(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
-    """Compute these modules without a graph within the block; yield the set of called modules."""
+    """Compute these modules without autograd's graph within the block.
+
+    The block receives a set, which will contain the modules that were called.
+    """
     called: set[nn.Module] = set()
 
     def plain(module: nn.Module, forward: Any):
@@ -89,7 +94,10 @@ def without_graph(modules: list[nn.Module]) -> Iterator[set[nn.Module]]:
 
 @contextmanager
 def same_positions(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the position offsets after the block; some models store them when reading images."""
+    """Restore the model's position offsets after the block.
+
+    Some models store an offset (`rope_deltas`) when they read images, and use it in later passes.
+    """
     base: Any = body(causal(model))
     before = getattr(base, "rope_deltas", None)
     try:

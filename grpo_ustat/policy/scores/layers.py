@@ -1,14 +1,17 @@
 r"""Rules that compute a layer's part of a score from its input and the gradient at its output.
 
-For completion i and position t, a_it is the layer's input and b_it is the gradient at its output.
+The score of a completion is the gradient of its log-probability in all trainable parameters. For
+completion i and token t, a_it is the layer's input, and b_it is the gradient at its output.
 
     Linear, Conv1D    dW_i = sum_t b_it a_it'     bias    sum_t b_it
-    norms             dw_i = sum_t b_it * xhat_it, both for `w * xhat` and for `(1 + w) * xhat`
+    norms             dw_i = sum_t b_it * xhat_it, for the outputs `w * xhat` and `(1 + w) * xhat`
+                      (xhat is the normalised input)
     embedding         dE_i = sum_t c e_{x_t} b_it', c the factor of a scaled embedding
+                      (e_v is the unit vector of token v)
 
-If a layer is called twice, or if two layers share a weight, the weight is a single parameter. The
-parts of its gradient are then summed before they are squared. `one_by_one` scores the parameters
-that have no rule here.
+If a layer is called twice, or if two layers share a weight, the weight's gradient is the sum of two
+parts. The parts are added before norms are computed. `one_by_one` computes the gradients of
+parameters for which there is no rule here.
 """
 
 from __future__ import annotations
@@ -31,22 +34,24 @@ EMBEDDING_BYTES = 2**25
 
 @dataclass(frozen=True)
 class Outer:
-    """Gradient of a matrix, `sum_t left_it right_it'`, for the completions of all passes."""
+    """Gradients of a weight matrix, `sum_t left_it right_it'`, one for each completion i."""
 
     factors: Factors
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Gradient of an embedding, `sum_t e_{ids_it} grad_it'`."""
+    """Gradients of an embedding: for completion i, row v is the sum of grad_it over tokens v."""
 
+    # Token ids.
     ids_BT: torch.Tensor
+    # Gradients at the embedding's output.
     grads_BTD: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Small:
-    """Full gradient of a bias or a norm weight, [B, *shape]."""
+    """Gradients of a bias or of a norm's weight, [B, *shape]."""
 
     gradient_B: torch.Tensor
 
@@ -75,19 +80,19 @@ def kind(module: nn.Module) -> str | None:
 def looks_up_tokens(module: nn.Module) -> bool:
     """Return True for an embedding and for PEFT's wrapper of an embedding.
 
-    PEFT's wrapper for `trainable_token_indices` looks up trained rows itself and does not call the
-    embedding.
+    PEFT's option `trainable_token_indices` wraps the embedding in a module that looks up all rows
+    itself, so the embedding inside is never called.
     """
     trains_rows = hasattr(module, "trainable_tokens_delta")
     return isinstance(getattr(module, "base_layer", None) if trains_rows else module, nn.Embedding)
 
 
 def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield the local name of each parameter and its part of the score.
+    """Yield each parameter's name in the module and its gradient for every completion.
 
     Args:
         module: module with a rule.
-        arguments: arguments of the module's call, batch first.
+        arguments: arguments of the module's call, with completions along the first axis.
         grads: gradient at the module's output.
     """
     sort = kind(module)
@@ -95,8 +100,8 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
         assert isinstance(module, nn.Embedding)
         ids, scale = arguments[0], getattr(module, "embed_scale", None)
         if module.padding_idx is not None:
-            # Autograd also gives the padding row no gradient. The row's gradient can be infinite,
-            # for example that of a square root at a row of zeros (Gemma 3n).
+            # The gradient of the padding row is set to 0, as autograd does. Otherwise it could be
+            # infinite: Gemma 3n computes a square root, whose derivative at a row of zeros is.
             grads = grads.masked_fill((ids == module.padding_idx)[..., None], 0)
         grads = grads if scale is None else grads * torch.as_tensor(scale).to(grads)
         yield "weight", Lookup(ids, grads)
@@ -113,7 +118,11 @@ def parts(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield the name of each parameter of a norm and its part of the score, [B, *shape]."""
+    """Yield each parameter's name in a norm and its gradients, [B, *shape].
+
+    The output is linear in the weight. Its derivative is therefore the difference of the outputs
+    with all weights 1 and with all weights 0.
+    """
     parameters = dict(module.named_parameters(recurse=False))
 
     def output(value: float) -> torch.Tensor:
@@ -132,7 +141,7 @@ def _norm(module: nn.Module, arguments: tuple, grads: torch.Tensor) -> Iterator[
 
 
 def joined(parts: list[Part]) -> Part | None:
-    """Join a parameter's parts from one pass; return None if their kinds differ."""
+    """Add up a parameter's parts from one pass; return None if their kinds differ."""
     if len(parts) == 1:
         return parts[0]
     if small := _all(Small, parts):
@@ -149,9 +158,9 @@ def joined(parts: list[Part]) -> Part | None:
 
 
 def stacked(parts: Sequence[Part | None]) -> Part | None:
-    """Concatenate a parameter's parts from passes over consecutive completions.
+    """Concatenate a parameter's parts from several passes along the completions.
 
-    The result is None if the kinds differ or a part is missing.
+    The result is None if the kinds differ or if a pass has no part.
     """
     if len(parts) == 1:
         return parts[0]
@@ -162,7 +171,8 @@ def stacked(parts: Sequence[Part | None]) -> Part | None:
     if lookups := _all(Lookup, parts):
         longest = max(part.ids_BT.shape[1] for part in lookups)
         ids, grads = [], []
-        # Shorter parts are padded with their last token and a gradient of 0.
+        # Shorter parts are padded with gradients of 0. The id there does not matter, so the last
+        # token is repeated.
         for part in lookups:
             more = longest - part.ids_BT.shape[1]
             ids.append(torch.cat([part.ids_BT, part.ids_BT[:, -1:].expand(-1, more)], dim=1))
@@ -178,7 +188,7 @@ def _all(cls: type[P], parts: Sequence[Part | None]) -> list[P]:
 
 
 def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
-    """Add a parameter's part to the totals."""
+    """Add a parameter's gradients to the totals."""
     if isinstance(part, Outer):
         totals.add_outer(name, shape, part.factors)
     elif isinstance(part, Small):
@@ -191,7 +201,7 @@ def add(totals: Accumulator, name: str, shape: torch.Size, part: Part) -> None:
 def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the nonzero rows of an embedding's gradients in chunks.
 
-    A chunk consists of token ids, [U], and the gradients of their rows, [B, U, D].
+    A chunk consists of the ids of U tokens, [U], and their rows of the gradients, [B, U, D].
     """
     unique, place_BT = part.ids_BT.unique(return_inverse=True)
     grads = widen(part.grads_BTD)
@@ -204,7 +214,16 @@ def dense_rows(part: Lookup) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> torch.Tensor:
-    """Sum the vectors with equal index, [B, count, D]; ignore indices outside 0 to count - 1."""
+    """Sum the gradients of tokens with equal index, for each completion.
+
+    Args:
+        place_BT: index of each token; those outside 0 to count - 1 are ignored.
+        grads_BTD: gradient at each token.
+        count: number of indices.
+
+    Returns:
+        Sums [B, count, D].
+    """
     inside = (place_BT >= 0) & (place_BT < count)
     target = torch.where(inside, place_BT, 0)[:, :, None].expand_as(grads_BTD)
     empty = grads_BTD.new_zeros((len(grads_BTD), count, grads_BTD.shape[2]))
@@ -214,9 +233,10 @@ def row_sums(place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int) -> tor
 def row_sums_of_products(
     place_BT: torch.Tensor, grads_BTD: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Compute the same sums as `row_sums`, in a fixed order.
+    """Compute the same sums as `row_sums`, but by a matrix product, for use on a GPU.
 
-    On a GPU, `scatter_add_` adds in an arbitrary order, so its results differ between calls.
+    On a GPU, `scatter_add_` adds in an arbitrary order, so the rounding of its results differs
+    between calls.
     """
     places_U = torch.arange(count, device=place_BT.device)
     at_BUT = (place_BT[:, None] == places_U[:, None]).to(grads_BTD)

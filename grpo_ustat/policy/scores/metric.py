@@ -1,4 +1,4 @@
-r"""Norm in which a gradient's error is measured: the Euclidean norm or the norm of AdamW's step.
+r"""Norm of AdamW's step, in which a gradient's error can be measured instead of the Euclidean norm.
 
 AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) changes parameter j by the learning rate times
 `d_j m_j`, where m is a running mean of the gradients and
@@ -6,13 +6,16 @@ AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) changes parameter j by the le
     d_j = 1 / (sqrt(v_j) + eps),        v_j = a running mean of the squared entries ghat_j^2
 
 If v equals its expectation for a fixed policy, v_j = E ghat_j^2, the error of AdamW's step is
-||D (ghat - grad J)|| with D = diag(d). No entry adds more than 1 to E ||D ghat||^2, even if its
+||D (ghat - grad J)|| with D = diag(d). Each parameter adds at most 1 to E ||D ghat||^2, even if its
 gradient is rarely different from 0. `mse.adam_pool` explains the choice of ghat and the estimate of
-v. Every estimator here is linear in the scores, so its bias, variance and error in this norm follow
-from the scores D s_i. Norms, Gram matrices, sketches and closed forms therefore need no other
-change. Multiplying v by a constant changes neither the ratios of errors nor the best G.
+v.
 
-An entry that never has a gradient has v_j = 0 and no error; its weight is 0.
+Every gradient estimator here is a weighted sum of scores s_i (gradients of log-probabilities).
+Replacing each score s_i by D s_i therefore gives the estimator's bias, variance and error in this
+norm, and nothing else changes. If v is multiplied by a constant, the ratios of errors and the best
+G stay the same.
+
+A parameter whose gradient is always 0 has v_j = 0 and no error, so its weight is set to 0.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ EPS = 1e-8
 
 
 class Metric:
-    """Weights d of all entries of a model's trainable parameters.
+    """Weight d_j of every entry of a model's trainable parameters.
 
     Args:
-        weights: flat weights of each parameter's entries, by name.
+        weights: flat array with a weight for each entry of a parameter, by parameter name.
     """
 
     def __init__(self, weights: dict[str, torch.Tensor]):
@@ -38,12 +41,25 @@ class Metric:
         return self._weights[name][start:stop]
 
     def rows(self, name: str, shape: torch.Size, ids_U: torch.Tensor) -> torch.Tensor:
-        """Return the weights of some rows of a matrix, [U, D]."""
+        """Return the weights of some rows of a matrix.
+
+        Args:
+            name: name of the matrix.
+            shape: shape of the matrix, with D columns.
+            ids_U: indices of the U rows.
+
+        Returns:
+            Weights [U, D].
+        """
         return self._weights[name].view(shape)[ids_U]
 
 
 def adam_metric(second_moments: dict[str, torch.Tensor]) -> Metric:
-    """Return the metric of AdamW's step, given v for every trainable parameter by name."""
+    """Return the metric of AdamW's step.
+
+    Args:
+        second_moments: v for the entries of every trainable parameter, by parameter name.
+    """
     weights = {}
     for name, v in second_moments.items():
         weight = 1 / (v.sqrt() + EPS)

@@ -20,14 +20,18 @@ def one_by_one(
     totals: Accumulator,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Add the gradients of parameters without a rule to the totals, one completion at a time.
+    """Compute the gradients of some parameters for one completion after another.
+
+    This is for the parameters of modules whose per-completion gradients have no closed form here;
+    see `scores.layers`.
 
     Args:
-        rest: names and parameters to score.
+        model: causal language model.
+        rest: names and values of these parameters.
         rows: input ids, attention mask and completion mask, each [B, T].
         temperature: temperature that divides the logits.
-        totals: totals to which the gradients are added.
-        images: inputs from the images that all rows share, see `row_inputs`.
+        totals: accumulator to which the gradients are added.
+        images: model inputs from the images that all rows share; see `row_inputs`.
     """
     batch = len(rows[0])
     for group in _groups(rest, batch):
@@ -46,9 +50,10 @@ def one_by_one(
 
 
 def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
-    """Yield lists of parameter slices (name, parameter, start, stop).
+    """Divide parameters into slices (name, parameter, start, stop), and yield lists of slices.
 
-    For all completions together, the gradients of one list's slices fit into `PRODUCT_BYTES`.
+    The gradients of all `batch` completions in one list's slices fit into `PRODUCT_BYTES` of
+    memory.
     """
     room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
     for name, p in rest:
@@ -70,13 +75,14 @@ def logprob(
     temperature: float,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Compute the log-probability of one unpadded completion, with its graph.
+    """Compute the log-probability of one unpadded completion, with its autograd graph.
 
     Args:
+        model: causal language model.
         ids_T: token ids of the prompt and the completion.
-        completion_T: weights of the tokens' log-probabilities.
+        completion_T: weights of the tokens' log-probabilities; 0 for prompt tokens.
         temperature: temperature that divides the logits.
-        images: inputs from the prompt's images, see `row_inputs`.
+        images: model inputs from the prompt's images; see `row_inputs`.
     """
     inputs = row_inputs(images or {}, torch.ones_like(ids_T)[None], model.dtype)
     logits = model(input_ids=ids_T[None], use_cache=False, **inputs).logits[0, :-1]

@@ -1,7 +1,7 @@
-"""Scores of the output layer's parameters, and the gradient for the layers below.
+"""Gradients of the output layer's parameters for each completion, and gradients at its input.
 
-All logits of a batch are computed at once if they fit into memory. Otherwise they are computed in
-chunks of rows or of the vocabulary.
+All logits of a batch are computed at once if they fit into `LOGIT_BYTES`. Otherwise they are
+computed in chunks of rows or of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from grpo_ustat.policy.output_layer import OutputLayer, Window
 from grpo_ustat.policy.scores.accumulate import Accumulator
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""For each window: gradients at hidden states, [B, T, D], and at U tokens' logits, [B, T, U]."""
+"""For each window, the gradients at the hidden states, [B, T, D], and at some logits, [B, T, U].
+
+D is the hidden size. The logits are those of U chosen tokens of the vocabulary.
+"""
 
 
 def add_output_layer(
@@ -30,10 +33,11 @@ def add_output_layer(
     """Add the gradients of the output layer's parameters to the totals.
 
     Args:
-        windows: scored positions, one window for each pass over consecutive completions.
-        names: names of the trainable parameters, by id.
-        totals: totals to which the gradients are added.
-        tokens_U: tokens whose gradients at the logits are also returned.
+        layer: output layer.
+        windows: hidden states and targets, one window for each pass over consecutive completions.
+        names: names of the trainable parameters, keyed by the parameter's id.
+        totals: accumulator to which the gradients are added.
+        tokens_U: tokens of the vocabulary for whose logits the gradients are also returned.
 
     Returns:
         For each window, the gradients at its hidden states, [B, T, D], and the gradients at the
@@ -61,7 +65,7 @@ def add_output_layer(
     elif totals.gram_BB is None:
         _by_rows(layer, windows, grads, tokens_U, add, budget // vocabulary)
     else:
-        # The Gram matrix needs all rows.
+        # Inner products of all pairs of rows need all rows at once.
         _by_tokens(layer, windows, grads, tokens_U, add, budget)
     return [(grad_BTD.to(dtype), grad_BTU) for grad_BTD, grad_BTU in grads]
 
@@ -73,7 +77,7 @@ def _all_logits(
     tokens_U: torch.Tensor,
     add: Callable[..., None],
 ) -> None:
-    """Fill `grads` with the gradients at all logits in memory at once."""
+    """Fill `grads`, with the gradients at all logits in memory at once."""
     logit_grads = [layer.gradients(window)[0] for window in windows]
     for grad_BTV, (grad_BTD, grad_BTU) in zip(logit_grads, grads, strict=True):
         grad_BTD[:] = layer.back(grad_BTV)
@@ -89,10 +93,7 @@ def _by_rows(
     add: Callable[..., None],
     most: int,
 ) -> None:
-    """Fill `grads` in chunks of rows of similar length, with at most `most` positions in a chunk.
-
-    Each logit is computed only once.
-    """
+    """Fill `grads` in chunks of rows of similar length, with at most `most` tokens in a chunk."""
     start = 0
     for window, (grad_BTD, grad_BTU) in zip(windows, grads, strict=True):
         order = window.mask_BT.sum(dim=1).argsort()
@@ -115,7 +116,8 @@ def _by_tokens(
 ) -> None:
     """Fill `grads` in chunks of the vocabulary, with at most `budget` logits in a chunk.
 
-    The log-sum-exp over the full vocabulary is computed first.
+    A softmax needs the log-sum-exp of all logits, so the logits are computed twice: first for the
+    log-sum-exp, then for the gradients.
     """
     vocabulary = layer.head.weight.shape[0]
     step = max(1, budget // sum(window.mask_BT.numel() for window in windows))
@@ -135,12 +137,12 @@ def _by_tokens(
 
 
 def _rows(window: Window, positions: int) -> int:
-    """Return how many rows of a window fit into `positions` positions, but at least 1."""
+    """Return the largest number of rows with at most `positions` tokens in all, but at least 1."""
     return max(1, positions // window.mask_BT.shape[1])
 
 
 def _normaliser(layer: OutputLayer, window: Window, slices: Sequence[slice]) -> torch.Tensor:
-    """Compute the log-sum-exp over the vocabulary, [B, T], one slice at a time."""
+    """Compute the log-sum-exp of all logits, [B, T], one slice of the vocabulary at a time."""
     parts = []
     for tokens in slices:
         _, logits = layer.logits(window.hidden_BTD, tokens)

@@ -1,4 +1,8 @@
-"""Scores of sampled completions: equal ones are scored once, and turns of a rollout are summed."""
+"""Scores of sampled completions, with one computation for equal completions.
+
+The score of a completion is the gradient of its log-probability. For a completion with several
+turns, it is the sum of the scores of the turns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.policy.scores.turns import split_turns
 from grpo_ustat.records import Rollouts
 
-# Number of multiplications that take as long as the overhead of one call of a layer.
+# Overhead of one call of a layer, expressed as the number of multiplications in the same time.
 PRODUCTS_OF_A_LAYER = {"cpu": 3e7, "cuda": 1e11}
 
 
@@ -42,26 +46,28 @@ def score_rollouts(
     layer_weights: LayerWeights | None = None,
     drops: bool = False,
 ) -> CompletionScores:
-    """Score the completions with the given flat indices p*G + i, in that order.
+    """Compute scores of the completions with the given indices, in the order of the indices.
 
-    Completions are scored layer by layer if the full graph would need more than half of the free
-    memory. Without dropout, equal completions of a prompt have equal scores, so they are scored
-    only once, with the sum of their weights. Completions of similar length are read in the same
-    pass; see `pass_sizes`. Of completions with several turns each turn is a row, and the scores of
-    a completion's rows are summed.
+    If autograd's graph of the whole model would need more than half of the free memory, scores are
+    computed layer by layer. Without dropout, equal completions of a prompt have equal scores, so
+    their score is computed once and weighted by the sum of their weights. Completions of similar
+    length are read in the same forward pass; see `pass_sizes`. If completions have several turns,
+    each turn is a row of its own, and the scores of a completion's rows are summed.
 
     Args:
-        index: flat indices, [B].
+        policy: policy whose log-probabilities are differentiated.
+        rollouts: prompts and their completions.
+        index: flat indices p*G + i of completion i of prompt p, [B].
         temperature: temperature that divides the logits.
-        token_weights_BT: weights of the tokens' log-probabilities in a score; None for 1.
-        weights_KB, gram, features, pooled, metric: see `completion_scores`.
-        images: inputs from the images of the prompt, if all completions belong to one prompt; see
-            `completion_scores`.
-        drops: see `completion_scores`.
-        layer_weights: see `completion_scores`; if given, all completions are read in one pass.
+        token_weights_BT: weights of the tokens' log-probabilities in a score; None for weights 1.
+        weights_KB, gram, features, pooled, metric, drops: see `completion_scores`.
+        images: model inputs from the prompt's images; see `completion_scores`. They are allowed
+            only if all completions belong to one prompt.
+        layer_weights: see `completion_scores`. If given, all completions are read in one pass.
     """
     if rollouts.turn_PGT is not None:
-        # Only pools of files have turns, and they have neither images nor weights by layer.
+        # Only completions that were read from files have turns. They have no images, and callers
+        # pass no layer weights for them.
         assert not images and layer_weights is None
         rows = split_turns(rollouts, index)
         scores = score_rollouts(
@@ -110,7 +116,7 @@ def score_rollouts(
 def _weighed(rows: Rows, weights_UT: np.ndarray, dtype: torch.dtype) -> Rows:
     """Return the rows with their completion masks multiplied by token weights.
 
-    The masks become float32 or wider, like the log-probabilities.
+    The masks become numbers of the type of the log-probabilities, float32 or wider.
     """
     mask_UT = rows.completion_mask_BT.to(torch.promote_types(dtype, torch.float32))
     mask_UT[:, -rows.width :] *= torch.from_numpy(weights_UT[:, : rows.width]).to(mask_UT)
@@ -118,7 +124,16 @@ def _weighed(rows: Rows, weights_UT: np.ndarray, dtype: torch.dtype) -> Rows:
 
 
 def _merged(weights_KB: np.ndarray, place_B: np.ndarray, count: int) -> torch.Tensor:
-    """Sum the weights of equal completions, [K, count]."""
+    """Sum the weights of equal completions.
+
+    Args:
+        weights_KB: K sets of weights of the B completions.
+        place_B: index of each completion among the distinct completions.
+        count: number of distinct completions.
+
+    Returns:
+        K sets of weights of the distinct completions, [K, count].
+    """
     merged = np.zeros((len(weights_KB), count))
     # NumPy's type stub of `at` does not allow tuples of indices.
     np.add.at(merged, (slice(None), place_B), weights_KB)  # pyright: ignore[reportArgumentType]
@@ -128,7 +143,13 @@ def _merged(weights_KB: np.ndarray, place_B: np.ndarray, count: int) -> torch.Te
 def _graph_is_large(
     model: PreTrainedModel, passes: list[int], prompt_U: np.ndarray, length_U: np.ndarray
 ) -> bool:
-    """Return True if the graphs of all passes would need more than half of the free memory."""
+    """Return True if the graphs of all passes would need more than half of the free memory.
+
+    Args:
+        model: model that reads the rows.
+        passes: number of rows in each pass.
+        prompt_U, length_U: number of prompt and completion tokens of each of the U rows.
+    """
     parts = np.split(np.arange(len(prompt_U)), np.cumsum(passes)[:-1])
     read = sum(len(part) * int(prompt_U[part].max() + length_U[part].max()) for part in parts)
     needed = score_bytes(model, read, by_layer=False)
@@ -136,14 +157,17 @@ def _graph_is_large(
 
 
 def pass_sizes(tokens_U: np.ndarray, overhead: float) -> list[int]:
-    """Choose the number of rows in each pass through the model so that the total cost is minimal.
+    """Divide rows into forward passes so that the total cost is minimal.
 
-    The cost of a pass is a fixed overhead plus its number of rows times the length of its longest
-    row.
+    A pass with rows of similar length needs less padding, but each pass has a fixed cost. The cost
+    of a pass, in tokens, is this fixed cost plus its number of rows times its longest row's length.
 
     Args:
-        tokens_U: number of tokens in each row, including the prompt, in ascending order.
+        tokens_U: number of tokens in each of U rows, including the prompt, in ascending order.
         overhead: fixed cost of a pass, in tokens.
+
+    Returns:
+        Number of rows in each pass.
     """
     count = len(tokens_U)
     cost, before = np.zeros(count + 1), np.zeros(count + 1, dtype=int)
@@ -172,10 +196,13 @@ def tokens_of_overhead(model: PreTrainedModel) -> float:
 def distinct(
     rollouts: Rollouts, index: np.ndarray, token_weights_BT: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions in `index` of the distinct completions, [U], and a map to them, [B].
+    """Find the distinct ones among the completions with the given flat indices.
 
-    The map contains, for each completion, its place among the distinct completions. Completions are
-    distinct if their prompts, tokens, scored tokens or token weights differ.
+    Completions are distinct if their prompts, tokens, scored tokens or token weights differ.
+
+    Returns:
+        Position in `index` of each of the U distinct completions, [U], and, for each of the B
+        completions, the number (0 to U - 1) of the distinct completion that it equals, [B].
     """
     size, width = rollouts.mask_PGT.shape[1:]
     tokens_NT = np.where(rollouts.mask_PGT, rollouts.tokens_PGT, -1).reshape(-1, width)[index]

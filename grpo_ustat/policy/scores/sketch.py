@@ -1,13 +1,15 @@
-r"""Seeded sketches: short vectors that give unbiased estimates of long vectors' inner products.
+r"""Sketches: short vectors that give unbiased estimates of long vectors' inner products.
 
-With independent random signs `e_j = +-1` and buckets `h(j) = j mod R`, R prime,
+A sketch F u of a long vector u has R entries, R prime. Entry j of u gets a random sign
+`e_j = +-1` and is added to entry `h(j) = j mod R` of the sketch, its bucket:
 
     (F u)_r = sum_{j: h(j) = r} e_j u_j        E <F u, F v> = <u, v>
     Var <F u, F v> <= ( ||u||^2 ||v||^2 + <u, v>^2 ) / R   on average over buckets
 
-This is a count sketch (Charikar, Chen & Farach-Colton 2002) in which only the signs are random. The
-factors e_j e_k of the cross terms have expectation zero for any buckets, so the inner product is
-unbiased. If a model has at most R parameters, vectors are kept in full and products are exact.
+This is a count sketch (Charikar, Chen & Farach-Colton 2002) in which only the signs are random. In
+<F u, F v>, the products of different entries j and k have the factor e_j e_k with expectation 0, so
+the inner product is unbiased for any buckets. If a model has at most R parameters, the sketch is
+the vector itself, and inner products are exact.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import hashlib
 import numpy as np
 import torch
 
-# Largest number of entries that a parameter can have if its signs are kept unpacked.
+# The signs of a parameter with at most this many entries are kept unpacked, with one byte per sign
+# instead of one bit, which is faster.
 MAX_UNPACKED = 2**18
-# Number of entries that are sketched at a time.
+# Number of entries that `Sketch.of` sketches at a time.
 ENTRIES_AT_ONCE = 2**26
 
 
@@ -28,7 +31,7 @@ class Signs:
 
     Args:
         sizes: number of entries of every parameter by name.
-        seed: seed of the signs; a parameter's signs depend only on the seed and its name.
+        seed: seed of the signs. A parameter's signs depend only on this seed and its name.
     """
 
     def __init__(self, sizes: dict[str, int], seed: int = 0):
@@ -48,7 +51,7 @@ class Signs:
         return _unpacked(self._bits[name], start, stop)
 
     def _packed(self, name: str) -> torch.Tensor:
-        """Draw one random bit per entry; the first entry's bit is the highest of the first byte."""
+        """Draw one random bit per entry, packed to bytes with the first entry's bit the highest."""
         digest = hashlib.blake2b(f"{self.seed}\x1f{name}".encode(), digest_size=16).digest()
         bits = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64))
         words = bits.random_raw((self.sizes[name] + 63) // 64)
@@ -64,13 +67,14 @@ def _unpacked(bytes_M: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 class Sketch:
-    """Linear map from named parameter gradients to R numbers.
+    """Linear map from the gradients of named parameters to R numbers.
 
     Args:
         sizes: number of entries of every parameter by name, in any order.
-        size: length R of a sketch, preferably prime; vectors are kept in full if they have at most
-            R entries.
-        signs: signs of another sketch of the same parameters, used to share memory.
+        size: length R of a sketch, preferably prime. If the parameters have at most R entries in
+            all, the sketch is the gradient itself.
+        seed: seed of the random signs.
+        signs: signs of another sketch of the same parameters, to save memory; None to draw signs.
     """
 
     def __init__(self, sizes: dict[str, int], size: int, seed: int = 0, signs: Signs | None = None):
@@ -82,9 +86,13 @@ class Sketch:
         self.signs = signs or Signs(sizes, seed)
 
     def add(self, out_NR: torch.Tensor, name: str, start: int, flat_NC: torch.Tensor) -> None:
-        """Add entries `start` to `start + C` of a parameter's N gradients to their sketches.
+        """Add entries `start` to `start + C` of a parameter's gradients to their sketches.
 
-        `flat_NC` is overwritten unless vectors are kept in full.
+        Args:
+            out_NR: sketches of the N gradients, to which the entries are added.
+            name: name of the parameter.
+            start: index of the first entry in the flat parameter.
+            flat_NC: the entries of the N gradients; the array may be overwritten.
         """
         count = flat_NC.shape[1]
         if self.full:
@@ -104,7 +112,11 @@ class Sketch:
         out_NR[:, : tail.shape[1]] += tail
 
     def of(self, gradient: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sketch a gradient given by parameter name; return [R] in float32 or wider."""
+        """Return the sketch of one gradient, [R], in float32 or a wider type.
+
+        Args:
+            gradient: gradient of each parameter, by name.
+        """
         some = next(iter(gradient.values()))
         wide = torch.promote_types(some.dtype, torch.float32)
         out = torch.zeros((1, self.dimension), dtype=wide, device=some.device)

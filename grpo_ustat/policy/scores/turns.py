@@ -1,8 +1,8 @@
 """Completions of several turns, split into one row per turn.
 
-In a turn the policy reads a context of its own, such as a summary of the earlier turns. The score
-of the completion is the sum of the scores of its turns, because the log-probability of a rollout is
-the sum of the log-probabilities of the tokens that the policy wrote.
+In each turn, the policy may read a different context, such as a summary of the earlier turns. The
+log-probability of the completion is the sum of the log-probabilities of its turns. Its score, the
+gradient of this log-probability, is therefore the sum of the scores of the turns.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from grpo_ustat.records import Rollouts
 class TurnRows:
     """R rows, each a turn of one of B completions of at most T tokens."""
 
-    # The turns, each as the only completion of a prompt of its own.
+    # The turns as rollouts. Each turn is the only completion of its prompt, and the prompt is the
+    # context that the policy read in this turn.
     rollouts: Rollouts
-    # Place of each row's completion among the B completions, ascending.
+    # Index of the completion to which each row belongs (0 to B - 1), in ascending order.
     completion_R: np.ndarray
-    # Column of the completion in which each turn begins.
+    # Index of the completion's token with which each turn begins.
     start_R: np.ndarray
 
     @property
@@ -34,7 +35,10 @@ class TurnRows:
         return len(self.completion_R)
 
     def by_row(self, values_BT: np.ndarray) -> np.ndarray:
-        """Divide values of the completions' tokens among the rows, 0 on padding, [R, width]."""
+        """Convert values of the completions' tokens to values of the rows' tokens.
+
+        The result has one row per turn and is 0 on padding.
+        """
         width = self.rollouts.mask_PGT.shape[-1]
         padded_BT = np.pad(values_BT, ((0, 0), (0, width)))
         columns_RT = self.start_R[:, None] + np.arange(width)
@@ -42,7 +46,10 @@ class TurnRows:
         return np.ascontiguousarray(values_RT * self.rollouts.mask_PGT[:, 0])
 
     def by_completion(self, values_RT: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-        """Collect values of the rows' tokens by completion, 0 on padding, of shape [B, T]."""
+        """Convert values of the rows' tokens to values of the completions' tokens.
+
+        The result has the given shape [B, T] and is 0 on padding.
+        """
         values_BT = np.zeros(shape, values_RT.dtype)
         lengths_R = self.rollouts.lengths_PG[:, 0]
         for values_T, place, start, length in zip(
@@ -52,8 +59,8 @@ class TurnRows:
         return values_BT
 
     def summed(self, scores: CompletionScores, count: int) -> CompletionScores:
-        """Sum the scores of rows over the turns of each of `count` completions."""
-        # The scores of rows are computed with their Gram matrix.
+        """Add up the scores of each completion's turns; `count` is the number of completions."""
+        # The squared norm of a sum needs the inner products of the rows.
         assert scores.gram_BB is not None
         sums_BR = torch.zeros(count, self.count).to(scores.gram_BB)
         sums_BR[torch.from_numpy(self.completion_R), torch.arange(self.count)] = 1
@@ -68,9 +75,11 @@ class TurnRows:
 
 
 def split_turns(rollouts: Rollouts, index: np.ndarray) -> TurnRows:
-    """Split completions with the given flat indices p*G + i into one row per turn.
+    """Split completions into one row per turn; a completion without turns is one row.
 
-    Without turns each completion is a row.
+    Args:
+        rollouts: prompts and their completions.
+        index: flat indices p*G + i of completion i of prompt p.
     """
     size, longest = rollouts.mask_PGT.shape[1:]
     flat = {
@@ -116,7 +125,7 @@ def split_turns(rollouts: Rollouts, index: np.ndarray) -> TurnRows:
 
 
 def most_turns(rollouts: Rollouts) -> int:
-    """Return the largest number of rows that the completions of a prompt have."""
+    """Return the largest number of rows into which all completions of one prompt are split."""
     if rollouts.contexts_PG is None:
         return rollouts.mask_PGT.shape[1]
     return max(sum(map(len, completions)) for completions in rollouts.contexts_PG)
