@@ -205,7 +205,7 @@ def _order_claim(start: OnPolicy) -> Claim:
 
 
 def _start_panels(start: OnPolicy) -> list[Panel]:
-    """Return two panels against G: the squared bias, and the B above which it exceeds the variance."""
+    """Return panels against G: the squared bias, and the B above which it exceeds the variance."""
     size, sizes = "group size G", np.array(start.sizes, dtype=float)
     kinds = ("group_std", "group_std_floor", "group_std_redrawn")
     share = [PlotLine(LABELS[kind], sizes, start.values[kind]["bias2_share"]) for kind in kinds]
@@ -255,14 +255,14 @@ def _start_answer(start: OnPolicy) -> str:
     return (
         "If advantages are normalised as in the paper and the target is the expectation of g / "
         "sigma(x), the theorem disagrees with the measurement at a fixed G. At learning rate 0 "
-        f"the theorem states that there is no bias. At G = {sizes} the squared bias is {shares} % "
-        "of ||target||^2, whatever B is, and exceeds the variance with more than "
-        f"{exceeded} prompts, respectively. {limit}."
+        "the theorem states that there is no bias. For every B, however, the squared bias is "
+        f"{shares} % of ||target||^2 at G = {sizes}. In the same order of G, it exceeds the "
+        f"variance from B = {exceeded} prompts on. {limit}."
     )
 
 
 def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
-    """Return notes on the bias that the theorem's bound omits, and on lower bounds for the divisor."""
+    """Return notes on the bias that the theorem's bound omits, and on limits for the divisor."""
     place = list(start.sizes).index(group_size)
     at_size = {kind: {name: x[place] for name, x in v.items()} for kind, v in start.values.items()}
     std, ratio = at_size["group_std"], start.variance_ratio("group_std")
@@ -584,8 +584,8 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
             f"Without normalisation the theorem {VERDICT_PREDICATES[plain_verdict]}. The squared "
             f"bias is {plain.start['token_bias2']:.1g} at learning rate 0 and grows like the "
             f"learning rate to the power {slope:.3f}. At learning rate {plain.rates[0]:g} the "
-            f"variance differs by {percentage(change, 2)} from the on-policy variance (the variance "
-            "at learning rate 0), which is the oracle's variance plus a term of order 1/(B G^2)."
+            f"variance differs by {percentage(change, 2)} from the variance at learning rate 0, "
+            "which is the oracle's variance plus a term of order 1/(B G^2)."
         )
     if "group_std" in paths:
         answers.append(_start_answer(start))
@@ -617,15 +617,15 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
     lines += [
         "The following notes are about advantages without normalisation. "
         + _crossing(plain, leading.random_R.mean()),
-        "The estimate with the smaller mean squared error uses, depending on the learning rate: "
+        "Kind of ratio with the smaller mean squared error, by learning rate: "
         f"{_smaller_error(plain)}.",
-        "With few prompts in a minibatch, token ratios have the smaller error; with many, "
-        "completion ratios do. Both have the same error at this number of prompts, by learning "
-        f"rate: {_prompt_list(plain.rates, plain.tie())}. A value of 0 means that completion "
-        "ratios have the smaller error for any number of prompts.",
-        "The number of prompts at which both have the same error also depends on the completion "
-        "length in tokens. If the logits of every token change by the same amount, it is "
-        f"{_prompt_list(costs.lengths[several], costs.tie[several])}.",
+        "At a certain number of prompts in a minibatch, token ratios and completion ratios have "
+        "the same error. With more prompts, completion ratios have the smaller error. By learning "
+        f"rate, this number is {_prompt_list(plain.rates, plain.tie())}. A value of 0 means that "
+        "completion ratios have the smaller error for any number of prompts.",
+        "By completion length in tokens, the number of prompts with equal errors is "
+        f"{_prompt_list(costs.lengths[several], costs.tie[several])}. Here the logits of every "
+        "token change by the same amount at every length.",
         "At small learning rates eta, the errors with token ratios and with completion ratios "
         "differ by order eta. This difference comes from their variances, since the squared bias "
         "is only of order eta^2. Its sign depends on the policy and the rewards.",
