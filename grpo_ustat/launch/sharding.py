@@ -21,8 +21,8 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
     num_processes, others = config.launch.num_processes, max(world(), tasks)
     if num_processes > 1 and (tasks > 1 or ("RANK" in os.environ and num_processes != others)):
         raise RefusedByRank(
-            f"launch.num_processes={num_processes}, but a launcher already starts {others} "
-            "processes: set launch.num_processes=1, or do not use a launcher"
+            f"launch.num_processes={num_processes}, but a launcher sets the number of processes "
+            f"to {others}: set launch.num_processes=1, or do not use a launcher"
         )
     ranks = max(num_processes, others)
     if getattr(config.launch, "accelerate", None) is not None:

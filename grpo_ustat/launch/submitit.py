@@ -61,7 +61,7 @@ def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[s
 
 
 def resubmission(job: Callable[[], None]) -> Any:
-    """Wrap a job in the form that a method `checkpoint` must return, so that submitit requeues it."""
+    """Wrap a job for submitit, as the result of `checkpoint`, so that submitit requeues it."""
     from submitit.helpers import DelayedSubmission
 
     return DelayedSubmission(job)
