@@ -133,8 +133,8 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     how = f"enumerated, G = {ENUMERATED_SIZES[0]} ... {ENUMERATED_SIZES[-1]}"
     return [
         enumerated_claim(
-            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n: largest / smallest value over G, "
-            "minus 1", 0.0,
+            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n: largest value over G divided by the "
+            "smallest, minus 1", 0.0,
             spread, spread < 1e-6, f"{how}; agrees below 1e-6",
         ),
         enumerated_claim(
@@ -160,7 +160,7 @@ def _difference_claim(
         verdict=AGREES,
         how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates with "
         f"shared random numbers, T = {late}; a rejected claim is undecided if the difference "
-        "approaches the prediction significantly, at least as fast as T^(-1/4)",
+        "significantly approaches the prediction, at least as fast as T^(-1/4)",
         p_value=mean_p_value(last_R - predicted),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives={
@@ -244,18 +244,19 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
 
     return [
         claim(
-            "common shift from V at which the sum of weights is smallest", 0.0, common,
+            "baseline V + shift, with the same shift for all prompts: shift at which the sum of "
+            "weights is smallest", 0.0, common,
             abs(common) < ROUNDING, f"{how}, {len(COMMON_SHIFTS)} shifts",
         ),
         claim(
-            "largest |shift| from V over prompts at the smallest sum of weights, one shift per "
-            "prompt", 0.0,
+            "baseline V + shift, with one shift per prompt: largest |shift| where the sum of "
+            "weights is smallest", 0.0,
             furthest, furthest < SHIFT_TOLERANCE,
             f"{how}; shifts optimised by BFGS from {OPTIMISER_STARTS} random starts; agrees within "
             f"{SHIFT_TOLERANCE:g}",
         ),
         below(
-            "smallest eigenvalue of Sigma(V + shifts) - Sigma(V), one shift per prompt",
+            "smallest eigenvalue of Sigma(V + shift) - Sigma(V), with one shift per prompt",
             min(*least, float(worst.fun)),
             f"{how}; minimum over {RANDOM_SHIFTS} random vectors of shifts, then refined by "
             "Nelder-Mead; B = G = 1",

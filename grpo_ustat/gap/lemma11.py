@@ -34,8 +34,9 @@ LIMIT_SIZES = (2**14, 2**15, 2**16)
 MAX_CURVES = 6
 
 STATEMENT = (
-    "Lemma 11: as the group grows, the gradient estimate with advantages divided by the standard "
-    "deviation of the group's rewards tends to the U-statistic with kernel h / sigma(x)."
+    "Lemma 11 compares two gradient estimates. N divides advantages by the standard deviation of "
+    "the group's rewards. U is the U-statistic with kernel h / sigma(x), which divides them by the "
+    "exact standard deviation sigma(x). As the group grows, N tends to U."
 )
 
 
@@ -262,9 +263,9 @@ def _answer(exact: ExactValues) -> str:
     """Return sentences that say in which sense the lemma holds."""
     if not exact.first_order:
         return (
-            "On this policy the lemma holds even for sqrt(G) (N - g/sigma), which has the same "
-            "limit law as sqrt(G) (U - g/sigma). Every prompt has V = 1/2 or g = 0, so the squared "
-            "difference E||N - U||^2 falls like 1/G^2."
+            "On this policy N and U agree for large G even after multiplication by sqrt(G), which "
+            "keeps their noise at a constant size. Every prompt has V = 1/2 or g = 0, so the "
+            "squared difference E||N - U||^2 falls like 1/G^2."
         )
     moments, u_variance = exact.moments, exact.u_variance
     share, ratio = (
@@ -273,9 +274,10 @@ def _answer(exact: ExactValues) -> str:
     )
     return (
         "The lemma holds in the sense of consistency: the normalised estimate N and the "
-        "U-statistic U both tend to g/sigma. It does not hold for sqrt(G) (N - g/sigma) and "
-        "sqrt(G) (U - g/sigma), because the squared difference E||N - U||^2 falls only as 1/G. As "
-        "G grows, the ratio of the squared difference to the variance of "
+        "U-statistic U both tend to g/sigma. After multiplication by sqrt(G), which keeps their "
+        "noise at a constant size, N and U still differ for large G, because the squared "
+        "difference E||N - U||^2 falls only as 1/G. As G grows, the ratio of the squared "
+        "difference to the variance of "
         f"U tends to {percentage(share, 1)}. The ratio of the variance of N to the variance of U "
         f"tends to {percentage(ratio, 1)}."
     )
@@ -302,8 +304,8 @@ def _notes(exact: ExactValues) -> list[str]:
     if fast.any():
         notes.append(
             f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0. For these prompts the "
-            "squared difference falls like 1/G^2, and N and U have the same limit law after "
-            "scaling by sqrt(G)."
+            "squared difference falls like 1/G^2, so that N and U agree for large G even after "
+            "multiplication by sqrt(G)."
         )
     if exact.epsilon and exact.first_order:
         floor = float(moments.floor(exact.epsilon).mean())

@@ -144,9 +144,7 @@ def _bound_claim(
     how = f"{percentage(CONFIDENCE)} intervals over {run.replicates} replicates"
     how += f", simultaneous over {len(steps)} steps (Bonferroni)" if len(steps) > 1 else ""
     how += "; undecided if an interval reaches above the bound"
-    how += (
-        "" if holds else "; T is too small for the 1/T bound, which is below the recursion's bound"
-    )
+    how += "" if holds else "; T is too small for the theory to guarantee the bound of order 1/T"
     return Claim(
         what=what,
         predicted="<= 1",
@@ -188,8 +186,8 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
     p_F = stats.chi2.sf(total_F, count)
     high = stats.chi2.ppf(CONFIDENCE, count)
     return Claim(
-        what=f"{run.estimator.name}, {run.rate.name}: E[next gap | current parameters] "
-        f"against the exact recursion, chi-square statistic over {count} steps",
+        what=f"{run.estimator.name}, {run.rate.name}: chi-square statistic, over {count} steps, "
+        "of the difference between E[next gap | current parameters] and the exact recursion",
         predicted=f"<= {high:.3g}",
         measured=float(total_F[0]),
         low=None,

@@ -178,16 +178,15 @@ def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
         furthest = max(minimisers, key=lambda size: abs(size / gstar - 1))
         claims.append(
             enumerated_claim(
-                what=f"G of the smallest bound, {words}: the value furthest from G* over all (n, "
-                "T, rate); the bound depends on G only through s2, with C1, C2, C3 at the "
-                "maximum",
+                what=f"G at which the bound is smallest, with {words}: the value furthest from G* "
+                "over all (n, T, rate)",
                 predicted=gstar,
                 measured=furthest,
                 agrees=abs(furthest / gstar - 1) < MINIMISER_TOLERANCE,
                 how=f"Lemma 6's recursion minimised over real G in {len(points)} cells; agrees if "
                 f"the relative distance is below {MINIMISER_TOLERANCE:g}. Only the algebra is "
-                "tested, since C1, C2 and C3 are values at the maximum and not suprema over a "
-                "path",
+                "tested: C1, C2 and C3 in s2 are values at the maximum instead of suprema over a "
+                "path, and the bound depends on G only through s2",
             )
         )
     return claims
@@ -217,7 +216,7 @@ def _cell_claims(
         others = {x: p for x, p in constant.items() if set(sizes.values()) != {x}}
         claims.append(
             Claim(
-                what=f"cells in which the mean gap may be smallest at the {words}",
+                what=f"number of cells in which the mean gap may be smallest at the {words}",
                 predicted=f"{len(clear)} of {len(clear)}",
                 measured=sum(sizes[point] in best[point] for point in clear),
                 low=None,
