@@ -153,7 +153,7 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
         notes=_notes(ends),
         problem={
             "u that maximises J": float(problem.best_K[0]),
-            "u that maximises the arcsin objective": ends[1].maximiser,
+            "u that maximises E[2 arcsin sqrt V]": ends[1].maximiser,
         },
     )
 
@@ -357,7 +357,7 @@ def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
         PlotLine("maximiser of J", x, [float(problem.best_K[0])] * len(x), predicted=True),
     ]
     axes = "group size G", "mean end point of u"
-    panels = [Panel("where training ends", *axes, curves, "x")]
+    panels = [Panel("mean end point of training", *axes, curves, "x")]
     variants, curves = {variant(end.estimator): None for end in ends}, []
     for kind in filter(None, variants):
         same, label = [end for end in ends if variant(end.estimator) == kind], kind[2:]

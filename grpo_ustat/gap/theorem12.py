@@ -58,8 +58,8 @@ LABELS = {
     "none": "without normalisation",
     "sigma": "divided by sigma(x)",
     "group_std": "divided by the group's std",
-    "group_std_floor": "std at least the floor",
-    "group_std_redrawn": "groups redrawn below the floor",
+    "group_std_floor": "divided by max(std, floor)",
+    "group_std_redrawn": "divided by std, redrawn if std < floor",
 }
 VERDICT_PREDICATES = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is undecided"}
 
@@ -127,7 +127,11 @@ def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float
     prompts, count, length = setting.old.logprob_PYL.shape
     value_P = setting.old.value_P(setting.reward_PY)
     return {
-        **{"prompts": prompts, "completions": count, "tokens": length},
+        **{
+            "prompts": prompts,
+            "possible completions of a prompt": count,
+            "tokens of a completion": length,
+        },
         "reward levels": len(np.unique(setting.reward_PY)),
         "V of each prompt": ", ".join(f"{value:.3g}" for value in value_P),
         "J": float(value_P.mean()),
@@ -135,7 +139,7 @@ def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float
         "minibatches of a batch": design.minibatches,
         "completions in a group, G": design.group_size,
         "beta": design.beta,
-        "paths": design.replicates,
+        "random paths of updates": design.replicates,
     }
 
 
@@ -326,7 +330,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
     largest = max(start[f"{level}_bias2{x}"] for level in ("token", "sequence") for x in parts)
     variance = paths.random["sequence_variance"]
     claims = [
-        _zero_claim("bias^2 / variance at theta_k = theta_old", largest / start["token_variance"]),
+        _zero_claim("bias^2 / variance at theta_old", largest / start["token_variance"]),
         _exact_slope_claim(paths, "token_bias2", "bias^2"),
         _place_claim(paths),
         *(_slope_claim(paths, f"token_bias2{part}", words) for part, words in parts.items()),
@@ -401,7 +405,7 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
     count = paths.random[name].shape[1]
     distance, before = max(slope.low - 2, 2 - slope.high, 0), abs(at_larger_rates - 2)
     how = (
-        f"slope for the mean over {count} paths, 95 % jackknife interval; agrees if 2 is within "
+        f"mean over {count} random paths, 95 % jackknife interval; agrees if 2 is within "
         f"{SLOPE_TOLERANCE} of the interval, undecided if the interval is wider than 0.5 or the "
         "slope approaches 2 as the rates fall"
     )
@@ -461,18 +465,20 @@ def _length_claims(costs: ByLength) -> list[Claim]:
     distance = np.abs(moment / costs.growth**costs.lengths - 1).max()
     return [
         enumerated_claim(
-            f"E rho^2 of completions of {length} tokens, c^L with c = {costs.growth:.4g}",
+            f"E rho^2 of completions of L = {length} tokens; predicted is c^L with "
+            f"c = {costs.growth:.4g}",
             float(costs.growth**length),
             moment[-1],
             bool(distance <= 1e-10),
             "exact; agrees to 1e-10 at every length",
         ),
         enumerated_claim(
-            "growth per token of variance with completion ratios / variance with token ratios",
+            "factor per token by which (variance with completion ratios) / (variance with token "
+            "ratios) grows",
             f">= {costs.growth:.4g}",
             costs.growth_of_ratio,
             costs.growth_of_ratio >= costs.growth,
-            f"exact, between the two largest lengths, of which the larger is {length}",
+            f"exact, between the two largest lengths; the largest is {length} tokens",
         ),
     ]
 
@@ -629,8 +635,10 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
         "At small learning rates eta, the errors with token ratios and with completion ratios "
         "differ by order eta. This difference comes from their variances, since the squared bias "
         "is only of order eta^2. Its sign depends on the policy and the rewards.",
-        f"As the learning rate tends to 0, the squared bias after minibatch steps is {noise:.3g} "
-        "times the squared bias after exact steps. The excess is due to noise in theta_k.",
+        "Exact steps are updates along the exact target, and minibatch steps are updates along "
+        "estimates. As the learning rate tends to 0, the squared bias after minibatch steps is "
+        f"{noise:.3g} times the squared bias after exact steps. The difference is due to noise in "
+        "theta_k.",
         f"{percentage(share, 1)} of the on-policy variance is C1/B, the variance between prompts. "
         "C1/B is the same for every group size, so the term `oracle variance / (B G)` is correct "
         "only if the oracle's variance includes G C1.",
