@@ -216,7 +216,8 @@ def _cell_claims(
         others = {x: p for x, p in constant.items() if set(sizes.values()) != {x}}
         claims.append(
             Claim(
-                what=f"number of cells in which the mean gap may be smallest at the {words}",
+                what=f"number of (n, T, rate) cells in which the mean gap may be smallest at the "
+                f"{words}",
                 predicted=f"{len(clear)} of {len(clear)}",
                 measured=sum(sizes[point] in best[point] for point in clear),
                 low=None,
@@ -336,10 +337,9 @@ def _answer(claims: list[Claim]) -> str:
     return (
         "A cell is a combination of n, T and learning rate. In every cell the paper's bounds are "
         f"smallest at G* = {paper.measured:.3g}, and the bounds with the exact last term at "
-        f"{ours.measured:.3g}. Three values of G may have the smallest mean gap: the G nearest to "
-        f"the paper's G* in {hits['paper']} cells, the G nearest to the exact G* in "
-        f"{hits['bounds']} cells, and the best G of our quadratic recursion in "
-        f"{hits['recursion']} cells;{sizes}"
+        f"{ours.measured:.3g}. The mean gap itself may be smallest at the G nearest to the paper's "
+        f"G* in {hits['paper']} cells, at the G nearest to the exact G* in {hits['bounds']} cells, "
+        f"and at the best G of our quadratic recursion in {hits['recursion']} cells;{sizes}"
     )
 
 

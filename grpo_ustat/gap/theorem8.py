@@ -26,8 +26,8 @@ from grpo_ustat.terminal.streams import percentage
 STATEMENT = (
     "With learning rates eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges "
     "in law to sum_j w_j chi2_1. The weights w_j depend on the curvature of J and on the "
-    "covariance of the gradient estimator at the limit of theta. If they vary along the flat set, "
-    "this is the law given the limit that training reaches."
+    "covariance of the gradient estimator at the limit of theta. If the weights vary along the "
+    "flat set, this is the law given the limit that training reaches."
 )
 QUANTILES = (np.arange(40) + 0.5) / 40
 # Number of points between which quantiles are interpolated if the replicates have different limits.
