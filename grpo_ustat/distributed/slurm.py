@@ -304,7 +304,11 @@ def main() -> None:
     ending = next_action()
     if ending == "requeue" and not requeue():
         ending = "for_good"
-    texts = {"requeue": "requeued", "comes_back": "comes back", "for_good": "ends for good"}
+    texts = {
+        "requeue": "requeued, so SLURM restarts it",
+        "comes_back": "comes back, because SLURM restarts it by itself",
+        "for_good": "ends for good, because SLURM does not restart it",
+    }
     tell(f"SLURM job {address()}: {texts[ending]}")
 
 

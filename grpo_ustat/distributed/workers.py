@@ -263,7 +263,7 @@ def _signals_held() -> Iterator[None]:
     resource_tracker.ensure_running()
     interrupts: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    # Child processes inherit the mask.
+    # The mask blocks the signals. Child processes inherit it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})
     try:
         yield
@@ -288,7 +288,8 @@ def _run_worker(
     os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
-    # The direct parent is either the process `parent.pid` or a server that this parent started.
+    # Two processes are watched: the direct parent, which may be a server, and the process
+    # `parent.pid`, which started this worker or the server.
     end_with_parent(os.getppid(), ancestor=parent.pid)
     # A scheduler sends these signals to all processes, but only the parent responds to them.
     for stop in STOPPING:

@@ -92,9 +92,10 @@ def limit_claim(
 
 
 def at_infinity(values: np.ndarray) -> np.ndarray:
-    """Extrapolate a quantity from G, 2G and 4G to infinite G by Richardson's method.
+    """Extrapolate a quantity from G, 2G and 4G to infinite G.
 
-    Terms in 1/G and 1/G^2 cancel. The first axis of `values` runs over the three group sizes.
+    Richardson's method removes the terms in 1/G and 1/G^2. The first axis of `values` runs over the
+    three group sizes.
 
     >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
     1.0

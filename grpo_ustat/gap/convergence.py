@@ -144,7 +144,8 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
 
 def mixture_quantiles(weights_K: Array, levels: Array) -> Array:
     """Return the quantiles of `sum_j w_j chi2_1` at the given levels, from `mixture_cdf`."""
-    # For a given total weight, the quantile is largest if all of the weight is on a single chi2_1.
+    # Upper limit of the quantiles: for a given total weight, the quantile is largest if all of the
+    # weight is on a single chi2_1.
     top = float(weights_K.sum()) * float(chi2.ppf(np.max(levels), 1))
     points = 2 * top * np.linspace(0, 1, QUANTILE_POINTS) ** 3
     return np.interp(levels, mixture_cdf(weights_K, points), points)

@@ -124,5 +124,5 @@ class Theorem:
 
 
 def theorem(kind: str) -> Theorem:
-    """Return `THEOREM` from the module named `kind`."""
+    """Return the theorem with a name such as `lemma6`, from the module of the same name."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM

@@ -94,7 +94,10 @@ class SignalRelay(StopRequest):
             self._pass_on()
 
     def wait(self, torchrun: subprocess.Popen) -> int:
-        """Wait for torchrun and return its exit code; kill it after the grace period."""
+        """Wait until torchrun has ended, and return its exit code.
+
+        After a stop signal, torchrun is killed if it does not end within the grace period.
+        """
         self._torchrun = torchrun
         while True:
             try:

@@ -96,7 +96,7 @@ class DecodingBatch:
         """
         self.policy, self.work, self.sampling = policy, work, sampling
         self.model, self.device = policy.model, policy.model.device
-        # Name of the model's cache argument.
+        # Name of the argument through which the model takes its cache.
         self.cache_name = str(cache_name(causal(policy.model)))
         self.width = sampling.max_completion_length
         # Index of the completion in each row; -1 after the completion was copied out of the batch.

@@ -180,7 +180,7 @@ class GrowingTensor:
     """
 
     def __init__(self, most: int = 0) -> None:
-        # See `growing_cache`.
+        # Number of columns beyond which a buffer is not rounded up; see `growing_cache`.
         self.most = most
         # Tensor returned last; it ends where the used part of the buffer ends.
         self.view: torch.Tensor | None = None

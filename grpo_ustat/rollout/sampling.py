@@ -9,7 +9,7 @@ from grpo_ustat.config.parts import SamplerOptions
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling."""
+    """Options with which completions are sampled."""
 
     # Seed of the random numbers, and name of their stream. Different streams, such as training and
     # evaluation, have independent random numbers. The key of a random number also contains the step
