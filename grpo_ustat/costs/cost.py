@@ -58,9 +58,9 @@ class KeptPool:
     questions: int
     # Number of completions per question, N.
     completions: int
-    # Number of entries in the sketch of a completion's gradient.
+    # Largest number of entries in the sketch of a completion's gradient.
     feature_sketch: int
-    # Number of entries in the sketch of a question's gradient.
+    # Largest number of entries in the sketch of a question's gradient.
     gradient_sketch: int
     # True if the gradients are computed a second time, in the metric of AdamW's step.
     in_adams_metric: bool

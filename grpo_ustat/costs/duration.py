@@ -133,8 +133,8 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
 
     Returns:
         Speed, or None if it cannot be determined. This is the case if the run was launched several
-        times, used stored completions of another run, or did no work because all rewards were
-        equal.
+        times, used stored completions of another run, or computed no gradients because all rewards
+        were equal.
     """
     launches, result = run.launches, run.final_result
     if [row.get("event") for row in launches] != ["start", "end"]:

@@ -320,7 +320,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
     assert leading is not None
     if not leading.exact > ROUNDING * start["token_variance"]:
         raise ConfigError(
-            f"reward_PY gives a squared bias of only {leading.exact:.3g} eta^2 along the exact "
+            f"the rewards give a squared bias of only {leading.exact:.3g} eta^2 along the exact "
             "path: use rewards that depend on more than one token, and a policy whose gradient is "
             "not 0"
         )
