@@ -1,1 +1,1 @@
-"""Costs of a planned run: rollouts, tokens, memory, disk, time."""
+"""Costs of planned runs: rollouts, tokens, memory, disk space and time."""

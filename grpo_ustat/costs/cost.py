@@ -1,7 +1,7 @@
-"""Costs of runs in completions, tokens, memory and disk, computed from the planned work.
+"""Costs of planned runs in completions, tokens, memory and disk space.
 
-No model is loaded. Prompt tokens are not counted, because counting needs a tokenizer. Unknown
-numbers are None.
+The costs are computed from the configuration, without loading a model. Prompt tokens are not
+counted, because counting them needs a tokenizer. Numbers that are not known are None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_ustat.policy.limits import LOGIT_BYTES, pass_bytes
 
 # Bytes per number, by data type.
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Keys of config.json, by the names of the sizes in this module.
+# Key of a model's config.json for each size of the model.
 SIZE_KEYS = {
     "layers": "num_hidden_layers",
     "vocabulary": "vocab_size",
@@ -34,34 +34,41 @@ SIZE_KEYS = {
 }
 # Approximate bytes of a safetensors file in addition to its arrays.
 HEADER_BYTES = 1000
-# Bytes of memory of a Python process with PyTorch, transformers and tasks; not counted on a GPU.
+# Bytes of memory of a Python process with PyTorch, transformers and the tasks. It is not counted
+# for a GPU, because it is main memory.
 PROCESS_BYTES = 580_000_000
-# Memory of the process that reads a pool, relative to the size of the pool's files.
+# Memory of the process that reads a study's stored completions, relative to the size of their
+# files.
 POOL_MEMORY_FACTOR = 2.5
-# Memory of log-probabilities and derivatives, relative to the size of the logits.
+# Memory for logits, log-probabilities and derivatives, relative to the size of the logits.
 LOGIT_MEMORY_FACTOR = 4.5
-# Largest number of bytes of a graph that is scored at once, half the memory of a GPU. A larger
-# graph is scored layer by layer.
+# Largest size in bytes of a computation graph that is kept as a whole, half the memory of a GPU.
+# With a larger graph, gradients are computed layer by layer.
 MAX_GRAPH_BYTES = 32 * 2**30
 
 
 @dataclass(frozen=True)
 class KeptPool:
-    """Scored completions that a study keeps."""
+    """Completions that a study stores, together with their gradients, called the pool.
+
+    Gradients are stored as sketches: shorter vectors that preserve norms and inner products
+    approximately.
+    """
 
     questions: int
     # Number of completions per question, N.
     completions: int
-    # Largest number of entries of each of the two sketches.
+    # Largest number of entries in the sketch of a completion's gradient.
     feature_sketch: int
+    # Largest number of entries in the sketch of a question's gradient.
     gradient_sketch: int
-    # True if completions are scored again in the metric of AdamW's step.
+    # True if the gradients are computed a second time, in the metric of AdamW's step.
     in_adams_metric: bool
 
 
 @dataclass(frozen=True)
 class Work:
-    """Sampling, scoring, updates and storage of a planned run."""
+    """Sampling, gradients, updates and storage of a planned run, from which its cost follows."""
 
     model: ModelConfig
     sampler: SamplerOptions
@@ -69,27 +76,29 @@ class Work:
     device: str
     # Number of completions from which gradients or errors are computed.
     rollouts: int
-    # Largest number of fresh completions from which baselines are estimated.
+    # Largest number of further completions from which baselines are estimated.
     values: int
     # Number of completions of test questions; None if unknown.
     evaluation: int | None
-    # Number of completions per call of the sampler, which generates `sampler.rows` of them at once.
+    # Number of completions that one call of the sampler returns. It samples at most `sampler.rows`
+    # of them in parallel.
     sampled_together: int
     # Number of tokens in a backward pass.
     pass_tokens: int
-    # True if a backward pass holds the graph of one layer at a time. None if this depends on
-    # whether the whole graph exceeds `MAX_GRAPH_BYTES`.
+    # True if a backward pass keeps the graph of one layer at a time. None if it does so only when
+    # the whole graph exceeds `MAX_GRAPH_BYTES`.
     by_layer: bool | None
-    # True if the run computes in bfloat16 with weights of a wider type.
+    # True if the run computes in bfloat16 and stores its weights in a wider type.
     bf16: bool = False
-    # Number of values per weight that the gradient and the optimizer state store.
+    # Number of values that gradient and optimizer state store for each weight.
     kept_per_weight: int = 0
     # True if a frozen copy of the weights is kept.
     has_reference: bool = False
-    # Largest number of checkpoints on disk during the run, and number of checkpoints after the run.
+    # Largest number of checkpoints on disk during the run.
     most_checkpoints: int = 0
+    # Number of checkpoints on disk after the run.
     last_checkpoints: int = 0
-    # Pool of a study; None for training.
+    # Stored completions of a study; None for training.
     pool: KeptPool | None = None
 
 
@@ -99,12 +108,12 @@ class Cost:
 
     # Number of completions from which gradients or errors are computed.
     rollouts: int
-    # Largest number of completions for estimates of V and b*, for SPO's trackers, and for the
-    # greedy baseline of remax.
+    # Largest number of further completions for baselines: to estimate V and b*, to start the
+    # trackers of SPO, and to compute the greedy baseline of remax.
     values: int
     # Number of completions of test questions; None if unknown.
     evaluation: int | None
-    # Largest total number of tokens in these completions.
+    # Largest total number of tokens in all these completions.
     tokens: int
     # Bytes of the model.
     weights: int | None
@@ -114,17 +123,17 @@ class Cost:
     training: int | None
     # Bytes of the program itself on a CPU; 0 on a GPU.
     process: int
-    # Bytes of the random signs for the sketches of a study.
+    # Bytes of the random signs from which a study computes sketches of gradients.
     signs: int | None
-    # Bytes of the KV cache of the completions sampled at once; 0 with vLLM.
+    # Bytes of the keys and values of the completions sampled in parallel; 0 with vLLM.
     cache: int | None
     # Largest number of bytes of logits and of the values computed from them.
     logits: int | None
-    # Bytes of activations in one backward pass of an update or of scoring a question.
+    # Bytes of activations in one backward pass of training or of a study.
     graph: int | None
-    # Bytes of a study's pool in the process that reads it; 0 on a GPU.
+    # Bytes of a study's stored completions in the process that reads them; 0 on a GPU.
     pool: int | None
-    # Largest number of bytes on disk during the run, for checkpoints or a study's pool.
+    # Largest number of bytes on disk during the run, for checkpoints or stored completions.
     disk: int | None
     # Bytes on disk after the run has finished.
     disk_after: int | None
@@ -133,8 +142,8 @@ class Cost:
     def memory(self) -> int | None:
         """Peak memory in bytes; None if a part is unknown.
 
-        The peak occurs during sampling, in a backward pass, or in the process that reads a study's
-        pool.
+        The peak is reached during sampling, in a backward pass, or in the process that reads a
+        study's stored completions.
         """
         if self.cache is None or self.graph is None:
             return None
@@ -147,16 +156,25 @@ class Cost:
 def cost(work: Work) -> Cost:
     """Compute the cost of a run from its work.
 
-    The weights of P parameters take E P bytes, with E bytes per parameter. A frozen reference copy
-    takes the same. With AdamW, a gradient and two moments take E P (1 + 2) bytes, which gives 16 P
-    bytes in total for float32 weights. A checkpoint takes E P (1 + 2) bytes. The pool file of a
-    question takes 8 N^2 bytes for inner products and 17 N bytes for rewards, lengths and
-    end-of-sequence flags. Tokens take 4 N bytes for each token position. The two sketches take
-    4 N R and 8 R' bytes, with R = feature_sketch and R' = gradient_sketch entries, at most P. If a
-    sketch has fewer than P entries, each parameter has a random sign, stored in one bit. In AdamW's
-    metric, scoring needs memory for a gradient and a factor per parameter, in addition to the
-    weights. On a CPU, it instead needs memory for three sums of group gradients for each half of
-    the questions. These six sums and a second pool stay on disk.
+    For a model of P parameters with E bytes each:
+
+    - The weights take E P bytes, and a frozen reference copy takes the same.
+    - With AdamW, the gradient and two moments take 3 E P bytes. With float32 weights (E = 4), this
+      makes 16 P bytes in total.
+    - A checkpoint takes 3 E P bytes on disk.
+
+    A study stores a file for each question, with N completions. It contains
+
+    - 8 N^2 bytes of inner products,
+    - 17 N bytes of rewards, lengths and end-of-sequence flags,
+    - 4 N bytes of tokens for each token position,
+    - 4 N R + 8 R' bytes of sketches, with R = feature_sketch and R' = gradient_sketch entries, but
+      at most P. If a sketch has fewer than P entries, each parameter has a random sign of one bit,
+      which is kept in memory.
+
+    A study in AdamW's metric needs memory for two more numbers per parameter, a gradient and a
+    factor. On a CPU it instead needs six more, because it keeps three sums of group gradients for
+    each half of the questions. It stores these six sums and a second set of files on disk.
     """
     size, entry, on_cpu = (
         model_size(work.model),
@@ -213,11 +231,19 @@ def cost(work: Work) -> Cost:
 def score_memory(
     model: ModelConfig, completions: int, max_completion_length: int
 ) -> tuple[int, int, int] | None:
-    """Compute the bytes needed to score N completions of a question.
+    """Compute the memory needed for the gradients of the N completions of a question.
 
-    Weights and prompts are not counted. The three numbers are for scoring with the whole graph, for
-    scoring layer by layer, and for scoring one completion layer by layer. The result is None if the
-    sizes are unknown.
+    Weights and prompts are not counted.
+
+    Args:
+        model: configuration of the model.
+        completions: number of completions, N.
+        max_completion_length: largest length of a completion in tokens.
+
+    Returns:
+        Bytes if the whole computation graph is kept, bytes if the gradients are computed layer by
+        layer, and bytes for a single completion layer by layer. None if the model's sizes are
+        unknown.
     """
     size, length = model_size(model), max_completion_length
     layers, hidden, inner = size.layers, size.hidden, size.inner
@@ -232,10 +258,14 @@ def score_memory(
 
 
 def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
-    """Return the bytes of the shards and of the full weights in each FSDP2 process.
+    """Return the bytes of the shards, and of the full weights, in each of several FSDP2 processes.
 
-    Weights, gradients and optimizer state are sharded. The full weights are gathered for sampling.
-    A reference is never sharded. The bytes of weights, training and reference must be known.
+    Weights, gradients and optimizer state are divided into shards. For sampling, every process
+    gathers the full weights. A reference model is never divided.
+
+    Args:
+        largest: cost of the run, in which the bytes of weights, training and reference are known.
+        processes: number of processes.
     """
     weights, training, reference = largest.weights, largest.training, largest.reference
     assert weights is not None and training is not None and reference is not None
@@ -243,10 +273,10 @@ def sharded_memory(largest: Cost, processes: int) -> tuple[int, int]:
 
 
 def total(costs: list[Cost]) -> Cost:
-    """Add up the costs of runs that are executed one after another.
+    """Return the total cost of runs that are executed one after another.
 
-    Completions and tokens are added, and memory is the maximum over the runs. Disk space is the sum
-    over the files that runs keep, plus the largest temporary need of a run.
+    Completions and tokens are added up. Memory is the maximum over the runs. Disk space is the sum
+    of what all runs keep, plus the largest additional space that one run needs temporarily.
     """
     names = ("rollouts", "values", "evaluation", "tokens", "disk_after")
     sums = {name: _sum([getattr(cost, name) for cost in costs]) for name in names}
@@ -260,12 +290,12 @@ def total(costs: list[Cost]) -> Cost:
 
 
 def model_size(model: ModelConfig) -> ModelSize:
-    """Return `model.size`, with unset values taken from the model's folder if there is one.
+    """Return `model.size`, with missing values read from the model's folder if there is one.
 
-    Unset sizes come from config.json, with the key names of Llama-like models. The number of
-    parameters comes from the headers of the weight files, which store tied weights once. If each
-    layer has its own size, the largest is used. A value that is neither a number nor a list of
-    numbers is treated as unknown.
+    The sizes are read from config.json, under the keys of Llama-like models. If config.json lists a
+    size for each layer, the largest is used. A value that is neither a number nor a list of numbers
+    counts as unknown. The number of parameters is read from the headers of the weight files, which
+    store tied weights once.
     """
     folder = model_folder(model.model_name_or_path)
     if not (folder / "config.json").is_file():
@@ -290,7 +320,7 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 
 def _largest(value: object) -> int | None:
-    """Return a size in config.json, or the largest in a list of sizes; None for any other value.
+    """Return a size from config.json, or the largest of a list of sizes; None for other values.
 
     >>> _largest(48), _largest([32, 48]), _largest([32, None]), _largest("48"), _largest(0)
     (48, 48, None, None, None)
@@ -302,11 +332,11 @@ def _largest(value: object) -> int | None:
 
 
 def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
-    """Return the bytes of the KV cache of the completions sampled at once.
+    """Return the bytes of the keys and values of the completions sampled in parallel.
 
-    Prompts and reserved space are not counted. Each token adds kv_width keys and kv_width values in
-    each layer. Keys pass through rotary embeddings and have the data type of the weights. Values
-    have the data type of the computation, with `computed` bytes per number.
+    Prompts and spare space are not counted. Each token adds kv_width keys and kv_width values in
+    each layer. Keys have the data type of the weights, because they pass through rotary embeddings.
+    Values have the data type of the computation, with `computed` bytes per number.
     """
     sampler = work.sampler
     if sampler.rollout.name != "local":
@@ -318,10 +348,10 @@ def _cache(work: Work, size: ModelSize, computed: int) -> int | None:
 
 
 def _logits(work: Work, size: ModelSize) -> int | None:
-    """Return the larger of two memory needs for float32 logits, in bytes.
+    """Return the bytes of float32 logits, the larger of the needs of sampling and of training.
 
-    The first need is for the next-token logits of all rows. The second is for one chunk of the
-    logits that give log-probabilities, and for the values computed from this chunk.
+    Sampling needs the next-token logits of all completions. Training and studies compute
+    log-probabilities from chunks of logits; they need one chunk and the values computed from it.
     """
     if size.vocabulary is None:
         return None
@@ -332,16 +362,14 @@ def _logits(work: Work, size: ModelSize) -> int | None:
 
 
 def _graph(size: ModelSize, tokens: int, entry: int, by_layer: bool = False) -> int | None:
-    """Return the bytes of activations in a backward pass over a number of tokens.
-
-    The count is the same as in `policy.memory.score_bytes`.
+    """Return the bytes of activations in a backward pass.
 
     Args:
         size: sizes of the model.
-        tokens: number of tokens.
+        tokens: number of tokens in the pass.
         entry: bytes per number in the computation.
-        by_layer: True if only the graph of one layer is held at a time, plus the inputs of all
-            layers.
+        by_layer: True if the pass keeps the inputs of all layers, but the graph of only one layer
+            at a time.
     """
     if size.layers is None or size.hidden is None or size.inner is None:
         return None

@@ -1,7 +1,8 @@
-"""Durations of planned runs, estimated from the throughput of an earlier run on this machine.
+"""Durations of planned runs, estimated from the speed of an earlier run on this machine.
 
-The estimate is rough, because the throughput depends on the batch size, the length of answers and
-the load of the machine. If no earlier run has finished, the duration is unknown.
+The estimate is rough, because the speed depends on the batch size, the length of the completions
+and the load of the machine. If no similar run has finished on this machine, the duration is
+unknown.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from grpo_ustat.runs.contents import is_number
 from grpo_ustat.runs.history import wall_seconds
 from grpo_ustat.runs.record import RunRecord
 
-# Largest number of finished runs to read, newest first.
+# Largest number of finished runs that are read; the newest are read first.
 MAX_RUNS_READ = 50
-# Configuration keys that must have the same values in an earlier run.
+# Keys of the configuration. A duration is estimated only from a run with the same values.
 AGREEING_KEYS = (
     "model.model_name_or_path", "model.dtype", "launch.device", "launch.num_threads",
     "launch.num_processes", "launch.workers", "bf16", "lora.r", "rollout.name",
@@ -30,11 +31,11 @@ UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 @dataclass(frozen=True)
 class Plan:
-    """Description of a planned run for cost estimates."""
+    """Facts about a planned run, from which its cost and duration are estimated and shown."""
 
     # `train` or `mse`.
     command: str
-    # Settings that determine the cost, as typed by the user; None values are not shown.
+    # Settings that determine the cost, by the names that are shown. A value None is not shown.
     settings: Mapping[str, object]
     cost: Cost
     # Name of the policy.
@@ -46,19 +47,19 @@ class Plan:
     gpus: int
     # Largest length of a completion in tokens.
     max_completion_length: int
-    # See `conditions`.
+    # Values of `AGREEING_KEYS`, from the function `conditions`.
     conditions: Mapping[str, object]
     # Default parent folder of this command's runs, with a subfolder for each date.
     usual_place: Path
-    # Folder of the run; None if only the running job can determine it.
+    # Folder of the run; None if it is known only once the run's job has started.
     folder: Path | None
-    # Overrides that shorten the run to seconds or minutes without changing the throughput.
+    # Overrides for a run of seconds or minutes with the same speed. Such a run allows an estimate.
     short_run: str
-    # Description of how a step's batch is divided.
+    # Sentence that says how the batch of a step is divided.
     batch: str = ""
     # Notes on the run's memory.
     notes: Sequence[str] = ()
-    # Published number of test questions, if the estimate assumes it; else None.
+    # Published number of test questions, if the estimate relies on it; else None.
     published_tests: int | None = None
 
 
@@ -66,12 +67,12 @@ class Plan:
 class Duration:
     """Estimated time of a run."""
 
-    # Estimated seconds; None if no earlier run gives an estimate.
+    # Estimated seconds; None if no earlier run allows an estimate.
     seconds: float | None
-    # Seconds, included in `seconds`, that a process needs only once, before its first run.
+    # Part of `seconds` before the run itself starts. Several runs in one process need it only once.
     start: float
-    # Earlier run on which the estimate is based. If there is no estimate, the reason, and overrides
-    # for a short run that would allow one.
+    # Earlier run on which the estimate is based. Without an estimate, the reason for this, and
+    # overrides for a short run that would allow an estimate.
     basis: str
     gpus: int
 
@@ -85,22 +86,22 @@ class Duration:
 class Pace:
     """Speed of a finished run."""
 
-    # Tokens per second in training steps, or in a study's sampling and scoring.
+    # Tokens per second, in training steps or while a study samples and computes gradients.
     rate: float
-    # Tokens per second when a training run only samples, as in evaluations.
+    # Tokens per second while a training run only samples, as in evaluations.
     sampling_rate: float
     # Mean number of tokens per completion.
     length: float
-    # Seconds of all other parts of the run, such as setup and figures.
+    # Seconds of all other parts of the run, such as loading the model and drawing figures.
     rest: float
-    # Seconds until the process began its first run.
+    # Seconds from the start of the process to the start of its first run.
     start: float
 
 
 def duration(plan: Plan) -> Duration:
-    """Estimate the duration of a planned run from the newest earlier run with a known pace.
+    """Estimate the duration of a planned run from the newest earlier run whose speed is known.
 
-    Completions are assumed to be as long as in the earlier run.
+    The estimate assumes that completions are as long as in the earlier run.
     """
     cost = plan.cost
     completions, tests = cost.rollouts + cost.values, cost.evaluation or 0
@@ -118,16 +119,22 @@ def duration(plan: Plan) -> Duration:
             f"{number_text(length)} tokens per completion"
         )
         return Duration(seconds, pace.start, basis, plan.gpus)
-    reason = f"no finished run of {plan.model} on {plan.device}"
-    hint = f"Run once with {plan.short_run} to calibrate"
+    reason = f"no run of {plan.model} on {plan.device} has finished"
+    hint = f"For an estimate, first run the same command with {plan.short_run}"
     return Duration(None, 0.0, f"{reason}. {hint}", plan.gpus)
 
 
 def pace_of(run: RunRecord, processes: int) -> Pace | None:
-    """Return the pace of a finished run that was divided among `processes` processes.
+    """Return the speed of a finished run.
 
-    The result is None if the run's history and result do not determine the pace, because of several
-    launches, an existing pool or equal rewards.
+    Args:
+        run: run whose times are read.
+        processes: number of processes among which the run was divided.
+
+    Returns:
+        Speed, or None if it cannot be determined. This is the case if the run was launched several
+        times, used stored completions of another run, or computed no gradients because all rewards
+        were equal.
     """
     launches, result = run.launches, run.final_result
     if [row.get("event") for row in launches] != ["start", "end"]:
@@ -137,11 +144,11 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
         return None
     work = result.get("cost", result)
     parts = [work[key] for key in ("seconds_generate", "seconds_score") if key in work]
-    # The seconds in `parts` are sums over workers.
+    # The seconds in `parts` are sums over processes.
     seconds = sum(parts) / processes if parts else work["seconds"]
     completions = work["rollouts"] + work.get("value_rollouts", 0)
     has_work = all(number > 0 for number in (*parts, seconds, completions, work["tokens"]))
-    # Stored times are truncated to whole seconds.
+    # One second is added, because stored times are truncated to whole seconds.
     if not has_work or seconds > wall + 1:
         return None
     rate, length = work["tokens"] / seconds, work["tokens"] / completions
@@ -157,13 +164,15 @@ def pace_of(run: RunRecord, processes: int) -> Pace | None:
 def finished_runs(
     command: str, conditions: Mapping[str, object], usual_place: Path, folder: Path | None
 ) -> Iterator[RunRecord]:
-    """Yield up to `MAX_RUNS_READ` finished runs of a command on this machine, newest first.
+    """Yield finished runs of a command on this machine, newest first.
+
+    At most the `MAX_RUNS_READ` newest results are read.
 
     Args:
         command: `train`, `mse` or `gap`.
-        conditions: values that the runs' configurations must have, by dotted key.
+        conditions: values that the runs' configurations must have, keyed by dotted names.
         usual_place: default parent folder of this command's runs, with a subfolder for each date.
-        folder: folder of the planned run, or None. Runs in the neighbouring folders are also read.
+        folder: folder of the planned run, or None. Runs in neighbouring folders are read too.
     """
     places = [(usual_place, "*/*/result.json")]
     if folder is not None:
@@ -183,7 +192,7 @@ def finished_runs(
 
 
 def conditions(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of `AGREEING_KEYS` by dotted key; None if the command lacks a key.
+    """Return the values of `AGREEING_KEYS` in a configuration; None for a key that it lacks.
 
     Args:
         values: nested values of a run's configuration.
@@ -193,7 +202,7 @@ def conditions(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def one_after_the_other(durations: Sequence[Duration]) -> float | None:
-    """Return the total seconds of runs that one process executes in sequence; None if unknown."""
+    """Return the total seconds of runs that one process executes; None if one is unknown."""
     seconds = [
         estimate.seconds - estimate.start for estimate in durations if estimate.seconds is not None
     ]
@@ -202,7 +211,7 @@ def one_after_the_other(durations: Sequence[Duration]) -> float | None:
 
 
 def time_text(seconds: float | None) -> str:
-    """Format seconds in a suitable unit with two digits.
+    """Format a duration with two digits, in seconds, minutes, hours or days.
 
     >>> time_text(40), time_text(5400), time_text(86400 * 2000), time_text(None)
     ('40 s', '1.5 h', '2 000 days', 'unknown')
@@ -214,7 +223,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def number_text(number: float | None) -> str:
-    """Format a number with two digits, or with all integer digits from 100 on.
+    """Format a number with two digits; from 100 on, as an integer.
 
     >>> number_text(3.14159), number_text(1901.6), number_text(None)
     ('3.1', '1 902', 'unknown')
@@ -225,6 +234,6 @@ def number_text(number: float | None) -> str:
 
 
 def path_text(folder: Path) -> str:
-    """Return the folder as text, relative to the working directory if the folder is inside it."""
+    """Return the path of a folder, relative to the working directory if the folder is inside it."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -1,4 +1,7 @@
-"""`dry_run=true`: print the planned runs and their costs without loading or writing anything."""
+"""Tables for `dry_run=true`, which prints the planned runs and their costs.
+
+Nothing is loaded or written.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +25,21 @@ from grpo_ustat.costs.duration import (
 )
 from grpo_ustat.terminal.console import Console
 
-# Largest number of distinct batches that are described.
+# Largest number of different batches that are described.
 MAX_BATCHES = 6
-# Number of processes in the FSDP2 example.
+# Number of processes for which the memory with FSDP2 is shown as an example.
 EXAMPLE_PROCESSES = 8
 
 
 def show_costs(plans: Sequence[Plan]) -> None:
-    """Print the settings that all runs share, then a row per run, totals and durations."""
+    """Print the settings that all runs share, a table with one row per run, and the durations."""
     console, rows = Console(), [settings_in_words(plan.settings) for plan in plans]
     shared = {k: v for k, v in rows[0].items() if all(row.get(k) == v for row in rows)}
     labels = [
         ", ".join(f"{key} {value}" for key, value in row.items() if key not in shared)
         for row in rows
     ]
-    # A name and its value stay on one line.
+    # A no-break space keeps a name and its value on one line.
     text = ", ".join(f"{key}\xa0{value}" for key, value in shared.items())
     lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
     console.print("\n".join(lines).replace("\xa0", " "))
@@ -49,7 +52,7 @@ def show_costs(plans: Sequence[Plan]) -> None:
 
 
 def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings that are not None, with values as typed on a command line."""
+    """Return the settings that are not None, with values as they are typed on a command line."""
     texts = {}
     for key, value in settings.items():
         if isinstance(value, bool):
@@ -60,14 +63,14 @@ def settings_in_words(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def batch_lines(plans: Sequence[Plan]) -> list[str]:
-    """Describe how each distinct training batch is divided."""
+    """Return a line for each different batch, which says how it is divided."""
     lines = list(dict.fromkeys(plan.batch for plan in plans if plan.batch))
     more = [f"and {len(lines) - MAX_BATCHES} other batches"] if len(lines) > MAX_BATCHES else []
     return lines[:MAX_BATCHES] + more
 
 
 def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
-    """Return a table with one row per run, labelled with the settings, and a row of totals."""
+    """Return a table of costs, with one row per run and a row of totals."""
     runs = len(costs)
     table = Table(title=f"{runs} run{'s' * (runs > 1)}", box=SIMPLE, pad_edge=False)
     table.add_column("")
@@ -94,18 +97,18 @@ def cost_table(labels: Sequence[str], costs: list[Cost]) -> Table:
 
 
 def cost_notes(plans: Sequence[Plan]) -> list[str]:
-    """Return notes on the memory of the largest run and on what is not counted."""
+    """Return notes that explain the columns, the memory of the largest run, and what is missing."""
     largest = max(plans, key=lambda plan: plan.cost.memory or 0)
     cost = largest.cost
-    notes = ["Prompt tokens are not counted, because that needs a tokenizer."]
+    notes = ["Prompt tokens are not counted, because counting them needs a tokenizer."]
     if any(plan.cost.values != 0 for plan in plans):
-        notes.append("The column values counts fresh completions for estimating baselines.")
+        notes.append("`values` is the number of completions that only serve to compute baselines.")
     if any(plan.cost.evaluation != 0 for plan in plans):
-        notes.append("The column tests counts completions of test questions.")
+        notes.append("`tests` is the number of completions of test questions.")
     if cost.memory is None:
         notes.append(
-            "Memory and disk unknown: set model.size.parameters, .layers, .hidden and the other "
-            "sizes."
+            "Memory and disk space are unknown. To compute them, set model.size.parameters, "
+            "model.size.layers and the other fields of model.size."
         )
     else:
         reference = f"reference {_bytes(cost.reference)}, " if cost.reference else ""
@@ -114,27 +117,29 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
             f"Memory of the largest run: weights {_bytes(cost.weights)}, {reference}gradients and "
             f"optimizer {_bytes(cost.training)}, keys and values {_bytes(cost.cache)}, logits "
             f"{_bytes(cost.logits)}, activations of a backward pass {_bytes(cost.graph)}{program}. "
-            "Keys and values are never in memory together with these activations. Prompts are not "
-            "counted."
+            "Keys and values are not in memory at the same time as these activations. Prompts are "
+            "not counted."
         )
     notes += largest.notes
     if largest.device.startswith("cuda") and cost.memory is not None and cost.training:
         shards, gathered = sharded_memory(cost, EXAMPLE_PROCESSES)
         names = "weights and reference" if cost.reference else "weights"
         notes.append(
-            f"FSDP2 on {EXAMPLE_PROCESSES} processes: {decimal(shards)} of weights, gradients and "
-            f"optimizer per process, and {decimal(gathered)} of whole {names} during sampling."
+            f"With FSDP2 on {EXAMPLE_PROCESSES} processes, each process would need "
+            f"{decimal(shards)} for its part of weights, gradients and optimizer, and during "
+            f"sampling {decimal(gathered)} for the whole {names}."
         )
 
     sizes = {plan.published_tests for plan in plans}
     notes += [
-        f"Tests: dataset.test_size=null, so the published {size} questions are assumed."
+        f"The number of test questions is taken to be the published {size}, because "
+        "dataset.test_size=null."
         for size in sorted(size for size in sizes if size is not None)
     ]
     if any(plan.cost.evaluation is None for plan in plans):
         notes.append(
-            "Tests unknown: dataset.test_size=null evaluates all test questions. Their tokens "
-            "are not counted. Set dataset.test_size to count them."
+            "The number of test questions is unknown, because dataset.test_size=null uses all of "
+            "them. Their tokens are not counted. To count them, set dataset.test_size."
         )
     return notes
 
@@ -142,9 +147,12 @@ def cost_notes(plans: Sequence[Plan]) -> list[str]:
 def score_notes(
     model: ModelConfig, completions: int, max_completion_length: int, weights: int
 ) -> list[str]:
-    """Describe how N completions of a question are scored and how much memory is needed.
+    """Say how much memory the gradients of a question's N completions need, as a list of notes.
 
     Args:
+        model: configuration of the model.
+        completions: number of completions, N.
+        max_completion_length: largest length of a completion in tokens.
         weights: size of the weights in bytes.
     """
     memory = score_memory(model, completions, max_completion_length)
@@ -152,22 +160,23 @@ def score_notes(
         return []
     whole_graph, by_layer, _ = memory
     text = (
-        f"In addition to the weights, scoring N = {completions} completions at once needs "
-        f"{decimal(whole_graph)} with the whole graph, or {decimal(by_layer)} layer by layer, "
-        "which takes a quarter more time. Scoring is layer by layer if the whole graph needs more "
-        "than half of the free memory. Including the weights, at least "
-        f"{decimal(weights + by_layer)} are needed."
+        f"The gradients of a question's N = {completions} completions are computed together. In "
+        f"addition to the weights, this needs {decimal(whole_graph)} with the whole computation "
+        f"graph, or {decimal(by_layer)} layer by layer, which takes a quarter more time. It is "
+        "done layer by layer if the whole graph needs more than half of the free memory. With the "
+        f"weights, at least {decimal(weights + by_layer)} are needed."
     )
     if completions >= 8:
         text += (
-            f" If this does not fit, run budget.pool_completions={completions // 2} first, and "
-            f"then {completions} on the same pool=DIR."
+            f" If this does not fit, run the study with budget.pool_completions="
+            f"{completions // 2} pool=DIR first, and then again with budget.pool_completions="
+            f"{completions} and the same pool=DIR."
         )
     return [text]
 
 
 def show_durations(labels: Sequence[str], durations: Sequence[Duration], console: Console) -> None:
-    """Print the wall time of each run and of all runs, and the basis of the estimate."""
+    """Print the wall time of each run and of all runs together, and how it was estimated."""
     several, hours = len(durations) > 1, any(estimate.gpus for estimate in durations)
     has_estimate = any(estimate.seconds is not None for estimate in durations)
     if several and has_estimate:
@@ -196,9 +205,9 @@ def show_durations(labels: Sequence[str], durations: Sequence[Duration], console
         console.print(f"{line}: {basis}{of if runs < len(durations) else ''}.")
     if has_estimate:
         console.print(
-            "This wall time is a rough estimate. The true time may be half to twice as long, or "
-            "further off if the earlier run had much smaller batches or the machine is busier now. "
-            "Waiting in a queue is not counted."
+            "This wall time is a rough estimate. The true time may be half as long or twice as "
+            "long. The error can be larger if the earlier run had much smaller batches, or if the "
+            "machine is busier now. Waiting in a queue is not counted."
         )
 
 

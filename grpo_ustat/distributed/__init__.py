@@ -1,1 +1,1 @@
-"""Multiple processes: ranks, workers, signals, SLURM."""
+"""Functions for several processes: ranks, workers, locks, signals and SLURM."""

@@ -1,22 +1,23 @@
 """Lock that reserves a folder for one process at a time and ends when that process ends.
 
-The owner locks the file `.lock` with flock(2) and writes a record of itself into the file. The
-kernel releases the flock when the owner dies. This is not enough for several machines, because some
-file systems restrict flock to one machine (BeeGFS and Lustre by default), and others do not support
-it. The owner therefore also touches the file every `BEAT_SECONDS`, and a lock from another machine
-is taken over only if the file has not changed for `DEAD_AFTER_SECONDS`. The file's modification
-time is compared only with its earlier values, never with a clock, so the machines' clocks can
-differ by any amount.
+The process that has the lock, its owner, locks the file `.lock` with flock(2) and writes a record
+of itself into the file. The kernel releases the flock when the owner dies.
 
-An owner calls `check` before it writes. If the owner was suspended for so long that it lost its
-lock, the file names another owner, and the suspended process ends.
+This is not enough for several machines. Some file systems restrict flock to one machine (BeeGFS and
+Lustre by default), and others do not support it. The owner therefore also changes the file's
+modification time every `BEAT_SECONDS`, which is called a heartbeat. A process takes over a lock
+from another machine only if it sees no heartbeat for `DEAD_AFTER_SECONDS`. Modification times are
+compared only with each other, never with a clock, so the machines' clocks may differ.
 
-`SoftFileLease` in filelock 4.2.11 has a similar heartbeat. It was tried and is not used for two
-reasons. First, it can take the lock from an owner that is alive, as flock would show. This happens
-immediately if the owner's process id does not exist here (for example in another container with the
-same host name), and after the lease if an owner on this machine is suspended. Second, its file has
-no field for a SLURM job. Here, a restart of the owner's job proves immediately that an owner on
-another machine is dead.
+An owner calls `check` before it writes. If it was suspended for so long that another process took
+over the lock, the file names this other process, and the suspended process ends.
+
+`SoftFileLease` in filelock 4.2.11 has a similar heartbeat. It was tried and is not used, for two
+reasons. First, it can take the lock from an owner that is alive, although flock would show that it
+is. This happens immediately if the owner's process id does not exist here (for example if the owner
+is in another container with the same host name). It happens after the lease if an owner on this
+machine is suspended. Second, its file has no field for a SLURM job. With this field, a restart of
+the owner's job proves immediately that the owner is dead, even if it was on another machine.
 """
 
 from __future__ import annotations
@@ -41,40 +42,42 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.signals import stop_if_requested
 
 NAME = ".lock"
-# Interval between heartbeats in seconds.
+# Seconds between two heartbeats.
 BEAT_SECONDS = 10.0
 # Seconds without a heartbeat after which an owner on another machine is considered dead.
 DEAD_AFTER_SECONDS = 60.0
-# Interval between checks for a heartbeat in seconds.
+# Seconds between two checks for a heartbeat.
 LOOK_SECONDS = 1.0
-# Seconds after a takeover in which other processes that took over at the same time become visible.
+# Seconds to wait after a takeover. Another process may have taken over at the same time, and only
+# becomes visible in this time.
 SETTLE_SECONDS = 2.0
-# Seconds for which a denied flock is retried, because a process that only inspects the lock also
-# has the flock for a few microseconds.
+# Seconds for which a denied flock is tried again. A process that only inspects the lock also has
+# the flock, but only for a few microseconds.
 FLOCK_SECONDS = 1.0
+# Errors of file systems that do not support flock.
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Held(ConfigError):
-    """Error for a folder locked by another process; the one-line message names the process."""
+    """Error for a folder that another process has locked; the message names this process."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Record that a process writes into its lock."""
+    """Record of the owner that is written into the lock file."""
 
     # Random token, unique to this lock.
     token: str
     host: str
-    # Process id as seen by the process itself; outside its container, the id can differ.
+    # Process id as the process itself sees it. Outside its container, the id can be different.
     pid: int
     # Random id of the running kernel, which changes at every boot; None outside Linux.
     boot_id: str | None
-    # Time at which the process took the lock, by its machine's clock; used only for display.
+    # Time at which the process took the lock, by its machine's clock. It is only shown.
     started: str
-    # Number of the SLURM job (None outside SLURM), and number of times that the job was restarted;
-    # see `grpo_ustat.distributed.slurm`.
+    # Number of the SLURM job; None outside SLURM.
     slurm_job: str | None
+    # Number of times that SLURM has restarted the job.
     slurm_restart: int
 
     def __str__(self) -> str:
@@ -88,12 +91,14 @@ class Holder(Owner):
 
     # Seconds since the owner's last heartbeat.
     silent: float
-    # True if flock shows that the owner is alive; False if only its last heartbeat is recent.
+    # True if flock shows that the owner is alive. False if only its recent heartbeat suggests it.
     certain: bool
 
 
 class Lock:
-    """Lock of a folder, which a process can take once; forks of the process do not own the lock.
+    """Lock of a folder, which a process can take once.
+
+    If the process forks, the new process does not own the lock.
 
     Args:
         folder: folder to lock; it is created if it does not exist.
@@ -106,11 +111,13 @@ class Lock:
         self._released = threading.Event()
 
     def take(self) -> None:
-        """Take the lock; if it belonged to a dead owner, print a line on standard error.
+        """Take the lock.
+
+        If the lock belonged to a dead owner, a line on standard error says so.
 
         Raises:
-            Held: the owner is alive. The check takes up to `DEAD_AFTER_SECONDS` if the owner is on
-                another machine.
+            Held: another process has the lock and is alive. If it is on another machine, it takes
+                up to `DEAD_AFTER_SECONDS` to find out.
             OSError: the lock file cannot be created or written.
         """
         watched = None
@@ -128,10 +135,17 @@ class Lock:
             watched = _seen_dead(self.path)
 
     def _own(self, descriptor: int, previous: bytes, settle: bool) -> None:
-        """Write this process into the locked file, and start a thread that sends heartbeats."""
+        """Write the record of this process into the locked file, and start its heartbeats.
+
+        Args:
+            descriptor: descriptor of the lock file, on which this process has the flock.
+            previous: content of the file.
+            settle: True to wait in case that another process takes over at the same time.
+        """
         if previous:
             _say(f"{self.path.parent}: {_named(previous)} has ended; this process takes over")
-        # Write before truncating, because an empty file would have no owner.
+        # The file is written before it is truncated, so that it is never empty. An empty file would
+        # have no owner.
         os.pwrite(descriptor, self._content, 0)
         os.ftruncate(descriptor, len(self._content))
         os.fsync(descriptor)
@@ -145,10 +159,10 @@ class Lock:
     def check(self) -> None:
         """Verify that the lock still belongs to this process.
 
-        If the file cannot be read because of a disk error, the check passes.
+        The check passes if a disk error prevents reading the file.
 
         Raises:
-            Held: the lock was taken over or removed.
+            Held: another process took over the lock, or its file was removed.
         """
         try:
             content = self.path.read_bytes()
@@ -158,15 +172,15 @@ class Lock:
             return
         if not content:
             raise Held(
-                f"{self.path.parent} or its {NAME} was moved or removed while this process worked "
-                "there: this process now ends without writing; put the folder back and run the "
-                "same command to continue"
+                f"{self.path.parent} or its file {NAME} was moved or removed while this process "
+                "worked there, so the process ends without writing: put the folder back and run "
+                "the same command to continue"
             )
         if content != self._content:
             raise Held(
-                f"{self.path.parent} was taken over by {_named(content)}, because this process "
-                f"sent no heartbeat for {DEAD_AFTER_SECONDS:g} s (suspended?): this process now "
-                "ends without writing"
+                f"{self.path.parent} was taken over by {_named(content)}, which saw no heartbeat "
+                f"of this process for {DEAD_AFTER_SECONDS:g} s (was this process suspended?): this "
+                "process ends without writing"
             )
 
     def is_own(self) -> bool:
@@ -178,13 +192,13 @@ class Lock:
         return self in _HELD_LOCKS
 
     def release(self) -> None:
-        """Release the lock if this process owns it; do nothing in a fork of the owner."""
+        """Release the lock if this process owns it; otherwise, as in a fork, do nothing."""
         if self not in _HELD_LOCKS:
             return
         _HELD_LOCKS.discard(self)
         self._released.set()
         try:
-            # Closing the descriptor below releases the flock even if the file cannot be removed.
+            # If the file cannot be removed, closing the descriptor below still releases the flock.
             with suppress(Held, OSError):
                 self.check()
                 self.path.unlink()
@@ -210,7 +224,10 @@ def check_own() -> None:
 
 
 def _forget() -> None:
-    """Close the descriptors in a fork, so that the lock ends with the process that took it."""
+    """Close the descriptors of locks in a forked process.
+
+    Otherwise a fork would keep a lock alive after the process that took it has ended.
+    """
     while _HELD_LOCKS:
         os.close(_HELD_LOCKS.pop()._descriptor)
 
@@ -221,10 +238,11 @@ os.register_at_fork(after_in_child=_forget)
 def peek(folder: Path) -> Holder | None:
     """Return the live process that has locked the folder, or None if there is none.
 
-    The lock is not changed. The current time is taken from a temporary file in the folder. If the
-    folder is not writable, this machine's clock is used. In that case, if the owner is on another
-    machine and its flock is not visible here, the result depends on the difference between the two
-    machines' clocks. Only `Lock.take` is decisive, and it does not compare clocks.
+    The lock is not changed. The result is for display; only `Lock.take` decides reliably. The time
+    since the last heartbeat is measured with the clock that sets modification times in the folder,
+    by means of a temporary file. In a folder that is not writable, this machine's clock is used. If
+    the clocks of the two machines differ, the result can then be wrong for an owner on another
+    machine whose flock is not visible here.
     """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY)
@@ -242,7 +260,7 @@ def peek(folder: Path) -> Holder | None:
 
 
 def in_use(folder: Path, who: str) -> str:
-    """Return the error message for a folder that another process has locked."""
+    """Return the error message for a folder that is locked by `who`."""
     return (
         f"{folder} is in use by {who}: wait for it, stop it, or choose another folder with "
         "hydra.run.dir=DIR"
@@ -250,10 +268,11 @@ def in_use(folder: Path, who: str) -> str:
 
 
 def _opened(path: Path) -> tuple[int, bool, bool]:
-    """Open the file and lock it with flock; return its descriptor and two flags.
+    """Open the lock file, or create it, and lock it with flock.
 
-    The first flag is True if the file is new. The second flag is True if the flock succeeded, and
-    False if the file system does not support flock.
+    Returns:
+        Descriptor of the file; True if the file is new; True if this process has the flock, or
+        False if the file system does not support flock.
 
     Raises:
         Held: another process has locked the file.
@@ -261,7 +280,7 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
     until = time.monotonic() + FLOCK_SECONDS
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process whose own lock was refused can remove the folder in the meantime.
+        # In the meantime another process can remove the folder, after its own lock was refused.
         with suppress(FileNotFoundError):
             descriptor, new = _open_or_create(path)
             flocked = _flock(descriptor)
@@ -282,10 +301,11 @@ def _open_or_create(path: Path) -> tuple[int, bool]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Lock a file with flock.
+    """Try to lock a file with flock.
 
-    Return True if this succeeds, False if another process has the flock, and None if the file
-    system does not support flock.
+    Returns:
+        True if this succeeds, False if another process has the flock, and None if the file system
+        does not support flock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,7 +332,7 @@ def _is_flocked(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return True if the path still refers to the open file, which its owner might have removed."""
+    """Return True if the path still refers to the open file, and not to a new or missing one."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -320,9 +340,10 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _outlived(owner: Owner | None) -> bool:
-    """Return True if an owner that has no flock is certainly dead.
+    """Return True if the owner is certainly dead, given that it no longer has the flock.
 
-    The owner is certainly dead if it ran under this kernel, or if SLURM has restarted its job.
+    This is certain in two cases. If the owner ran under the same kernel, the missing flock proves
+    it. If SLURM has restarted the owner's job as the job of this process, the restart proves it.
     """
     if owner is None:
         return False
@@ -334,10 +355,13 @@ def _outlived(owner: Owner | None) -> bool:
 
 
 def _seen_dead(path: Path) -> bytes | None:
-    """Watch a lock until its owner is considered dead, and return the lock's content.
+    """Wait until the owner of a lock is considered dead.
 
-    The result is None if the file disappears. The time limit is a number of checks, not a duration,
-    because the owner cannot send heartbeats while the file system hangs.
+    The wait ends after a fixed number of checks instead of a fixed time. While the file system
+    hangs, the owner cannot send heartbeats, and this process does not check.
+
+    Returns:
+        Content of the lock file, or None if the file disappeared.
 
     Raises:
         Held: the owner sent a heartbeat.
@@ -345,8 +369,8 @@ def _seen_dead(path: Path) -> bytes | None:
     """
     first = _look(path)
     _say(
-        f"{path.parent} is locked by {_named(first[0])}: checking for {DEAD_AFTER_SECONDS:g} s "
-        "whether it is alive"
+        f"{path.parent} is locked by {_named(first[0])}: this process waits up to "
+        f"{DEAD_AFTER_SECONDS:g} s to see if it is alive"
     )
     for _ in range(round(DEAD_AFTER_SECONDS / LOOK_SECONDS)):
         time.sleep(LOOK_SECONDS)
@@ -360,9 +384,9 @@ def _seen_dead(path: Path) -> bytes | None:
 
 
 def _look(path: Path) -> tuple[bytes, int | None]:
-    """Return a lock file's content and the time of its last change in nanoseconds.
+    """Return the content of a lock file and the time of its last change in nanoseconds.
 
-    Every call opens the file anew, because NFS contacts its server only when a file is opened.
+    The file is opened at every call, because NFS asks its server for changes only then.
     """
     try:
         with path.open("rb") as file:
@@ -396,9 +420,9 @@ def _this_process() -> Owner:
 
 
 def _now(folder: Path) -> float:
-    """Return the time in seconds, from the clock that sets modification times in the folder.
+    """Return the time in seconds by the clock that sets modification times in the folder.
 
-    If the folder is not writable, return this machine's time.
+    If the folder is not writable, this machine's clock is used.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:

@@ -1,4 +1,4 @@
-"""Functions that end processes, either on request or when their parent ends."""
+"""Functions that list and end child processes, and that end a process with its parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import psutil
 
-# Interval in seconds between checks that the parent is alive.
+# Seconds between two checks that the parent is alive.
 LOOK_SECONDS = 0.5
 
 
@@ -24,7 +24,7 @@ def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
 
     The list is empty if the process has ended.
     """
-    # Imported where processes are listed, because commands that only read logs do not need it.
+    # Imported only here, because commands that only read logs do not need psutil.
     import psutil
 
     with suppress(psutil.NoSuchProcess):
@@ -49,9 +49,13 @@ def kill_group(pid: int) -> None:
 
 
 def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[None]:
-    """Yield twice a second while this process's parent, and the ancestor if given, are alive.
+    """Yield twice a second, until the parent of this process is dead.
 
-    Polling is necessary, because a killed process cannot notify this one.
+    The parent is checked again and again, because a killed process cannot send a message.
+
+    Args:
+        parent: process id of the parent.
+        ancestor: process id of another process, whose death also ends the iteration; or None.
     """
     import psutil
 
@@ -67,10 +71,14 @@ def while_parent_lives(parent: int, ancestor: int | None = None) -> Iterator[Non
 
 
 def end_with_parent(parent: int, ancestor: int | None = None, folder: Path | None = None) -> None:
-    """End this process as soon as its parent or the given ancestor is dead.
+    """Start a thread that ends this process as soon as its parent is dead.
 
-    The process ends with exit code 1 and without any cleanup, except that `folder`, the parent's
-    temporary folder, is removed if it is given. See `while_parent_lives`.
+    The process ends with exit code 1 and without any cleanup except for `folder`.
+
+    Args:
+        parent: process id of the parent.
+        ancestor: process id of another process, whose death also ends this process; or None.
+        folder: temporary folder of the parent, which is removed; or None.
     """
 
     def watch() -> None:

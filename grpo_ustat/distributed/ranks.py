@@ -1,4 +1,8 @@
-"""Ranks of a run started by torchrun or `accelerate launch`; a single process is also supported."""
+"""Functions for the ranks of a run: processes that share its work and wait for each other.
+
+torchrun, `accelerate launch`, SLURM or the command itself starts the ranks. In a run with a single
+process, all functions behave as if it were the only rank.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,25 @@ from grpo_ustat.distributed.signals import Stopped
 PARENT_VARIABLE = "GRPO_USTAT_PARENT"
 # Environment variable with the number of a local worker.
 WORKER_VARIABLE = "GRPO_USTAT_WORKER"
-# Maximum time that a rank waits for other ranks; gloo's default of 30 minutes is too short.
+# Longest time for which a rank waits for the others. The default of gloo, 30 minutes, is too short.
 LONGEST_WAIT = timedelta(days=20)
 
 
 class RefusedByRank(ConfigError):
-    """ConfigError of a single rank, which all ranks raise in the same call and print only once."""
+    """ConfigError that occurred on one rank and is raised by all; it is printed only once."""
 
 
 class _PeerFailed(Exception):
-    """Failure of another rank, which makes this rank's work useless."""
+    """Exception that ends the work of this rank because another rank has failed."""
 
 
 def check_environment() -> None:
-    """Raise an error if the environment defines this process's rank only in part.
+    """Raise an error if the environment variables that define a rank are incomplete or wrong.
 
-    The process would otherwise wait forever, or act as the first of several ranks.
+    Otherwise the process would wait forever, or act as the first of several ranks.
+
+    Raises:
+        ConfigError: If RANK is set, but other variables are missing or contradict it.
     """
     if "RANK" not in os.environ:
         return
@@ -62,12 +69,15 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Return True for rank 0, which prints and writes for all ranks."""
+    """Return True on rank 0, which prints and writes files for all ranks."""
     return rank() == 0
 
 
 def own_device(device: str) -> str:
-    """Return the configured device, with `cuda` resolved to the device of this rank or worker."""
+    """Return the device of this process: the configured one, or for `cuda` the GPU of this rank.
+
+    Local workers, the processes of `workers.share`, each get a GPU in the same way.
+    """
     if device != "cuda" or (world() == 1 and WORKER_VARIABLE not in os.environ):
         return device
     import torch
@@ -75,16 +85,18 @@ def own_device(device: str) -> str:
     if world() == 1:
         return f"cuda:{int(os.environ[WORKER_VARIABLE]) % max(1, torch.cuda.device_count())}"
 
-    # Some SLURM tasks see only one device, which then has index 0.
+    # A SLURM task may see only one device, which then has the index 0.
     local_rank, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if here > visible > 1:
-        raise RefusedByRank(f"{here} processes on a machine with {visible} GPUs: use {visible}")
+        raise RefusedByRank(
+            f"{here} processes on a machine with {visible} GPUs: use {visible} processes"
+        )
     return f"cuda:{local_rank % visible if visible else local_rank}"
 
 
 def one_on_each_gpu(workers: int, device: str) -> int:
-    """Return the number of local workers that load a model; on CUDA, at most one per GPU."""
+    """Return how many of the configured local workers can load a model: on GPUs, one on each."""
     if not device.startswith("cuda"):
         return workers
     import torch
@@ -93,26 +105,27 @@ def one_on_each_gpu(workers: int, device: str) -> int:
 
 
 def barrier() -> None:
-    """Wait until every rank has made this call."""
+    """Wait until every rank has called this function."""
     all_gather_call(_nothing)
 
 
 def main_only(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function only on rank 0; every rank waits for the call and returns its value.
+    """Call a function on rank 0 only; every rank waits for the result and returns it.
 
-    The errors are the same as in `all_gather_call`.
+    If the function raises an error, all ranks raise one, as in `all_gather_call`.
     """
     return all_gather_call(function if is_main() else _nothing, *arguments)[0]
 
 
 def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call the function on every rank, and return the values of all ranks in rank order.
+    """Call a function on every rank, and return the results of all ranks in rank order.
 
     Raises:
-        RefusedByRank, Stopped: some rank raised a ConfigError or Stopped; all ranks raise this
-        error.
-        RuntimeError: another rank failed; the failed rank raises its original error.
-        SystemExit: the connection to a rank is lost.
+        RefusedByRank: the function raised a ConfigError on some rank. All ranks raise this error.
+        Stopped: the function raised Stopped on some rank. All ranks raise it.
+        RuntimeError: the function raised any other error on another rank. On the rank with the
+            error, the original error is raised.
+        SystemExit: the connection to another rank is lost.
     """
     if world() == 1:
         return [function(*arguments)]
@@ -147,9 +160,10 @@ def all_gather_call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def tally(added: int) -> int:
-    """Add to a count during `all_gather_call`, and return the count's current sum over all ranks.
+    """Add to a count that all ranks share, and return its current value.
 
-    If another rank has failed, the function raises an exception that `all_gather_call` catches.
+    This works only inside a function that `all_gather_call` calls. If another rank has failed, an
+    exception ends this function early, and `all_gather_call` catches it.
     """
     peers = _join()
     if peers.count("failed", 0):
@@ -162,7 +176,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _Peers:
-    """Connections to the other ranks: a process group for values, and a store for counts."""
+    """Connections to the other ranks: a process group for results, and a store for counts."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -170,11 +184,11 @@ class _Peers:
 
         self.calls = 0
         if dist.is_initialized():
-            # Accelerate has already connected the ranks.
+            # Accelerate has connected the ranks before.
             self._store = dist.distributed_c10d._get_default_store()
         else:
             self._store, number, size = next(rendezvous("env://"))
-            # This call returns when all ranks have joined, and no rank uses a folder before that.
+            # This call returns when all ranks have joined. No rank uses a folder before that.
             dist.init_process_group("gloo", store=self._store, rank=number, world_size=size)
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         self._gather = dist.all_gather_object
@@ -188,7 +202,7 @@ class _Peers:
         return values
 
     def count(self, key: str, added: int) -> int:
-        """Add to a count for the current call, and return its current sum over all ranks."""
+        """Add to a count that belongs to the current call; return its sum over all ranks so far."""
         with _connected():
             return self._store.add(f"grpo_ustat/{self.calls}/{key}", added)
 
@@ -197,7 +211,7 @@ _join = cache(_Peers)
 
 
 def _leave() -> None:
-    """Close the connections, because their threads would abort the process at its end."""
+    """Close the connections; otherwise their threads would abort the process when it ends."""
     import torch.distributed as dist
 
     _join.cache_clear()
@@ -206,7 +220,10 @@ def _leave() -> None:
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """End this rank and its sweep with a one-line error if the connection to a rank is lost."""
+    """End this rank, and the sweep, if the block loses the connection to another rank.
+
+    The error is shown as one line.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -215,12 +232,13 @@ def _connected() -> Iterator[None]:
 
 @contextmanager
 def name_lost_ranks() -> Iterator[None]:
-    """End this rank if the block loses the connection to a rank; raise other errors unchanged.
+    """End this rank if the block loses the connection to another rank.
 
-    Only errors from torch.distributed and gloo are treated as lost connections.
+    Errors of torch.distributed and gloo count as lost connections. All other errors are raised
+    unchanged.
 
     Raises:
-        SystemExit: the connection to a rank is lost.
+        SystemExit: the connection to another rank is lost.
     """
     try:
         yield

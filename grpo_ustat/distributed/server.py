@@ -1,7 +1,8 @@
-"""Module that the server process of a study's workers imports first; see `workers.preload`.
+"""Removal of the folder of the server process that forks a study's workers.
 
-The process that started the server removes the folder with the server's socket. If that process was
-killed, the server ends once no process is connected to it, and it then removes the folder itself.
+The server (see `workers.preload`) imports this module first. Usually the process that started the
+server removes the folder with the server's socket. If this process was killed, the server ends when
+no process is connected to it any more, and removes the folder itself.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import atexit
 import os
 import shutil
 
-# Environment variable that gives the server the folder of its socket.
+# Environment variable with the folder of the server's socket.
 FOLDER_VARIABLE = "GRPO_USTAT_SERVER_FOLDER"
 
 
 def remove_folder(path: str, process: int) -> None:
-    """Remove a folder if this process has the given id; do nothing in a fork."""
+    """Remove a folder if this process has the given id, so that forks do not remove it."""
     if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -1,8 +1,8 @@
-"""Stop requests: signals that schedulers send before they reclaim a machine.
+"""Handling of stop signals, which schedulers send before they reclaim a machine.
 
-A handler only records the signal. Between steps, the work checks for a signal on all ranks
-together, saves, and ends with exit code 75. A step in progress is finished first, so a scheduler
-must leave enough time for a step and a save.
+The signal handler only records the signal. After each step, a run checks for a recorded signal on
+all ranks together. If there is one, the run saves its work and ends with exit code 75. A scheduler
+must therefore leave enough time for finishing a step and saving.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import time
 from types import FrameType
 from typing import ClassVar
 
-# EX_TEMPFAIL of sysexits.h, which means that running the same command again continues the work.
+# Exit code of a stopped run, which the same command continues. It is EX_TEMPFAIL of sysexits.h.
 EXIT_CODE = 75
+# Signals that stop a run.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(Exception):
-    """Early end of the work on request, after everything that could be saved was saved."""
+    """Exception that ends a run early on request, after its work was saved."""
 
 
 class StopRequest:
-    """Context that records stop signals and restores the previous handlers at its end.
+    """Context in which stop signals are recorded; at its end the previous handlers are restored.
 
-    A nested request starts with the signal that the outer request has recorded.
+    A context inside another one starts with the signal that the outer one has recorded.
     """
 
     _inner: ClassVar[StopRequest | None] = None
@@ -59,19 +60,21 @@ class StopRequest:
         self.on_signal(number)
 
     def on_signal(self, number: int) -> None:
-        """Respond to a signal immediately; subclasses can override this empty method."""
+        """Respond to a signal at once. This method does nothing; subclasses can override it."""
 
     @property
     def name(self) -> str:
-        """Name of the signal that this process received, or a text if another rank received one."""
+        """Name of the received signal, or a text that says that another rank received one."""
         return signal.Signals(self.received).name if self.received else "a signal to another rank"
 
 
 def stop_if_requested() -> None:
-    """Raise `Stopped` if a signal requested a stop; the caller must have saved its results.
+    """Raise `Stopped` if a stop signal was received.
+
+    The caller must have saved its results.
 
     Raises:
-        Stopped: the innermost open StopRequest has recorded a signal.
+        Stopped: the innermost `StopRequest` has recorded a signal.
     """
     request = StopRequest._inner
     if request is not None and request.received:
@@ -79,5 +82,5 @@ def stop_if_requested() -> None:
 
 
 def seconds_since_request() -> float:
-    """Return the seconds since this process received its first stop signal; 0 if there was none."""
+    """Return the seconds since the first stop signal to this process; 0 if there was none."""
     return time.monotonic() - StopRequest._since if StopRequest._since else 0.0

@@ -1,8 +1,8 @@
-"""SLURM's information about this process's job, and prediction of the job's next state.
+"""What SLURM says about the job of this process, and what will happen to the job after a signal.
 
-The table shows which signals the processes receive at each event, and what `scontrol show job` then
-prints. It was measured on SLURM 22.05 with preemption by partition, PreemptMode=REQUEUE and a
-GraceTime.
+The table shows which signals the processes of a job receive at each event, and what
+`scontrol show job` then prints. It was measured on SLURM 22.05 with preemption by partition,
+PreemptMode=REQUEUE and a GraceTime.
 
 | event | batch script and its children | tasks of srun | JobState and other fields |
 |---|---|---|---|
@@ -16,9 +16,9 @@ GraceTime.
 | time limit | CONT, TERM | CONT, TERM | COMPLETING, Reason=TimeLimit |
 
 A signal to a task also reaches all processes that the task has started, in any session. A process
-can receive TERM twice. After KillWait, KILL follows every TERM except the first one of a
-preemption. If a preempted job ends by itself, with any exit code, SLURM restarts it only on
-request.
+can receive TERM twice. KILL follows a TERM after the time KillWait; only the first TERM of a
+preemption is not followed by KILL. If a preempted job ends by itself, with any exit code, SLURM
+restarts it only on request.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.terminal.streams import tell
 
 Ending = Literal["requeue", "comes_back", "for_good"]
+# States of a job that is not ending.
 WORKING_STATES = ("RUNNING", "SIGNALING", "SUSPENDED", "STOPPED")
-# Time limit in seconds for a SLURM command; an idle controller answers within 0.03 s.
+# Time limit in seconds for a SLURM command. SLURM answers within 0.03 s if it is idle.
 SCONTROL_SECONDS = 20.0
-# Shell command that runs a program and ignores the signals TERM, USR1 and USR2. Otherwise a second
-# signal would end the program, because it reaches every process that a task has started.
+# Shell command that runs a SLURM command so that it ignores the signals TERM, USR1 and USR2. A stop
+# signal reaches every process that a task has started and would otherwise end the SLURM command.
 IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'
-# SBATCH_ variables are kept, because they are the user's preferences.
+# Beginnings of the names of variables that belong to this job. SBATCH_ is not among them, because
+# such variables are the user's preferences.
 JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SUBMITIT_PREEMPT_SIGNAL")
 # First record that SLURM returned for each job.
@@ -54,20 +56,19 @@ _first_record: dict[str, dict[str, str]] = {}
 class Grace(NamedTuple):
     """Grace periods of this cluster in seconds; None if SLURM does not report them."""
 
-    # Time between the TERM that a preemption sends to srun's tasks and the next TERM. This is the
-    # partition's GraceTime (a QOS can have a different one). A batch script has no such grace
-    # period.
+    # Time between the first TERM of a preemption, which only srun's tasks receive, and the next
+    # TERM. It is the GraceTime of the partition; a QOS can have a different one.
     preempted: float | None
-    # Time between any other TERM and the KILL that follows. This is the cluster's KillWait.
+    # Time between any other TERM and the KILL that follows it. It is the cluster's KillWait.
     killed: float | None
 
 
 def job_id() -> str | None:
     """Return the number of this job, not the number of its array; None outside SLURM.
 
-    The number of the job that starts last in an array is also the number of the array, so `scontrol
-    requeue` with this number requeues the whole array. Use `address` for commands that concern only
-    this job.
+    Use `address` instead for SLURM commands that concern only this job. The job that starts last in
+    an array has the same number as the array, so that `scontrol requeue` with this number requeues
+    the whole array.
     """
     return os.environ.get("SLURM_JOB_ID")
 
@@ -75,8 +76,9 @@ def job_id() -> str | None:
 def address() -> str | None:
     """Return the unique name of this job for SLURM commands, such as 17 or 17_3.
 
-    The result is None outside SLURM. The array is read from SLURM's record, because the environment
-    can name the array of another job from which this job was submitted.
+    The result is None outside SLURM. The number of the array is read from SLURM's record of the
+    job. If this job was submitted from another job, the environment variables may be those of the
+    other job.
     """
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     if not (job_id() and array and task):
@@ -89,9 +91,10 @@ def address() -> str | None:
 def restart_count() -> int:
     """Return the number of times that SLURM has restarted this job.
 
-    SLURM sets the environment variable only at the first restart. Before that, the variable can
-    come from another job from which this job was submitted. In that case the count in SLURM's
-    record is smaller. The count in the record increases by one as soon as a restart is due.
+    The number is in an environment variable, which SLURM sets at the first restart. If this job was
+    submitted from another job, the variable may be that of the other job. The result is therefore
+    at most the first count in SLURM's record of this job. The current count would be wrong, because
+    it increases as soon as the next restart is due.
     """
     count = int(os.environ.get("SLURM_RESTART_COUNT", 0))
     return min(count, int(_first().get("Restarts", count))) if count and job_id() else count
@@ -112,28 +115,29 @@ def without_job_env() -> Iterator[None]:
 
 
 def is_task_of_several() -> bool:
-    """Return True if `srun` started this process as one of several tasks; SLURM_PROCID is its rank.
+    """Return True if `srun` started this process as one of several tasks.
 
-    A batch script also has SLURM_PROCID and SLURM_NTASKS. It has SLURM_STEP_NUM_TASKS only if it
-    was submitted from a task, and the value then belongs to that task.
+    The variable SLURM_PROCID is then its rank. The test uses SLURM_STEP_NUM_TASKS, because a batch
+    script has SLURM_PROCID and SLURM_NTASKS too. A batch script that was submitted from a task
+    inherits SLURM_STEP_NUM_TASKS, but with the value of that task.
     """
     of_step = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     return int(of_step) > 1 and of_step == os.environ.get("SLURM_NTASKS")
 
 
 def next_action() -> Ending:
-    """Predict what happens to this job if this process ends now, after a signal to stop.
-
-    A job that is still running was preempted or warned, and must call `requeue`. A job that reached
-    its time limit must do the same. SLURM restarts a job that is ending if it counts one more
-    restart than at the start of this process. Otherwise somebody cancelled the job, and a requeue
-    would undo the cancellation.
+    """Predict what happens to this job if this process ends now, after a stop signal.
 
     Returns:
-        `requeue` if SLURM restarts the job only on request. `comes_back` if SLURM restarts the job
-        without a request. `for_good` if the job must not or cannot be restarted, because it was
-        cancelled, SLURM returns no record, or the job was submitted with `--no-requeue`, by `srun`
-        or by `salloc`.
+        One of three words:
+
+        - `requeue`: SLURM restarts the job only on request. This is so for a job that is still
+          running, because it was preempted or warned, and for a job that reached its time limit.
+        - `comes_back`: SLURM restarts the job by itself. It then counts one more restart than at
+          the start of this process.
+        - `for_good`: the job is not restarted. Somebody cancelled it (a requeue would undo this),
+          SLURM returns no record of it, or it cannot be restarted because it was submitted with
+          `--no-requeue`, by `srun` or by `salloc`.
     """
     job = _job()
     if int(job.get("Restarts", 0)) > restart_count():
@@ -146,14 +150,18 @@ def next_action() -> Ending:
 def requeue() -> bool:
     """Ask SLURM to restart this job; if SLURM refuses, print the reason and return False.
 
-    SLURM then ends the rest of the job by sending CONT and TERM to all processes, and KILL after
-    KillWait.
+    To restart the job, SLURM first ends it: it sends CONT and TERM to all processes, and KILL after
+    the time KillWait.
     """
     return _query("scontrol", "requeue", address() or "") is not None
 
 
 def submissions(folder: str) -> set[str]:
-    """Return the ids of jobs that have a folder beside `folder`, submitit's folder for one job."""
+    """Return the ids of the jobs that submitit has submitted, from the names of their folders.
+
+    Args:
+        folder: submitit's folder for one of the jobs, next to the folders of the others.
+    """
     return {path.name for path in Path(folder).parent.glob("[0-9]*")}
 
 
@@ -162,14 +170,17 @@ def await_end(jobs: set[str], interval: float = 30) -> None:
 
     Args:
         jobs: names of the jobs in the form of `address`.
-        interval: time between checks in seconds; it is long because a sweep can take days.
+        interval: seconds between two checks. They are rare, because a sweep can take days.
     """
     while jobs & queue():
         time.sleep(interval)
 
 
 def queue() -> set[str]:
-    """Return the user's other pending or running jobs, named as by `address`; empty if unknown."""
+    """Return the user's other pending or running jobs, as names like those of `address`.
+
+    The result is empty if SLURM does not answer.
+    """
     jobs = _query("squeue", "--me", "--array", "-h", "-o", "%i") or ""
     return set(jobs.split()) - {address()}
 
@@ -192,11 +203,11 @@ def _job() -> dict[str, str]:
     job = job_id()
     if not job:
         return {}
-    # If the number is also that of an array, SLURM prints all jobs of the array.
+    # If an array has the same number, SLURM prints the records of all its jobs.
     text = _query("scontrol", "show", "job", job) or ""
     records = re.split(r"(?m)^(?=JobId=)", text)
     record_text = next((x for x in records if re.match(rf"JobId={job}\b", x)), "")
-    # Skip names and comments, which can contain any text.
+    # Only parts without names and comments are read, because those can contain any text.
     first = re.split(r" JobName=|\n", record_text, maxsplit=1)[0]
     lines = re.findall(r"(?m)^\s+((?:JobState|Requeue)=.*)$", record_text)[:2]
     words = " ".join([first, *lines]).split()
@@ -213,7 +224,7 @@ def _first() -> dict[str, str]:
 
 
 def _query(*words: str) -> str | None:
-    """Return the output of a SLURM command; after two failures, print a line and return None."""
+    """Return the output of a SLURM command; if it fails twice, print the reason and return None."""
     why = f"{words[0]} is not installed here"
     for _ in range(2 if shutil.which(words[0]) else 0):
         try:
@@ -245,7 +256,11 @@ def _seconds(match: re.Match[str] | None) -> float | None:
 
 
 def join_tasks() -> None:
-    """Set the environment of a rank if this process is one of several tasks."""
+    """Make this process a rank if SLURM or submitit started it as one of several tasks.
+
+    Raises:
+        ConfigError: If SLURM does not list the hosts of the tasks.
+    """
     if "RANK" in os.environ or _join_submitit() or not is_task_of_several():
         return
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
@@ -263,7 +278,7 @@ def join_tasks() -> None:
         WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"],
         LOCAL_RANK=os.environ["SLURM_LOCALID"],
         MASTER_ADDR=process.stdout.split()[0],
-        # The resulting ports are below the range of ephemeral ports.
+        # These ports are below the range that systems use for outgoing connections.
         MASTER_PORT=str(20000 + (7919 * job + step) % 12000),
     )
 
@@ -275,20 +290,25 @@ def _join_submitit() -> bool:
     import submitit
 
     if submitit.JobEnvironment().num_tasks > 1:
-        # Leave all devices visible, because Accelerate chooses among them by local rank.
+        # All devices stay visible, because Accelerate chooses one by the local rank.
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     return True
 
 
 def main() -> None:
-    """Requeue a batch job if necessary, after its program was stopped and has saved its work.
+    """Restart (requeue) a batch job whose program was stopped and has saved its work.
 
-    The job's next state is printed.
+    The job is requeued only if this is necessary and allowed; see `next_action`. What will happen
+    to the job is printed.
     """
     ending = next_action()
     if ending == "requeue" and not requeue():
         ending = "for_good"
-    texts = {"requeue": "requeued", "comes_back": "comes back", "for_good": "ends for good"}
+    texts = {
+        "requeue": "requeued, so SLURM restarts it",
+        "comes_back": "comes back, because SLURM restarts it by itself",
+        "for_good": "ends for good, because SLURM does not restart it",
+    }
     tell(f"SLURM job {address()}: {texts[ending]}")
 
 

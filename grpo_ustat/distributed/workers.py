@@ -1,4 +1,4 @@
-"""Distribution of work among processes with separate copies of the model."""
+"""Distribution of work among processes, each with its own copy of the model."""
 
 from __future__ import annotations
 
@@ -36,27 +36,30 @@ from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
 from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 
-# Maximum length of the temporary folder's path in bytes. The path of a socket,
-# FOLDER/pymp-XXXXXXXX/listener-XXXXXXXX, is limited to 107 bytes.
+# Largest length in bytes of the path of the temporary folder. A socket in it has the path
+# FOLDER/pymp-XXXXXXXX/listener-XXXXXXXX, which is limited to 107 bytes.
 LONGEST_TEMPORARY_PATH = 75
 Work = Callable[..., Iterator[Any]]
-# Maps `owner` to the id of the process that started the server; empty if there is no server.
+# The key `owner` has the id of the process that started the server. Empty without a server.
 _FORK_SERVER: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Cost of a piece of work; seconds are summed over workers and can exceed the wall time."""
+    """Cost of a piece of work.
+
+    Seconds are summed over workers and can therefore exceed the wall time.
+    """
 
     rollouts: int = 0
     # Total number of tokens in the completions.
     tokens: int = 0
-    # Number of completions that reached max_completion_length.
+    # Number of completions that were truncated at max_completion_length.
     clipped: int = 0
-    # Numbers of answers that could not be judged.
+    # Number of answers whose judge took too long, and number of those whose judge failed.
     timeouts: int = 0
     failures: int = 0
-    # Seconds spent on sampling completions and on computing their scores.
+    # Seconds spent on sampling completions, and seconds spent on computing their gradients.
     seconds_generate: float = 0.0
     seconds_score: float = 0.0
 
@@ -67,15 +70,18 @@ class WorkCost:
 def preload(modules: Sequence[str], device: str) -> None:
     """Start a server process that imports the workers' modules and later forks the workers.
 
-    The server imports the modules while this process works, serves all later calls of `share`, and
-    ends with this process. No server is started in the following cases: `device` is not the CPU (a
-    fork could not use the device), the system is not Linux (forks are not safe), the path of the
-    temporary folder is too long for a socket, or this process is a fork of a process with a server.
-    Every worker then starts as a new process.
+    Workers then start faster, because the server imports the modules while this process still does
+    other work. The server is used by all later calls of `share` and ends with this process.
+
+    Without a server, every worker starts as a new process. This is the case if
+
+    - `device` is not the CPU, because a fork could not use the device;
+    - the system is not Linux, because forks are not safe;
+    - the path of the temporary folder is too long for a socket;
+    - this process is a fork of a process with a server.
 
     Args:
-        modules: names of the modules; a module that the server cannot import is imported by the
-            workers.
+        modules: names of the modules. If the server cannot import one of them, the workers do.
         device: device of the run, such as "cpu" or "cuda".
     """
     _FORK_SERVER.clear()
@@ -85,7 +91,7 @@ def preload(modules: Sequence[str], device: str) -> None:
     mp.set_forkserver_preload([server.__name__, *modules])
     os.environ[server.FOLDER_VARIABLE] = util.get_temp_dir()
     try:
-        # The server must ignore the stop signals too, because its workers would end with it.
+        # The server must ignore stop signals, because its workers would end with it.
         with _signals_held():
             forkserver.ensure_running()
     except ChildProcessError:
@@ -97,7 +103,7 @@ def preload(modules: Sequence[str], device: str) -> None:
 
 
 def _end_server() -> None:
-    """Kill the server when this process ends, because a server that is importing would not end."""
+    """Kill the server when this process ends; otherwise it would not end while it imports."""
     pid = vars(forkserver._forkserver)["_forkserver_pid"]
     if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
         with suppress(ProcessLookupError):
@@ -113,24 +119,29 @@ def share(
     *arguments: Any,
     weights: list[float] | None = None,
 ) -> tuple[list[Any], WorkCost]:
-    """Run the generator `work(items, *arguments)` in several processes that share the items.
+    """Divide items among several processes, and run the generator `work` on each part.
 
-    `work` yields `WorkCost(...)` to report progress, `Notice(...)` to show a line (only the first
-    line is shown), and anything else as a result. If a launcher started several ranks, the
-    processes are the ranks of the run. Otherwise they are `workers` local processes. Every rank
-    returns all results, in the order of the processes, and the total cost.
+    If a launcher started several ranks, these are the processes. Otherwise `workers` local
+    processes are started.
 
     Args:
-        work: module-level generator function.
-        items: items to distribute; the list must be the same on every rank.
-        workers: number of local processes; if 1, the work is done in this process.
+        work: module-level generator function, called as `work(items, *arguments)`. It yields
+            `WorkCost(...)` to report progress, `Notice(...)` to show a line to the user (only the
+            first such line is shown), and anything else as a result.
+        items: items to divide; the list must be the same on every rank.
+        workers: number of local processes. If it is 1, the work is done in this process.
         title, total: title and total of the progress bar, which counts `WorkCost.rollouts`.
-        weights: expected work for each item; None for equal weights.
+        arguments: further arguments of `work`.
+        weights: expected amount of work for each item; None if it is equal for all.
+
+    Returns:
+        Results of all processes, in the order of the processes, and the total cost. Every rank
+        returns the same.
 
     Raises:
         Held: another process took over the folder.
-        Stopped: a signal requested a stop; files that workers wrote are kept.
-        RuntimeError: a worker failed; the message contains its traceback.
+        Stopped: a signal requested a stop. Files that workers have written are kept.
+        RuntimeError: a worker failed. The message contains its traceback.
     """
     among = min(world() if world() > 1 else workers, len(items))
     shares = shares_of(items, [1.0] * len(items) if weights is None else weights, among)
@@ -144,9 +155,10 @@ def share(
 
 
 def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list[Any]]:
-    """Assign the items in order of decreasing weight, each to the worker with the least work.
+    """Divide items among workers so that all have about the same amount of work.
 
-    Each worker's items keep their original order.
+    The items are assigned in order of decreasing weight, each to the worker with the least work so
+    far. The items of a worker keep their original order.
 
     >>> shares_of(["a", "b", "c", "d"], [1, 2, 5, 1], 2)
     [['c'], ['a', 'b', 'd']]
@@ -161,7 +173,7 @@ def shares_of(items: list[Any], weights: list[float], workers: int) -> list[list
 
 
 def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any], WorkCost]:
-    """Return the results of this rank's workers, in the workers' order, and their total cost."""
+    """Return the results of the workers of this rank, in the workers' order, and the total cost."""
     results, cost, noticed = defaultdict(list), WorkCost(), False
     for worker, event in events:
         check_own()
@@ -186,9 +198,10 @@ def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any]
 def _events(
     work: Work, shares: list[list[Any]], arguments: tuple
 ) -> Generator[tuple[int, Any], None, None]:
-    """Yield pairs (worker, event) from this rank's share of the work or from local workers.
+    """Do the work and yield pairs (number of the worker, event).
 
-    The workers are killed when the generator ends.
+    An event is anything that `work` yields. In a run with several ranks, this rank does its part
+    itself. Otherwise local workers do the work; they are killed when this generator ends.
     """
     if world() > 1 or len(shares) < 2:
         for part in shares[rank() : rank() + 1]:
@@ -209,7 +222,7 @@ def _events(
                     daemon=True,
                 )
                 process.start()
-                # The pipe now closes when the worker ends.
+                # Only the worker now has this end of the pipe, so the pipe closes when it ends.
                 far_end.close()
                 processes.append(process)
                 numbers[pipe] = number
@@ -241,15 +254,16 @@ def _events(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Delay Ctrl-C and stop signals until all processes started in the block ignore them.
+    """Delay Ctrl-C and stop signals to the end of the block.
 
-    This process receives the signals after the block.
+    This process receives the signals after the block. Processes that start in the block inherit the
+    delay, until they ignore the signals themselves.
     """
-    # Start the resource tracker first, because starting it would remove the signal mask.
+    # The resource tracker is started first, because its start would remove the signal mask.
     resource_tracker.ensure_running()
     interrupts: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    # Child processes inherit the mask.
+    # The mask blocks the signals. Child processes inherit it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})
     try:
         yield
@@ -268,20 +282,21 @@ def _run_worker(
     items: list[Any],
     arguments: tuple,
 ) -> None:
-    """Do a worker process's share of the work; send its events and then its outcome."""
-    # A forked worker starts with the environment of the server.
+    """Do the work of one worker process, and send its events and then its outcome to the parent."""
+    # A forked worker starts with the environment of the server instead of the parent's.
     os.environ.update(environment)
     os.environ[WORKER_VARIABLE] = str(number)
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
-    # The direct parent is either the process `parent.pid` or a server that this parent started.
+    # Two processes are watched: the direct parent, which may be a server, and the process
+    # `parent.pid`, which started this worker or the server.
     end_with_parent(os.getppid(), ancestor=parent.pid)
     # A scheduler sends these signals to all processes, but only the parent responds to them.
     for stop in STOPPING:
         signal.signal(stop, signal.SIG_IGN)
-    # Programs that the worker starts must be able to receive these signals.
+    # The mask is removed, so that programs that the worker starts can receive these signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    # Threads of a judge also send events.
+    # A lock is needed, because threads of a judge also send events.
     sending = threading.Lock()
 
     def send(kind: str, event: Any) -> None:

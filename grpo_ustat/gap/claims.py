@@ -1,4 +1,8 @@
-"""Tests of claims about enumerated quantities, which are exact, and about means over replicates."""
+"""Tests that compare a predicted value with a measured value.
+
+A measured value is either enumerated, and then exact, or a mean over replicates. A replicate is one
+repetition of a simulation with its own random numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, t_interval
 from grpo_ustat.runs.claims import verdict_of
 from grpo_ustat.runs.result import Claim
 
-# A distance that shrinks at least as fast as T^-RATE_EXPONENT counts as converging to 0.
+# A distance counts as converging to 0 if it shrinks at least as fast as T^-RATE_EXPONENT, where T
+# is the number of training steps.
 RATE_EXPONENT = 0.25
-# Largest ratio of the last distance to the previous distance that counts as an approach to 0.
+# A distance counts as approaching 0 if it is at most this fraction of the previous distance.
 MAX_REMAINING_SHARE = 0.9
 
 
@@ -21,17 +26,21 @@ MAX_REMAINING_SHARE = 0.9
 def enumeration_converges(
     last: float, before: float, tolerance: float, closer: float = MAX_REMAINING_SHARE
 ) -> bool | None:
-    """Test whether an enumerated quantity, which is exact, tends to its limit.
+    """Test whether an enumerated quantity tends to its limit, for example as G grows.
 
-    Return True if the last distance is within the tolerance, None if it exceeds the tolerance but
-    is clearly smaller than at the previous point, and False otherwise.
+    The quantity is exact and known at two points, such as two group sizes. The last point is nearer
+    to the limit.
 
     Args:
         last: distance from the limit at the last point.
-        before: distance from the limit at the previous point.
+        before: distance from the limit at the point before it.
         tolerance: largest `last` that counts as having reached the limit.
-        closer: largest `last / before` that counts as approaching the limit. If the limit is wrong,
-            the distance from it stops falling.
+        closer: largest `last / before` that counts as approaching the limit. At a wrong limit, this
+            ratio tends to 1.
+
+    Returns:
+        True if `last` is within the tolerance; None if it exceeds the tolerance, but is clearly
+        smaller than `before`; False otherwise.
 
     >>> enumeration_converges(0.01, 0.02, 0.05)
     True
@@ -46,7 +55,7 @@ def enumeration_converges(
 def enumerated_claim(
     what: str, predicted: float | str, measured: float, agrees: bool | None, how: str
 ) -> Claim:
-    """Make a claim about an enumerated quantity, which is exact and therefore has no interval."""
+    """Make a claim about an enumerated quantity; it has no interval, because it is exact."""
     return Claim(what, predicted, float(measured), None, None, verdict_of(agrees), how)
 
 
@@ -55,12 +64,13 @@ def nearing_claim(
 ) -> Claim:
     """Make a claim that an enumerated quantity tends to the prediction.
 
-    See `enumeration_converges`.
+    `enumeration_converges` decides the claim.
 
     Args:
         what, predicted, how: see `Claim`.
-        values: values at the point nearest to the limit and at the previous point.
-        tolerance: largest distance at which the prediction counts as reached.
+        values: two values of the quantity, first at the point nearest to the limit and then at the
+            point before it.
+        tolerance: largest distance from the prediction that counts as having reached it.
     """
     last, before = np.abs(values - predicted).tolist()
     agrees = enumeration_converges(last, before, tolerance)
@@ -72,8 +82,8 @@ def limit_claim(
 ) -> Claim:
     """Make a claim about the limit, as G grows, of a quantity enumerated at G, 2G and 4G.
 
-    `at_infinity` computes the limit. The claim is undecided if the limit differs from the
-    prediction by more than the tolerance but the values approach the prediction.
+    `at_infinity` computes the limit. The claim agrees if this limit is within the tolerance of the
+    prediction. Otherwise it is undecided as long as the values approach the prediction.
     """
     limit, (_, before, last) = float(at_infinity(values)), np.abs(values - predicted).tolist()
     near = abs(limit - predicted) <= tolerance
@@ -82,9 +92,10 @@ def limit_claim(
 
 
 def at_infinity(values: np.ndarray) -> np.ndarray:
-    """Extrapolate a quantity from G, 2G and 4G to infinite G by Richardson's method.
+    """Extrapolate a quantity from G, 2G and 4G to infinite G.
 
-    Terms in 1/G and 1/G^2 cancel. The first axis of `values` runs over the three group sizes.
+    Richardson's method removes the terms in 1/G and 1/G^2. The first axis of `values` runs over the
+    three group sizes.
 
     >>> at_infinity(np.array([1 + 1 / g + 3 / g**2 for g in (2, 4, 8)])).item()
     1.0
@@ -95,15 +106,17 @@ def at_infinity(values: np.ndarray) -> np.ndarray:
 def replicates_converge(
     last_R: np.ndarray, before_R: np.ndarray, last_step: int, before_step: int
 ) -> bool:
-    """Return True if the mean over replicates significantly approaches 0, at least like T^(-1/4).
+    """Return True if the mean over replicates falls significantly, at least as fast as T^(-1/4).
 
-    The test is one-sided at level 5 %. If the mean does not change with T, the test returns True
-    with probability at most 5 %. The test is paired, since the same replicates are measured at both
-    steps.
+    The one-sided test has level 5 %: if the mean does not change with the number of steps T, it
+    returns True with probability at most 5 %. It is paired, since both steps have the same
+    replicates.
 
     Args:
-        last_R: value of each replicate at the last step; their mean should tend to 0.
+        last_R: value of each of the R replicates at the last step. Their mean should tend to 0 as T
+            grows.
         before_R: value of each replicate at an earlier step.
+        last_step, before_step: numbers of the two steps, used as T.
     """
     share = (before_step / last_step) ** RATE_EXPONENT
     excess_R = np.sign(last_R.mean()) * (last_R - share * before_R)
@@ -114,14 +127,22 @@ def replicates_converge(
 
 
 def mean_interval(values_R: np.ndarray, among: int = 1) -> Interval:
-    """Return the mean with a t interval that is Bonferroni-corrected for `among` intervals."""
+    """Return the mean of the values with a t interval.
+
+    Args:
+        values_R: value of each of the R replicates.
+        among: number of intervals that must hold together; the level is corrected for it
+            (Bonferroni).
+    """
     count = len(values_R)
     variance = float(values_R.var(ddof=1)) / count
     return t_interval(float(values_R.mean()), variance, count - 1, 1 - (1 - CONFIDENCE) / among)
 
 
 def mean_p_value(values_R: np.ndarray, above: bool = False) -> float:
-    """Return the p-value of the hypothesis mean = 0 or, if `above` is set, of mean <= 0.
+    """Return the p-value of a t test.
+
+    The hypothesis is that the mean is 0, or, if `above` is set, that the mean is at most 0.
 
     >>> round(mean_p_value(np.array([1.0, 2.0, 3.0])), 4)  # t_2 = 2 sqrt(3)
     0.0742
@@ -139,12 +160,13 @@ def interval_p_value(
 ) -> float:
     """Compute the two-sided p-value of a predicted value from a confidence interval.
 
-    The p-value is below 0.05 if and only if the distance between prediction and interval exceeds
+    The p-value is below 0.05 if and only if the prediction lies outside the interval by more than
     the tolerance. With a tolerance above 0 the p-value is conservative.
 
     Args:
         interval: interval from `t_interval` at level `CONFIDENCE`.
         dof: degrees of freedom of the interval.
+        predicted: value that the theory predicts.
         tolerance: largest distance at which a value counts as equal to the prediction.
 
     >>> around = Interval(1.0, 0.0, 2.0)  # its half-width is t_4's quantile of 97.5 %

@@ -1,17 +1,19 @@
 r"""Bounds on the sub-optimality gap Delta = J* - J (paper, Lemma 6, Theorems 7, 8).
 
-If J is L-smooth, `|grad J|^2 / 2 >= mu Delta`, and the gradient's mean squared error is at most s2,
-every step satisfies
+J is the expected reward, and J* is its maximum. Assume that J is L-smooth, that
+`|grad J|^2 / 2 >= mu Delta`, and that the gradient's mean squared error is at most s2. With the
+learning rate eta_t, every step then satisfies
 
     E Delta_{t+1} <= ( 1 - 2 mu eta_t + mu L eta_t^2 ) E Delta_t  +  L eta_t^2 s2 / 2
 
-Let r be the factor that multiplies `E Delta_t`. For a constant learning rate eta < 2/L the solution
-of this recursion is `r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`. For `eta_t = c/t` with
-`2 mu c > 1` the solution approaches `L c^2 s2 / (2 (2 mu c - 1)) / T` as T grows.
+Let r be the factor in front of `E Delta_t`. For a constant learning rate eta < 2/L, the bound after
+T steps is `r^T Delta_0 + (L eta^2 s2 / 2)(1 - r^T)/(1 - r)`. For `eta_t = c/t` with `2 mu c > 1`,
+the bound approaches `L c^2 s2 / (2 (2 mu c - 1)) / T` as T grows.
 
-If J is exactly quadratic with curvature H, the second moment `m = E v v'` of the displacement v
-from the maximiser obeys the equality `m <- (1 - eta H) m (1 - eta H) + eta^2 Sigma`, and `E Delta =
-tr(H m) / 2`.
+If J is exactly quadratic with curvature H, and the gradient estimator has covariance Sigma, the gap
+itself can be computed. Let v be the displacement from the maximiser, and `m = E v v'`. Each step
+replaces m by `(1 - eta H) m (1 - eta H) + eta^2 Sigma`, and the mean gap is
+`E Delta = tr(H m) / 2`.
 """
 
 from __future__ import annotations
@@ -24,15 +26,19 @@ from scipy.stats import chi2
 
 from grpo_ustat.records import Array
 
-# Number of points at which a distribution function is computed. Its values between these points are
-# interpolated.
+# Number of points at which a distribution function is computed; it is interpolated between them.
 DISTRIBUTION_POINTS = 400
-# Number of points at which quantiles are computed. Quantiles between these points are interpolated.
+# Number of points between which quantiles are interpolated.
 QUANTILE_POINTS = 20_000
 
 
 def recursion(first: float, mu: float, smoothness: float, error: float, rates_T: Array) -> Array:
     """Return the bounds on E Delta after 0 ... T steps, computed by the recursion, [T + 1].
+
+    Args:
+        first: gap before the first step, Delta_0.
+        mu, smoothness, error: the constants mu, L and s2 of the recursion.
+        rates_T: learning rates eta_t of the T steps.
 
     >>> recursion(1.0, 0.5, 1.0, 0.0, np.array([1.0, 1.0])).tolist()
     [1.0, 0.5, 0.25]
@@ -47,6 +53,11 @@ def recursion(first: float, mu: float, smoothness: float, error: float, rates_T:
 def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S: Array) -> Array:
     """Return `L c^2 s2 / (2 (2 mu c - 1) T)`, the bound for `eta_t = c/t` and large T.
 
+    Args:
+        mu, smoothness, error: the constants mu, L and s2 of the recursion.
+        c: numerator of the learning rate.
+        steps_S: numbers of steps T at which the bound is computed.
+
     Raises:
         ValueError: If 2 mu c <= 1.
     """
@@ -58,7 +69,9 @@ def decaying_bound(mu: float, smoothness: float, error: float, c: float, steps_S
 def quadratic_recursion(
     first_K: Array, curvature_KK: Array, sigma_KK: Array, rates_T: Array
 ) -> Array:
-    """Return E Delta after 0 ... T steps, [T + 1]; exact for quadratic J and constant noise.
+    """Return E Delta after 0 ... T steps, [T + 1].
+
+    The result is exact if J is quadratic and the estimator's covariance is the same everywhere.
 
     Args:
         first_K: initial displacement v_0 from the maximiser.
@@ -76,11 +89,17 @@ def quadratic_recursion(
 
 
 def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
-    r"""Return the weights of the gap's limit law, in descending order, [K].
+    r"""Return the weights w_j of the gap's limit law, in descending order, [K].
 
-    Theorem 8: for `eta_t = c/t`, `T Delta_T -> sum_j w_j chi2_1`. In the basis in which H is
-    diag(lambda), `Gamma_ij = c^2 Sigma_ij / (c (lambda_i + lambda_j) - 1)`. The weights w are the
-    eigenvalues of `H^{1/2} Gamma H^{1/2} / 2`.
+    Theorem 8 states that for `eta_t = c/t` the law of `T Delta_T` converges to the law of
+    `sum_j w_j chi2_1`, a weighted sum of independent chi-square variables. The weights are the
+    eigenvalues of `H^{1/2} Gamma H^{1/2} / 2`. In the basis in which the curvature H is
+    diag(lambda), Gamma is `Gamma_ij = c^2 Sigma_ij / (c (lambda_i + lambda_j) - 1)`.
+
+    Args:
+        curvature_KK: curvature H in the K coordinates of the policy.
+        sigma_KK: covariance of the gradient estimator, Sigma.
+        c: numerator of the learning rate.
 
     Raises:
         ValueError: If 2 c lambda_min <= 1.
@@ -101,9 +120,10 @@ def limit_weights(curvature_KK: Array, sigma_KK: Array, c: float) -> Array:
 
 
 def mixture_cdf(weights_K: Array, values: Array) -> Array:
-    """Return P(sum_j w_j chi2_1 <= x), computed with gx2 (Das & Geisler).
+    """Return P(sum_j w_j chi2_1 <= x) for each x in `values`.
 
-    The probability is interpolated between `DISTRIBUTION_POINTS` points.
+    The package gx2 (Das & Geisler) computes the probability at `DISTRIBUTION_POINTS` points; it is
+    interpolated between them.
 
     Raises:
         ModuleNotFoundError: If gx2 is not installed; the extra [cli] includes it.
@@ -123,8 +143,9 @@ def mixture_cdf(weights_K: Array, values: Array) -> Array:
 
 
 def mixture_quantiles(weights_K: Array, levels: Array) -> Array:
-    """Return quantiles of `sum_j w_j chi2_1`, interpolated from `mixture_cdf`."""
-    # For a given total weight, the quantile is largest if all of the weight is on a single chi2_1.
+    """Return the quantiles of `sum_j w_j chi2_1` at the given levels, from `mixture_cdf`."""
+    # Upper limit of the quantiles: for a given total weight, the quantile is largest if all of the
+    # weight is on a single chi2_1.
     top = float(weights_K.sum()) * float(chi2.ppf(np.max(levels), 1))
     points = 2 * top * np.linspace(0, 1, QUANTILE_POINTS) ** 3
     return np.interp(levels, mixture_cdf(weights_K, points), points)

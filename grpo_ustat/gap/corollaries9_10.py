@@ -1,4 +1,7 @@
-"""Corollaries 9 and 10: limit laws of the gap with GRPO, the oracle and other baselines."""
+"""Corollaries 9 and 10: limit laws of the gap J* - J with GRPO, the oracle and other baselines.
+
+The oracle subtracts the exact expected reward V(x) of the prompt instead of an estimate.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +26,34 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
-    "As G grows, GRPO's limit law converges to the oracle's limit law. At fixed n = B G, n times "
-    "the difference between their weights falls like 1/(G-1). If E[S S' (Z - V) | X] = 0, V has "
-    "the smallest weights of all baselines that depend only on the prompt."
+    "The gap J* - J has a limit law that depends on the baseline. As G grows, GRPO's limit law "
+    "converges to that of the oracle, which uses the exact expected reward V as the baseline. At "
+    "fixed n = B G, n times the difference between the weights of the two laws falls like "
+    "1/(G-1). If E[S S' (Z - V) | X] = 0 (Assumption 2), V has the smallest weights of all "
+    "baselines that depend only on the prompt."
 )
 # Group sizes at which the limit weights are enumerated.
 ENUMERATED_SIZES = tuple(2**k for k in range(1, 12))
-# Shifts of the baseline from V that are the same for all prompts.
+# Baselines V + shift are tested with these shifts, which are the same for all prompts.
 COMMON_SHIFTS = tuple(np.linspace(-0.5, 0.5, 21))
-# Number of random baselines; each has an independent shift from V for every prompt.
+# Number of random baselines that are tested; each adds an independent shift to V for every prompt.
 RANDOM_SHIFTS = 1000
-# Number of starting points of the optimiser over shifts.
+# Number of starting points from which the optimiser searches for the best shifts.
 OPTIMISER_STARTS = 8
 ROUNDING = 1e-9
 BASELINE_NAMES = ("leave_one_out", "oracle")
-# A shift below this value is within the optimiser's accuracy and counts as 0.
+# The optimiser is not more accurate than this value, so a smaller shift counts as 0.
 SHIFT_TOLERANCE = 1e-5
-# Alternative values of the difference, as multiples of the prediction, that the data may reject.
+# Multiples of the predicted difference. They are tested as well, to show which other values the
+# data reject.
 OTHER_DIFFERENCES = (0.0, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 
 
 def plan(design: CorollariesConfig) -> list[Simulation]:
-    """Plan GRPO and the oracle at every G, with shared random numbers and records at T/4 and T."""
+    """Plan GRPO and the oracle at every G, recorded after T/4 and T steps.
+
+    Both use the same random numbers, so that the difference between their gaps has little noise.
+    """
     (rate,), record = learning_rates(design), (design.steps // 4, design.steps)
     return [
         Simulation(Estimator(name, design.rollouts // size, size), rate, record)
@@ -54,7 +63,7 @@ def plan(design: CorollariesConfig) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectories]) -> Evidence:
-    """Enumerate the limit weights and compare GRPO's gaps with the oracle's."""
+    """Enumerate the limit weights and compare GRPO's gaps with the oracle's gaps."""
     n, c = design.rollouts, design.decaying_rate
     claims, rows = _weight_claims(problem, c), []
     for grpo, oracle in zip(runs[::2], runs[1::2], strict=True):
@@ -82,8 +91,8 @@ def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectori
         + ("." if optimal else ". Assumption 2 fails here, so V need not be the best baseline."),
         notes=[
             "At fixed B the relative difference between the weights of GRPO and the oracle falls "
-            "like 1/G^2, because Cov g(X) does not depend on G.",
-            "As a matrix equation for each prompt, Assumption 2 "
+            "like 1/G^2, because Cov g(X), the variation between prompts, does not depend on G.",
+            "Assumption 2 is read as a matrix equation that holds for each prompt. It "
             f"{'holds' if optimal else 'fails'} on this test problem (relative violation "
             f"{failure:.3g}).",
         ],
@@ -100,7 +109,7 @@ def weight_sum(problem: Problem, c: float, estimator: Estimator) -> float:
 def weight_excess(problem: Problem, c: float, size: int) -> float:
     """Return the sum of GRPO's weights minus the sum of the oracle's weights, at B = 1.
 
-    The difference is proportional to 1/B.
+    For any other B, divide the result by B.
     """
     grpo, oracle = (weight_sum(problem, c, Estimator(name, 1, size)) for name in BASELINE_NAMES)
     return grpo - oracle
@@ -109,8 +118,8 @@ def weight_excess(problem: Problem, c: float, size: int) -> float:
 def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     """Make claims about how the enumerated weights depend on G.
 
-    The weights at fixed n are proportional to 1/n, and the weights at fixed B are proportional to
-    1/B. Both n and B are therefore set to 1.
+    The claims at fixed n use n = 1, and the claims at fixed B use B = 1. This is enough, because
+    the weights are proportional to 1/n and 1/B.
     """
     sizes = np.array(ENUMERATED_SIZES, dtype=float)
     excess = np.array([weight_excess(problem, c, size) for size in ENUMERATED_SIZES])
@@ -124,8 +133,8 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
     how = f"enumerated, G = {ENUMERATED_SIZES[0]} ... {ENUMERATED_SIZES[-1]}"
     return [
         enumerated_claim(
-            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n: largest / smallest value over G, "
-            "minus 1", 0.0,
+            "n (sum w_grpo - sum w_oracle) (G - 1) at fixed n: largest value over G divided by the "
+            "smallest, minus 1", 0.0,
             spread, spread < 1e-6, f"{how}; agrees below 1e-6",
         ),
         enumerated_claim(
@@ -138,7 +147,10 @@ def _weight_claims(problem: Problem, c: float) -> list[Claim]:
 def _difference_claim(
     grpo: Trajectories, predicted: float, differences: Sequence[np.ndarray]
 ) -> Claim:
-    """Make a claim about the scaled gaps' mean difference at the last step, and about its trend."""
+    """Make a claim about the mean difference between the scaled gaps at the last step.
+
+    A rejected claim is undecided if the difference approaches the prediction as T grows.
+    """
     (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
     return Claim(
@@ -148,7 +160,7 @@ def _difference_claim(
         verdict=AGREES,
         how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates with "
         f"shared random numbers, T = {late}; a rejected claim is undecided if the difference "
-        "approaches the prediction significantly, at least as fast as T^(-1/4)",
+        "significantly approaches the prediction, at least as fast as T^(-1/4)",
         p_value=mean_p_value(last_R - predicted),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives={
@@ -158,7 +170,10 @@ def _difference_claim(
 
 
 def second_moments(problem: Problem) -> np.ndarray:
-    """Return E[s s' z^k | x] for k = 0, 1, 2 at the maximiser, [3, P, K, K]."""
+    """Return E[s s' z^k | x] for k = 0, 1, 2 at the maximiser, [3, P, K, K].
+
+    Here s is the score (the gradient of the log-probability) and z the reward of a completion.
+    """
     probability_PYR, score_PYKR = problem.law(problem.best_K[:, None])
     power_kPY = np.stack([problem.rewards_PY**k for k in range(3)])
     weight_kPY = probability_PYR[..., 0] * power_kPY
@@ -167,20 +182,20 @@ def second_moments(problem: Problem) -> np.ndarray:
 
 
 def covariance(moments: np.ndarray, baseline_P: np.ndarray) -> np.ndarray:
-    """Return the covariance of `s (z - b(x))` for any baseline b(x), at B = G = 1, [K, K].
+    """Return the covariance of the gradient estimate `s (z - b(x))` from one completion, [K, K].
 
-    The covariance is taken at the maximiser, where grad J is 0.
+    The covariance is computed at the maximiser. There grad J is 0, so it equals the second moment.
 
     Args:
-        moments: moments from `second_moments`.
-        baseline_P: baseline of each prompt, b(x).
+        moments: result of `second_moments`.
+        baseline_P: baseline b(x) of each prompt.
     """
     weight_kP = np.stack([np.square(baseline_P), -2 * baseline_P, np.ones_like(baseline_P)])
     return np.einsum("jp,jpkl->kl", weight_kP, moments) / len(baseline_P)
 
 
 def value_at(problem: Problem, baseline: str = "oracle") -> np.ndarray:
-    """Return an exact baseline's values b(x) at the maximiser, [P]; for `oracle` these are V."""
+    """Return the exact baseline b(x) of each prompt at the maximiser, [P]; `oracle` gives V."""
     return baseline_values(*problem.law(problem.best_K[:, None]), problem.rewards_PY, baseline)[
         :, 0
     ]
@@ -193,9 +208,9 @@ def shifted_sum(problem: Problem, c: float, shift_P: np.ndarray | float) -> floa
 
 
 def baseline_claims(problem: Problem, c: float) -> list[Claim]:
-    """Return claims that V has the smallest sum of limit weights among prompt-only baselines.
+    """Return claims that V has the smallest limit weights of the baselines b(x).
 
-    The claims are undecided if Assumption 2 fails.
+    The claims are undecided if Assumption 2 fails, because Corollary 10 assumes it.
     """
     holds = assumption2(problem, problem.best_K) < ROUNDING
     value_P, moments = value_at(problem), second_moments(problem)
@@ -205,7 +220,7 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
         return float(np.trace(weighting @ covariance(moments, value_P + shift_P)))
 
     def least_excess(baseline_P: np.ndarray) -> float:
-        """Return the least eigenvalue of Sigma(b) - Sigma(V); if >= 0, b has no smaller weight."""
+        """Return the least eigenvalue of Sigma(b) - Sigma(V); >= 0 if V has the smaller weights."""
         return float(np.linalg.eigvalsh(covariance(moments, baseline_P) - oracle)[0])
 
     shift_MP = generator(0, "corollary10").uniform(-0.5, 0.5, size=(RANDOM_SHIFTS, len(value_P)))
@@ -229,18 +244,19 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
 
     return [
         claim(
-            "common shift from V at which the sum of weights is smallest", 0.0, common,
+            "baseline V + shift, with the same shift for all prompts: shift at which the sum of "
+            "weights is smallest", 0.0, common,
             abs(common) < ROUNDING, f"{how}, {len(COMMON_SHIFTS)} shifts",
         ),
         claim(
-            "largest |shift| from V over prompts at the smallest sum of weights, one shift per "
-            "prompt", 0.0,
+            "baseline V + shift, with one shift per prompt: largest |shift| where the sum of "
+            "weights is smallest", 0.0,
             furthest, furthest < SHIFT_TOLERANCE,
             f"{how}; shifts optimised by BFGS from {OPTIMISER_STARTS} random starts; agrees within "
             f"{SHIFT_TOLERANCE:g}",
         ),
         below(
-            "smallest eigenvalue of Sigma(V + shifts) - Sigma(V), one shift per prompt",
+            "smallest eigenvalue of Sigma(V + shift) - Sigma(V), with one shift per prompt",
             min(*least, float(worst.fun)),
             f"{how}; minimum over {RANDOM_SHIFTS} random vectors of shifts, then refined by "
             "Nelder-Mead; B = G = 1",
@@ -256,7 +272,7 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
 
 
 def _panels(problem: Problem, c: float, rows: Sequence[dict]) -> list[Panel]:
-    """Return panels that plot the difference against G and the weights against the shift from V."""
+    """Return panels that plot the gaps' difference against G and the weights against the shift."""
     measured = line_of("GRPO - oracle", rows, "group_size", "difference")
     line = [size * weight_excess(problem, c, size) for size in map(int, measured.x)]
     weights = [shifted_sum(problem, c, shift) for shift in COMMON_SHIFTS]

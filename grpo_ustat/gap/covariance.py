@@ -1,12 +1,18 @@
 r"""Exact covariance matrices of gradient estimators (paper, Lemma 1, Theorem 2, Proposition 3).
 
-The covariances for a prompt with scores s, rewards z, value V and reward variance sigma^2 are
+A completion has the score s (the gradient of its log-probability) and the reward z. A prompt has
+the expected reward V, the reward variance sigma^2 and the gradient g = E[s z]. With G completions,
+the covariance of the estimator for one prompt depends on the baseline b:
 
     any b(x)         ( E[s s' (z - b)^2] - g g' ) / G
     leave-one-out    ( E[s s' (z - V)^2] - g g' ) / G  +  ( E[s s'] sigma^2 + g g' ) / ( G (G-1) )
 
-For B prompts drawn independently the covariance is `( Cov g(X) + E cov_X ) / B`. The traces of
-these matrices are the errors that `estimators.moments` computes.
+For B prompts X drawn independently, the covariance is `( Cov g(X) + E cov_X ) / B`, where cov_X is
+the covariance above. The traces of these matrices are the errors that `estimators.moments`
+computes.
+
+In the names of arrays, K is the number of parameters, Y the number of possible completions of a
+prompt (outcomes), and R the number of policies; each replicate of a simulation has its own policy.
 """
 
 from __future__ import annotations
@@ -23,12 +29,12 @@ from grpo_ustat.records import Array
 class CovarianceParts:
     """Parts of the covariance `( prompts + completions / G + pairs / (G (G-1)) ) / B`."""
 
-    # Cov g(X), whose trace is C1.
+    # Cov g(X), the variation between prompts. Its trace is C1.
     prompts: Array
-    # Coefficient of 1/G, whose trace is C2.
+    # Coefficient of 1/G. Its trace is C2.
     completions: Array
-    # Coefficient of 1/(G (G-1)), whose trace is C3. This coefficient is zero for baselines that are
-    # computed from exact values.
+    # Coefficient of 1/(G (G-1)). Its trace is C3. It is zero for exact baselines, because only an
+    # estimated baseline adds noise.
     pairs: Array
 
     def covariance(self, num_prompts: int, group_size: int) -> Array:
@@ -44,10 +50,10 @@ def covariance_parts(
 
     Args:
         probability_PYR: probabilities, pi(y|x).
-        score_PYKR: scores, d log pi(y|x) / du.
+        score_PYKR: scores, d log pi(y|x) / du, for the policy's coordinates u.
         rewards_PY: rewards, r(x, y).
-        baseline: one of `SIMULATED_BASELINES`. `optimal` is `b* = E[q z] / E q` with `q = ||s||^2`,
-            the baseline for each prompt that minimises the trace.
+        baseline: one of `SIMULATED_BASELINES`. `optimal` is the baseline that minimises the trace
+            of each prompt's covariance: `b* = E[q z] / E q` with `q = ||s||^2`.
 
     Raises:
         ValueError: If the baseline is not in `SIMULATED_BASELINES`.
@@ -73,7 +79,7 @@ def covariance_parts(
 def baseline_values(
     probability_PYR: Array, score_PYKR: Array, rewards_PY: Array, baseline: str
 ) -> Array:
-    """Return the exact baseline b(x), [P, R]; for leave_one_out return its expectation V."""
+    """Return the exact baseline b(x), [P, R]; `leave_one_out` gives its expectation V."""
     if baseline == "none":
         return np.zeros((len(rewards_PY), probability_PYR.shape[-1]))
     weight_PYR = probability_PYR
@@ -83,6 +89,6 @@ def baseline_values(
 
 
 def _second_moment(weight_PYR: Array, score_PYKR: Array) -> Array:
-    """Return the mean over prompts of `sum_y w s s'`, [K, K, R]."""
+    """Return the mean over prompts of `sum_y w s s'` with the given weights w, [K, K, R]."""
     total_KKR = np.einsum("pyr,pykr,pylr->klr", weight_PYR, score_PYKR, score_PYKR)
     return total_KKR / len(weight_PYR)

@@ -4,13 +4,16 @@ For one prompt the estimate is
 
     N = 1/G sum_i { A_i w_i + a_i }      A_i = (z_i - mean of the group's others) / d(std)
 
-Here std is the standard deviation of the group's rewards z, with divisor G-1, and d is a function
-of std; see `Normalisation`. Each completion has two arbitrary vectors, w and a. All expectations
-are under the policy that sampled the completions.
+Here z_i is the reward of completion i, and A_i is its advantage. The standard deviation std of the
+group's rewards has the divisor G-1, and d is a function of std; see `Normalisation`. The vectors
+w_i and a_i are arbitrary: w_i is multiplied by the advantage (for example a score, the gradient of
+the log-probability), and a_i is not (for example the gradient of a KL penalty). All expectations
+are under the policy that sampled the completions. V and sigma are the mean and the standard
+deviation of z.
 
-If there is no normalisation (d = 1) and the vectors w have mean zero, as scores do, N has the
-Hoeffding decomposition of the U-statistic (paper, Lemma 1). The vectors a are averaged without an
-advantage and contribute only to the first-order part of this decomposition. With mu = E[w z],
+Without normalisation (d = 1), and if the vectors w have mean zero, as scores do, N has the
+Hoeffding decomposition of the U-statistic (paper, Lemma 1). The vectors a contribute only to the
+first-order part of this decomposition. With mu = E[w z],
 
     mean        mu + E a
     variance    ( E||w (z - V) + a||^2 - ||mu + E a||^2 ) / G
@@ -20,24 +23,29 @@ With importance ratios, the vectors w also have mean zero. They are `sum_t rho_t
 with token ratios, and `rho grad log pi(y)` with completion ratios.
 
 With normalisation, A_i depends on the other completions of the group only through `sum z` and
-`sum z^2`. For rewards on a grid, z = minimum + step j, the joint law of `(sum j, sum j^2)` of n
-completions is the n-fold convolution of the law of a single completion, computed by Fourier
-transform. Then
+`sum z^2`. The rewards must lie on a grid, z = minimum + step j with integers j. The joint law of
+`(sum j, sum j^2)` of n completions is then the n-fold convolution of the law of one completion, and
+is computed by Fourier transform. It gives the moments of A given z, and the joint moments of the
+advantages A and A' of two completions given their rewards z and z'. From them follow
 
     E N        = E[ w E(A | z) + a ]
     E||N||^2   = 1/G E||A w + a||^2 + (1 - 1/G) E< A w + a, A' w' + a' >
 
-can be computed from the moments of A given z, and the joint moments of A and A' given z and z'. If
-rejected groups are redrawn, all expectations are conditional on acceptance of the group. As G
-grows, with mu = E[w z], the central moments mu_k of z, sigma = std of z and d(std) = std,
+If rejected groups are redrawn, all expectations are conditional on acceptance of the group.
+
+For d(std) = std, the following limits hold as G grows, where mu_4 is the fourth central moment of
+z:
 
     G (E N - mu/sigma - E a) -> -( E[w (z-V)^3] - mu sigma^2 ) / (2 sigma^3)
                                 + 3 mu (mu_4 - sigma^4) / (8 sigma^5)
     G tr Cov N               -> E|| (w (z-V) - mu)/sigma - mu ((z-V)^2 - sigma^2)/(2 sigma^3)
                                     + a - E a ||^2
 
-If the estimate is divided by sigma instead of std, the limit of its bias is 0, and the limit of its
-variance contains only the terms `(w (z-V) - mu)/sigma` and `a - E a`.
+If the advantages are divided by the exact sigma instead of std, the first limit is 0, and the
+second contains only the terms `(w (z-V) - mu)/sigma` and `a - E a`.
+
+In the names of arrays, Y is the number of possible completions (outcomes) of a prompt, D the length
+of the vectors, and K the number of reward levels.
 """
 
 from __future__ import annotations
@@ -52,9 +60,9 @@ from scipy import fft
 from grpo_ustat.records import Array, Integers, Mask
 
 NORMALISATIONS = ("none", "sigma", "group_std", "group_std_floor", "group_std_redrawn")
-# A mean counts as 0 if its norm is below this fraction of the root mean square norm.
+# The mean of vectors counts as 0 if its norm is below this fraction of their root mean square norm.
 MEAN_ROUNDING = 1e-9
-# A reward counts as lying on the grid if its distance from the grid is below this number of steps.
+# A reward counts as lying on the grid if it is at most this fraction of a step away from the grid.
 GRID_ROUNDING = 1e-9
 
 
@@ -63,11 +71,11 @@ class EstimateMoments:
     """Mean and variance of an estimate for each prompt, at one group size."""
 
     mean_PD: Array
-    # Trace of the covariance of the estimate given the prompt.
+    # Trace of the covariance of the estimate from one group of the prompt.
     within_P: Array
 
     def variance(self, num_prompts: int) -> float:
-        """Return the trace of the estimate's covariance for B independently drawn prompts."""
+        """Return the trace of the covariance of the mean estimate over B random prompts."""
         between_P = np.square(self.mean_PD - self.mean_PD.mean(axis=0)).sum(axis=1)
         return float((between_P + self.within_P).mean() / num_prompts)
 
@@ -89,7 +97,7 @@ class GroupMoments:
 
 
 def outcome_mean(probability_PY: Array, values: Array) -> Array:
-    """Return the mean over outcomes of values [P, Y, ...], with shape [P, ...]."""
+    """Return the expectation over the outcomes of values [P, Y, ...], as an array [P, ...]."""
     return np.einsum("py,py...->p...", probability_PY, values)
 
 
@@ -99,13 +107,15 @@ def group_moments(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> GroupMoments:
-    """Compute the exact moments of the estimate by summing over all Y outcomes of each prompt.
+    """Compute the exact moments of the estimate without normalisation.
+
+    The expectations are sums over all outcomes of each prompt.
 
     Args:
         probability_PY: probabilities of the outcomes under the sampling policy.
         weight_PYD: vector w of each outcome.
-        reward_PY: rewards, z.
-        beside_PYD: vectors a, which are added without being multiplied by an advantage.
+        reward_PY: reward z of each outcome.
+        beside_PYD: vector a of each outcome, which is not multiplied by the advantage.
 
     Raises:
         ValueError: If the mean of w is not zero.
@@ -139,19 +149,24 @@ def group_moments(
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Divisor of leave-one-out advantages; the advantages of a zero-variance group are 0."""
+    """Divisor d of leave-one-out advantages; the advantages of a zero-variance group are 0."""
 
-    # Kind of divisor. `none`: 1; `sigma`: exact standard deviation of the prompt's rewards;
-    # `group_std`: std + epsilon; `group_std_floor`: max(std, floor); `group_std_redrawn`: std, with
-    # groups redrawn until std >= floor.
+    # Kind of divisor, where std is the standard deviation of the group's rewards:
+    # - `none`: 1
+    # - `sigma`: exact standard deviation of the prompt's rewards
+    # - `group_std`: std + epsilon
+    # - `group_std_floor`: max(std, floor)
+    # - `group_std_redrawn`: std; a group with std < floor is sampled again
     kind: str = "none"
-    # Constant added to the group's standard deviation.
+    # Constant that `group_std` adds to std.
     epsilon: float = 0.0
-    # Lower bound on the group's standard deviation; positive.
+    # Smallest std of the two last kinds, which need a positive value.
     floor: float = 0.0
 
     def factor(self, std: Array) -> Array:
-        """Return 1/d for the kinds that divide by the group's std; 0 for a zero-variance group.
+        """Return 1/d for each group, or 0 for a zero-variance group.
+
+        The kind must be one that divides by the group's standard deviation `std`.
 
         >>> Normalisation("group_std", epsilon=0.5).factor(np.array([0.0, 0.5])).tolist()
         [0.0, 1.0]
@@ -164,27 +179,28 @@ class Normalisation:
         return np.where(std > 0, 1 / np.where(std > 0, divisor, 1.0), 0.0)
 
     def accepts(self, std: Array) -> Mask:
-        """Return True for groups that are used and False for groups that must be redrawn."""
+        """Return for each group True if it is used, and False if it must be sampled again."""
         return std >= self.floor if self.kind == "group_std_redrawn" else np.full(std.shape, True)
 
 
 @dataclass(frozen=True)
 class AdvantageMoments:
-    """Moments of one prompt's advantages, given the reward levels; the rewards have K levels.
+    """Moments of one prompt's advantages, given the level of the reward; there are K levels.
 
-    Every expectation includes the factor 1{group accepted} / P(group accepted).
+    Every expectation includes the factor 1{group accepted} / P(group accepted). It differs from 1
+    only if rejected groups are redrawn.
     """
 
     # Index of each outcome's reward among the K levels.
     level_Y: Integers
     # Probability that a group is accepted.
     acceptance: float
-    # E[1], E[A] and E[A^2], given the completion's level.
+    # E[1], E[A] and E[A^2], given the reward level of the completion.
     zeroth_K: Array
     first_K: Array
     second_K: Array
-    # E[1], E[A] and E[A A'], given the levels of the completion and of a second completion in its
-    # group.
+    # E[1], E[A] and E[A A'], given the reward levels of two completions of a group with advantages
+    # A and A'.
     zeroth_KK: Array
     first_KK: Array
     cross_KK: Array
@@ -193,18 +209,19 @@ class AdvantageMoments:
 def advantage_moments(
     probability_Y: Array, reward_Y: Array, group_size: int, normalisation: Normalisation
 ) -> AdvantageMoments:
-    """Compute the moments of one prompt's advantages in groups of G.
+    """Compute the exact moments of one prompt's advantages in groups of G.
 
-    The distribution of the sums over the group's other completions is enumerated.
+    An advantage depends on the group's other completions through the sums of their rewards and
+    squared rewards. All values of these sums are enumerated.
 
     Args:
         probability_Y: probabilities of the outcomes under the sampling policy.
         reward_Y: rewards of the outcomes, which must lie on a grid.
         group_size: number of completions per prompt, G >= 2.
-        normalisation: normalisation that divides by the group's standard deviation.
+        normalisation: divisor of the advantages; its kind must use the group's standard deviation.
 
     Raises:
-        ValueError: If the rewards are all equal or not on a grid, or if no group is accepted.
+        ValueError: If the rewards are all equal or not on a grid, or if every group is rejected.
 
     >>> coin = np.array([0.5, 0.5]), np.array([1.0, 0.0])
     >>> moments = advantage_moments(*coin, 2, Normalisation("group_std"))
@@ -215,11 +232,17 @@ def advantage_moments(
     chance_K: Array = np.bincount(level_Y, weights=probability_Y).astype(np.float64)
 
     def group_law(own_1: Array, own_2: Array, others: int) -> tuple[Mask, Array, Array, Array]:
-        """Describe groups, given some completions whose sum of j is `own_1` and of j^2 is `own_2`.
+        """Describe the groups that contain some given completions.
 
-        Return four arrays: whether the group is accepted, the scale of its advantages, the sum of
-        all its j, and the probability of the other completions' sums. In the first three, the first
-        axis runs over the given sums and the second over the other completions' sums.
+        Args:
+            own_1: sum of the levels j of the given completions, one entry per case.
+            own_2: sum of j^2 of the given completions, one entry per case.
+            others: number of the group's other completions.
+
+        Returns:
+            Whether the group is accepted, the factor of its advantages, and the sum of all its j,
+            each as an array [cases, possible sums of the other completions]. The last array has the
+            probabilities of these possible sums.
         """
         law, sum_1, sum_2 = _law_of_sums(chance_K, grid_K, others)
         sum_1, sum_2 = sum_1 + own_1[:, None], sum_2 + own_2[:, None]
@@ -259,7 +282,11 @@ def advantage_moments(
 
 
 def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
-    """Return each reward's level, the levels j on the grid `minimum + step j`, and the step.
+    """Find the grid `minimum + step j` on which the rewards lie.
+
+    Returns:
+        Index of each outcome's reward among the K distinct rewards, the integer j of each distinct
+        reward, and the step.
 
     Raises:
         ValueError: If the rewards are all equal or not on a grid.
@@ -278,13 +305,15 @@ def _reward_grid(reward_Y: Array) -> tuple[Integers, Array, float]:
 
 
 def _law_of_sums(chance_K: Array, grid_K: Array, count: int) -> tuple[Array, Array, Array]:
-    """Return the probability, sum j and sum j^2 of every possible pair of sums, each [S].
+    """Return the joint law of `sum j` and `sum j^2` over several completions.
 
     Args:
-        chance_K: probabilities of the levels of one completion.
-        grid_K: levels, integers j.
-        count: number of completions over which the sums run; if 0, the sums are empty and have
-            probability 1.
+        chance_K: probability of each level for one completion.
+        grid_K: integer j of each level.
+        count: number of completions over which the sums run. For 0, both sums are 0.
+
+    Returns:
+        Probability, `sum j` and `sum j^2` of every possible pair of sums, each [S] for S pairs.
     """
     if count == 0:
         return np.ones(1), np.zeros(1), np.zeros(1)
@@ -307,12 +336,14 @@ def estimate_moments(
     group_size: int,
     beside_PYD: Array | float = 0.0,
 ) -> EstimateMoments:
-    """Compute the estimate's exact mean and variance; shapes are as in `group_moments`.
+    """Compute the exact mean and variance of the normalised estimate.
 
     Args:
-        moments: moments of each prompt's advantages, from `advantage_moments`. probability_PY:
-            probabilities of the outcomes from which `moments` were computed. weight_PYD: vectors w.
-            beside_PYD: vectors a.
+        moments: moments of each prompt's advantages, from `advantage_moments`.
+        probability_PY: probabilities of the outcomes from which `moments` were computed.
+        weight_PYD: vector w of each outcome.
+        group_size: number of completions per prompt, G, for which `moments` were computed.
+        beside_PYD: vector a of each outcome, which is not multiplied by the advantage.
     """
     beside_PYD = np.broadcast_to(beside_PYD, weight_PYD.shape)
     means: list[Array] = []
@@ -342,13 +373,13 @@ def estimate_moments(
 
 @dataclass(frozen=True)
 class LargeGroups:
-    """Limits as G grows, for each prompt."""
+    """Limits of each prompt's bias and variance as G grows; see the head of the module."""
 
-    # Limit of G times the bias relative to mu/sigma + E a.
+    # Limit of G (E N - mu/sigma - E a), the scaled bias.
     bias_PD: Array
-    # Limit of G times the trace of the covariance.
+    # Limit of G times the trace of the estimate's covariance.
     variance_P: Array
-    # Limit of the same quantity for the U-statistic, whose divisor is sigma.
+    # The same limit as `variance_P` for advantages that are divided by the exact sigma.
     sigma_variance_P: Array
 
 
@@ -358,13 +389,13 @@ def large_groups(
     reward_PY: Array,
     beside_PYD: Array | float = 0.0,
 ) -> LargeGroups:
-    """Compute the limits for d(std) = std by the delta method; shapes as in `group_moments`.
+    """Compute the limits for d(std) = std by the delta method.
 
     Args:
         probability_PY: probabilities of the outcomes under the sampling policy.
-        weight_PYD: vectors w.
-        reward_PY: rewards, z.
-        beside_PYD: vectors a.
+        weight_PYD: vector w of each outcome.
+        reward_PY: reward z of each outcome.
+        beside_PYD: vector a of each outcome, which is not multiplied by the advantage.
     """
     mean = partial(outcome_mean, probability_PY)
     centred_PY = reward_PY - mean(reward_PY)[:, None]

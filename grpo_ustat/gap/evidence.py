@@ -1,4 +1,4 @@
-"""Data classes for a theorem and the results of its test: claims, curves and table rows."""
+"""Data classes for a theorem and for the results of its test."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class PlotLine:
     label: str
     x: Points
     y: Points
-    # Ends of the intervals, or None if the values have no intervals.
+    # Ends of the intervals of y, or None if y has no intervals.
     low: Points | None = None
     high: Points | None = None
-    # True for a prediction, which is drawn as a line; measurements are drawn as markers.
+    # True to draw a line, for a prediction. Measurements are drawn as markers.
     predicted: bool = False
-    # True for an upper bound on the measurements, which is drawn as a dashed line.
+    # True to draw a dashed line, for an upper bound on the measurements.
     bound: bool = False
 
 
@@ -41,12 +41,14 @@ def line_of(
     predicted: bool = False,
     bound: bool = False,
 ) -> PlotLine:
-    """Make a curve from two columns; intervals of measurements are in columns `low` and `high`.
+    """Make a curve from two columns of curves.csv.
+
+    Measurements must also have the columns `low` and `high`, the ends of their intervals.
 
     Args:
         label: label in the legend.
         rows: rows of curves.csv.
-        x, y: names of the columns.
+        x, y: names of the columns that are plotted.
         predicted, bound: see `PlotLine`.
     """
     column = {name: [row[name] for row in rows] for name in (x, y)}
@@ -63,9 +65,9 @@ class Panel:
     title: str
     xlabel: str
     ylabel: str
-    # A prediction and a measurement with the same label share a colour.
+    # Curves with the same label share a colour, for example a measurement and its prediction.
     curves: Sequence[PlotLine]
-    # Which axes are logarithmic: "x", "y", "xy" or "" (none).
+    # Logarithmic axes: "x", "y", "xy" or "" for none.
     log: str = ""
 
 
@@ -73,18 +75,17 @@ class Panel:
 class Evidence:
     """Results of a theorem's test."""
 
-    # Claims in order of importance. The verdicts are later corrected for multiple testing by
-    # `correct_family`.
+    # Claims in order of importance. `correct_family` corrects their verdicts for multiple testing.
     claims: Sequence[Claim]
     # Panels of the figure.
     panels: Sequence[Panel]
-    # Rows of curves.csv, which contain the values in the panels and further values.
+    # Rows of curves.csv. They contain the values in the panels and further values.
     rows: Sequence[Mapping[str, Any]]
-    # Result of the test in one sentence.
+    # Result of the test in a few sentences.
     answer: str
     # Limitations, unexpected results and explanations, one per entry.
     notes: Sequence[str] = ()
-    # Facts about the test problem by name.
+    # Facts about the test problem, keyed by their names on the page.
     problem: Mapping[str, float | str] = field(default_factory=dict)
     # Number of completions drawn; 0 if everything was enumerated.
     rollouts: int = 0
@@ -94,7 +95,7 @@ class Evidence:
 
     @property
     def verdict(self) -> str:
-        """Worst verdict among the claims; see `worst_verdict`."""
+        """Verdict of the whole test: the worst verdict of its claims, from `worst_verdict`."""
         return worst_verdict(self.claims)
 
 
@@ -102,15 +103,18 @@ class Evidence:
 class Theorem:
     """Theorem of the paper with its test; each theorem's module defines one as `THEOREM`."""
 
-    # Schema of the configuration, which contains the title and the admissible kinds of problem.
+    # Schema of the configuration. It contains the title and the kinds of test problem that the test
+    # accepts.
     schema: type[TheoryConfig]
     # The paper's claim in a few sentences.
     statement: str
-    # Function that runs the test for a configuration.
+    # Function that runs the test.
     run: Callable[[Experiment], Evidence]
-    # Function that raises ConfigError, before any work, if the settings violate the assumptions.
+    # Function that is called before any work. It raises ConfigError if the settings violate the
+    # theorem's assumptions.
     check: Callable[[Experiment], None]
-    # Function that returns the number of completions that the test draws; 0 if it enumerates.
+    # Function that returns the number of completions that the test will draw; 0 for a test that
+    # enumerates all outcomes.
     completions: Callable[[Experiment], int] = lambda experiment: 0
 
     @property
@@ -120,5 +124,5 @@ class Theorem:
 
 
 def theorem(kind: str) -> Theorem:
-    """Return `THEOREM` from the module named `kind`."""
+    """Return the theorem with a name such as `lemma6`, from the module of the same name."""
     return importlib.import_module(f"grpo_ustat.gap.{kind}").THEOREM

@@ -1,4 +1,8 @@
-"""Exact values on a test problem: covariance of an estimator, C1, C2, C3 and limit weights."""
+"""Exact values on a test problem: covariances of estimators, C1, C2, C3 and limit weights.
+
+In the names of arrays, K is the number of coordinates of the policy, Y the number of outcomes of a
+prompt, and R the number of replicates of a simulation.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,21 @@ from grpo_ustat.gap.simulate import Estimator
 
 
 def noise_everywhere(problem: Problem, u_KR: np.ndarray, estimator: Estimator) -> np.ndarray:
-    """Return the estimator's covariance at each replicate's coordinates u, [K, K, R]."""
+    """Return the covariance of the estimator at each replicate's coordinates u, [K, K, R]."""
     split = covariance_parts(*problem.law(u_KR), problem.rewards_PY, estimator.baseline)
     return split.covariance(estimator.num_prompts, estimator.group_size)
 
 
 def noise(problem: Problem, u_K: np.ndarray, estimator: Estimator) -> np.ndarray:
-    """Return the estimator's covariance at a single u, [K, K]."""
+    """Return the covariance of the estimator at one vector of coordinates u, [K, K]."""
     return noise_everywhere(problem, u_K[:, None], estimator)[..., 0]
 
 
 def largest_error(problem: Problem, estimator: Estimator) -> float:
-    """Return s2, the largest mean squared error of the estimator on a grid of the sublevel set."""
+    """Return s2, the estimator's largest mean squared error on the sublevel set J* - J <= reach.
+
+    The maximum is over the grid `Problem.sublevel_grid`.
+    """
     return float(
         np.einsum("kkr->r", noise_everywhere(problem, problem.sublevel_grid(), estimator)).max()
     )
@@ -31,7 +38,11 @@ def largest_error(problem: Problem, estimator: Estimator) -> float:
 def scaling_at(
     problem: Problem, u_K: np.ndarray, weight_KK: np.ndarray | None = None
 ) -> ScalingLaw:
-    """Return GRPO's C1, C2, C3 at u, with directions weighted by W, `C_i = tr(W part_i)`."""
+    """Return the scaling law of GRPO's error at the coordinates u.
+
+    The law contains C1, C2 and C3, the traces of the three covariance parts. With a matrix W in
+    `weight_KK` the traces are `C_i = tr(W part_i)`, so that some directions count more than others.
+    """
     grpo = covariance_parts(*problem.law(u_K[:, None]), problem.rewards_PY, "leave_one_out")
     weight_KK = np.eye(len(u_K)) if weight_KK is None else weight_KK
     parts_KK1 = grpo.prompts, grpo.completions, grpo.pairs
@@ -40,9 +51,9 @@ def scaling_at(
 
 
 def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
-    """Return W such that `sum_j w_j = tr(W Sigma)` for the limit weights w_j.
+    """Return the matrix W for which the limit weights w_j satisfy `sum_j w_j = tr(W Sigma)`.
 
-    W weights the noise in each direction by its contribution to the limit.
+    W weights the noise Sigma in each direction by its contribution to the limit of the gap.
     """
     lambda_K, basis = np.linalg.eigh(curvature_KK)
     return basis @ np.diag(c**2 * lambda_K / (2 * (2 * c * lambda_K - 1))) @ basis.T
@@ -51,9 +62,10 @@ def limit_weighting(curvature_KK: np.ndarray, c: float) -> np.ndarray:
 def assumption2(problem: Problem, u_K: np.ndarray) -> float:
     """Return the relative violation of Assumption 2 at u; 0 if it holds for every prompt.
 
-    The violation is the root mean square over prompts of ||E[S S' (Z - V) | x]||, divided by ||E[S
-    S']||, with Frobenius norms. A plain mean over prompts could be 0 if prompts violate the
-    assumption in opposite directions, even though some baseline is better than V.
+    Assumption 2 is E[S S' (Z - V) | x] = 0, with score S, reward Z and expected reward V. The
+    violation is the root mean square over prompts of ||E[S S' (Z - V) | x]||, divided by
+    ||E[S S']||, with Frobenius norms. It is computed by prompt, because violations in opposite
+    directions would cancel in a mean over prompts, although some baseline is then better than V.
     """
     probability_PYR, score_PYKR = problem.law(u_K[:, None])
     probability_PY, score = probability_PYR[..., 0], score_PYKR[..., 0]
@@ -65,23 +77,23 @@ def assumption2(problem: Problem, u_K: np.ndarray) -> float:
 
 
 def problem_facts(problem: Problem) -> dict[str, float | str]:
-    """Return facts about a test problem for its report."""
+    """Return the facts about a test problem that its report shows, keyed by their names."""
     (mu, smoothness), law = problem.constants, scaling_at(problem, problem.best_K)
     prompts, outcomes = problem.rewards_PY.shape
     eigenvalues = ", ".join(f"{x:.4g}" for x in np.linalg.eigvalsh(problem.curvature_KK))
     return {
         "kind": problem.kind,
         "prompts": prompts,
-        "outcomes of each": outcomes,
+        "outcomes of each prompt": outcomes,
         "parameters": problem.parameters,
         "dimension of the set of maximisers": problem.parameters - problem.curved,
         "J at the maximum": problem.highest,
         "gap at the start": float(problem.gap(problem.start_K[:, None])[0]),
         "curvature at the maximum": eigenvalues,
-        "sublevel set: gap at most": problem.reach,
-        "mu there": mu,
-        "L there": smoothness,
+        "largest gap in the sublevel set": problem.reach,
+        "mu in the sublevel set": mu,
+        "L in the sublevel set": smoothness,
         "C1, C2, C3 at the maximum": f"{law.c1:.4g}, {law.c2:.4g}, {law.c3:.4g}",
-        "G* of them": law.best_size(),
-        "Assumption 2 fails by (0: holds)": assumption2(problem, problem.best_K),
+        "G* computed from C1 and C3": law.best_size(),
+        "relative violation of Assumption 2 (0: it holds)": assumption2(problem, problem.best_K),
     }

@@ -22,6 +22,7 @@ from grpo_ustat.pages.figures import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Name of the baseline of each curve label. It gives a baseline the same colour in every figure.
 BASELINE_NAMES = {"vanilla": "none", "GRPO": "leave_one_out", "oracle": "oracle"}
 # Largest number of panels in a row of the figure.
 PANELS_ACROSS = 3
@@ -51,8 +52,7 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
 def draw(axes: Axes, panel: Panel) -> None:
     """Draw one panel.
 
-    A prediction and a measurement with the same label share a colour. A baseline has the same
-    colour in every figure.
+    Curves with the same label share a colour. A baseline has the same colour in every figure.
     """
     labels = list(dict.fromkeys(curve.label for curve in panel.curves))
     styles = {

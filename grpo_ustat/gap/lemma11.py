@@ -1,8 +1,9 @@
-r"""Lemma 11: exact comparison of the normalised estimator with a U-statistic for large groups.
+r"""Lemma 11: exact comparison of the normalised estimator N with a U-statistic U for large groups.
 
-The lemma says that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to the U-statistic
-with kernel h / sigma(x). The test computes the rate of convergence and compares N - U with the
-variance of U. It uses the formulas in `grpo_ustat.gap.normalised` and draws no samples.
+The lemma says that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to U, the
+U-statistic with kernel h / sigma(x). The test computes the rate of convergence and compares N - U
+with the variance of U. It uses the formulas in `grpo_ustat.gap.normalised`, which define all
+symbols, and draws no samples.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from grpo_ustat.terminal.streams import percentage
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 # Group sizes from which limits are extrapolated.
 LIMIT_SIZES = (2**14, 2**15, 2**16)
-# Largest number of prompts that are shown as separate curves.
+# Largest number of prompts that get a curve in the figure.
 MAX_CURVES = 6
 
 STATEMENT = (
-    "Lemma 11: as the group grows, the gradient estimate divided by the standard deviation of the "
-    "group's rewards tends to the U-statistic with kernel h / sigma(x)."
+    "Lemma 11 compares two gradient estimates. N divides advantages by the standard deviation of "
+    "the group's rewards. U is the U-statistic with kernel h / sigma(x), which divides them by the "
+    "exact standard deviation sigma(x). As the group grows, N tends to U."
 )
 
 
@@ -52,7 +54,7 @@ class ExactValues:
     with_epsilon: Sequence[NormalisedMoments]
     # Moments of N and U with epsilon = 0, as in the lemma, at each group size.
     without: Sequence[NormalisedMoments]
-    # Moments at `LIMIT_SIZES`, first with `epsilon` and then with epsilon = 0.
+    # Moments at the group sizes `LIMIT_SIZES`, first with `epsilon` and then with epsilon = 0.
     far_with_epsilon: Sequence[NormalisedMoments]
     far_without: Sequence[NormalisedMoments]
 
@@ -63,17 +65,21 @@ class ExactValues:
 
     @property
     def first_order(self) -> bool:
-        """True if the squared difference has a term of order 1/G."""
+        """True if E||N - U||^2 has a term of order 1/G."""
         return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
 
     def far(self, name: str) -> np.ndarray:
-        """Return G times a moment at epsilon = 0 for each of `LIMIT_SIZES`, [3, P]."""
+        """Return G times a moment at epsilon = 0 for each of the three `LIMIT_SIZES`, [3, P].
+
+        Args:
+            name: field of `NormalisedMoments`.
+        """
         pairs = zip(LIMIT_SIZES, self.far_without, strict=True)
         return np.array([size * getattr(values, name) for size, values in pairs])
 
 
 def mean_by_size(values: Sequence[NormalisedMoments], name: str) -> np.ndarray:
-    """Return a moment's mean over prompts at every group size."""
+    """Return the mean over prompts of one field of `NormalisedMoments` at every group size."""
     return np.array([getattr(at_size, name).mean() for at_size in values])
 
 
@@ -88,10 +94,10 @@ def lemma11(
 
     Args:
         probability_PY: probabilities of the outcomes of an enumerable policy.
-        score_PYK: scores of the outcomes.
+        score_PYK: scores (gradients of the log-probability) of the Y outcomes, for K parameters.
         reward_PY: rewards of the outcomes, each 0 or 1.
-        group_sizes: at least three group sizes for the curves and the rate; limits are extrapolated
-            from `LIMIT_SIZES`.
+        group_sizes: at least three group sizes, for the curves and the rate of convergence. The
+            limits as G grows are instead extrapolated from `LIMIT_SIZES`.
         epsilon: constant added to the group's standard deviation.
     """
     sizes = sorted(set(group_sizes))
@@ -126,7 +132,7 @@ def lemma11(
 
 
 def _claims(exact: ExactValues) -> list[Claim]:
-    """Make claims about the rate, the delta-method constants, the bound 1/4 and epsilon."""
+    """Make claims about the rate of convergence, the limits, the bound 1/4 and epsilon."""
     moments, u_variance = exact.moments, exact.u_variance
     shift = float(moments.shift.mean())
     names = ("difference", "plain_variance", "variance", "bias")
@@ -167,7 +173,10 @@ def _claims(exact: ExactValues) -> list[Claim]:
 
 
 def _rate_claim(exact: ExactValues) -> Claim:
-    """Test the rate: slope -1 if there is a term of order 1/G, and slope -2 otherwise."""
+    """Make a claim about the rate at which E||N - U||^2 falls with G.
+
+    On log-log axes the predicted slope is -1 if there is a term of order 1/G, and -2 otherwise.
+    """
     sizes, values = np.array(exact.sizes[-3:]), mean_by_size(exact.without, "difference")[-3:]
     predicted = -1.0 if exact.first_order else -2.0
     slope = float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
@@ -184,7 +193,7 @@ def _rate_claim(exact: ExactValues) -> Claim:
 
 
 def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
-    """Compare the limit extrapolated from `LIMIT_SIZES` with the constant from the delta method."""
+    """Make a claim that the limit extrapolated from `LIMIT_SIZES` equals the delta-method value."""
     how = (
         f"exact values at G = {comma_list(LIMIT_SIZES)} and epsilon = 0, averaged over prompts and "
         f"extrapolated in 1/G; agrees if within {percentage(TOLERANCE)} of the delta-method value, "
@@ -195,7 +204,7 @@ def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) 
 
 
 def _panels(exact: ExactValues) -> list[Panel]:
-    """Return panels of the difference and variances, of their ratio by prompt, and of the bias."""
+    """Return three panels: E||N - U||^2 and both variances, their ratio by prompt, and the bias."""
     moments, sizes = exact.moments, np.array(exact.sizes, dtype=float)
     limits = {
         "E||N - U||^2": ("difference", moments.shift, moments.floor(exact.epsilon).mean()),
@@ -251,11 +260,12 @@ def _rows(exact: ExactValues) -> list[dict[str, float]]:
 
 
 def _answer(exact: ExactValues) -> str:
-    """Summarise in which sense the lemma holds."""
+    """Return sentences that say in which sense the lemma holds."""
     if not exact.first_order:
         return (
-            "On this policy the lemma also holds for limits scaled by sqrt(G). Every prompt has "
-            "V = 1/2 or g = 0, so the squared difference falls like 1/G^2."
+            "On this policy N and U agree for large G even after multiplication by sqrt(G), which "
+            "keeps their noise at a constant size. Every prompt has V = 1/2 or g = 0, so the "
+            "squared difference E||N - U||^2 falls like 1/G^2."
         )
     moments, u_variance = exact.moments, exact.u_variance
     share, ratio = (
@@ -264,10 +274,12 @@ def _answer(exact: ExactValues) -> str:
     )
     return (
         "The lemma holds in the sense of consistency: the normalised estimate N and the "
-        "U-statistic U both tend to g/sigma. It does not hold for limits scaled by sqrt(G), "
-        "because the squared difference falls only as 1/G. In the limit the squared difference is "
-        f"{percentage(share, 1)} of the variance of U, and the variance of N is "
-        f"{percentage(ratio, 1)} of the variance of U."
+        "U-statistic U both tend to g/sigma. After multiplication by sqrt(G), which keeps their "
+        "noise at a constant size, N and U still differ for large G, because the squared "
+        "difference E||N - U||^2 falls only as 1/G. As G grows, the ratio of the squared "
+        "difference to the variance of "
+        f"U tends to {percentage(share, 1)}. The ratio of the variance of N to the variance of U "
+        f"tends to {percentage(ratio, 1)}."
     )
 
 
@@ -276,29 +288,31 @@ def _notes(exact: ExactValues) -> list[str]:
     moments = exact.moments
     fast = moments.shift <= 1e-9 * (moments.within + 4 * moments.shift)
     notes = [
-        "At epsilon = 0 the only part of N - U of order 1/sqrt(G) is the expectation of U times "
-        "the noise of the group's standard deviation. G times its mean square tends to "
+        "At epsilon = 0, N - U has one part of order 1/sqrt(G): the expectation of U times the "
+        "noise of the group's standard deviation. G times the mean square of this part tends to "
         "||g||^2 (mu4 - sigma^4)/(4 sigma^6) for each prompt.",
-        "This noise cancels part of the noise of U. Of the variance that the number of right "
-        "answers causes in U, only a quarter remains in N. In the limit N therefore has a smaller "
-        "variance than U, unless V = 1/2 or g = 0.",
-        "With 0/1 rewards the squared difference is, in the limit, at most a quarter of the "
-        "variance of U. It equals a quarter if the scores depend only on the reward.",
+        "The noise of the standard deviation cancels part of the noise of U. A part of the "
+        "variance of U is due to the random number of right answers in a group; only a quarter of "
+        "this part remains in N. For large G, N therefore has a smaller variance than U if V is "
+        "not 1/2 and g is not 0.",
+        "With 0/1 rewards the squared difference E||N - U||^2 is, in the limit, at most a quarter "
+        "of the variance of U. It equals a quarter if the scores depend only on the reward.",
         "If the baseline is the mean of the whole group, as in most code, N is multiplied by "
-        "(G-1)/G. The limits stay the same, except that the bias changes by -g/(sigma G).",
+        "(G-1)/G. The limits above stay the same; only the bias of N at finite G changes, by "
+        "-g/(sigma G).",
     ]
     if fast.any():
         notes.append(
             f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0. For these prompts the "
-            "squared difference falls like 1/G^2, and N and U have the same limit scaled by "
-            "sqrt(G)."
+            "squared difference falls like 1/G^2, so that N and U agree for large G even after "
+            "multiplication by sqrt(G)."
         )
     if exact.epsilon and exact.first_order:
         floor = float(moments.floor(exact.epsilon).mean())
         notes.append(
-            "With a fixed epsilon the difference does not vanish as G grows. At epsilon = "
-            f"{exact.epsilon:g} the squared difference tends to {floor:.3g}. The term of order 1/G "
-            f"has the same size at G = {moments.shift.mean() / floor:.3g}."
+            "With a fixed epsilon the difference between N and U does not vanish as G grows. At "
+            f"epsilon = {exact.epsilon:g} the squared difference tends to {floor:.3g}. The term of "
+            f"order 1/G is as large as this limit at G = {moments.shift.mean() / floor:.3g}."
         )
     return notes
 

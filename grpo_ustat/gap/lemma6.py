@@ -1,4 +1,8 @@
-"""Lemma 6: comparison of Algorithm 1's mean gap with the lemma's recursion and bounds."""
+"""Lemma 6: comparison of Algorithm 1's mean gap J* - J with the lemma's recursion and bounds.
+
+Algorithm 1 is gradient ascent, here simulated many times (replicates) on a test problem. Its mean
+gap is the mean over replicates.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +30,29 @@ from grpo_ustat.runs.claims import Claim, agreement
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
-# T counts as large if the recursion's bound is at most this multiple of the 1/T bound.
+# The bound of order 1/T is tested only at large T. T counts as large if the recursion's bound is at
+# most this multiple of the bound of order 1/T.
 LARGE_T_RATIO = 1.1
-# Alternative bounds that the data may reject, as multiples of the predicted bound.
+# Multiples of the predicted bound. They are tested as well, to show which smaller bounds the data
+# reject.
 OTHER_BOUNDS = (0.9, 0.7, 0.5, 0.3)
-# Alternative noise variances that the data may reject, as multiples of the predicted variance.
+# Multiples of the predicted noise variance. They are tested as well, to show which other variances
+# the data reject.
 OTHER_NOISE = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.4, 2.0)
 STATEMENT = (
     "If J is L-smooth and satisfies a Polyak-Lojasiewicz inequality with constant mu, and the "
-    "gradient's mean squared error is at most s2, the mean gap J* - J of Algorithm 1 obeys a "
-    "linear recursion. For a constant learning rate the mean gap is at most the recursion's "
-    "solution at every T. For the learning rate c/t the mean gap is at most a constant divided by "
-    "T when T is large."
+    "gradient's mean squared error is at most s2, the mean gap J* - J of Algorithm 1 is bounded by "
+    "a linear recursion. For a constant learning rate the mean gap is at most the recursion's "
+    "solution at every number of steps T. For the learning rate c/t and large T, the mean gap is "
+    "at most a constant divided by T."
 )
 
 
 def plan(design: Lemma6Config) -> list[Simulation]:
-    """Plan every estimator at every learning rate.
+    """Plan a simulation of every estimator at every learning rate.
 
-    The recorded steps are the start, the steps of the curve, and the step after each step of the
-    curve.
+    The gap is recorded at the start, at the steps that the figure shows, and one step after each of
+    them. The next step is needed to test the mean of the next gap; see `_next_step_claim`.
     """
     curve, prompts = log_spaced_steps(design.steps), design.rollouts // design.group_size
     with_next = tuple(sorted({0, *curve, *(step + 1 for step in curve)}))
@@ -55,7 +62,7 @@ def plan(design: Lemma6Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the mean gap with the recursion's solution and the 1/T bounds."""
+    """Compare the mean gap with the recursion's solution and with the bound of order 1/T."""
     curve, (mu, smoothness) = log_spaced_steps(design.steps), problem.constants
     claims, rows = [], []
     for run in runs:
@@ -82,7 +89,7 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
         notes=[
             f"{exits_text(runs)}. All means include these replicates.",
             "s2 is the largest mean squared error of the gradient on the sublevel set. The bounds "
-            "are therefore loose at points with a smaller error.",
+            "are therefore loose where the gradient's error is smaller than s2.",
         ],
     )
 
@@ -90,7 +97,7 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
 def _rows(
     problem: Problem, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
 ) -> list[dict]:
-    """Return one row for each step of the curve."""
+    """Return one row of curves.csv for each step in `curve`."""
     estimator = run.estimator
     first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
     model = quadratic_recursion(first, problem.curvature_KK, sigma, run.simulation.rates_T)
@@ -111,12 +118,19 @@ def _rows(
 def _bound_claim(
     what: str, run: Trajectories, bound: np.ndarray, steps: list[int], holds: bool = True
 ) -> Claim:
-    """Make a claim about the largest ratio, over steps, of the mean gap to the bound.
+    """Make a claim that the mean gap is at most the bound at all the given steps.
 
-    The intervals are simultaneous over the steps. The p-value combines the steps' one-sided t tests
-    of the hypothesis that the mean is at most the bound, with Bonferroni's correction. At small T
-    the theory does not guarantee the 1/T bound. In this case `holds` is False, and the claim is
-    undecided if the mean exceeds the bound.
+    The claim shows the step with the largest ratio of the mean gap to the bound. Its interval is
+    simultaneous over the steps. At every step a one-sided t test tests the hypothesis that the mean
+    is at most the bound. The p-value combines these tests with Bonferroni's correction.
+
+    Args:
+        what: text of the claim.
+        run: trajectories, recorded at least at `steps`.
+        bound: bound after 0, 1, 2, ... steps.
+        steps: steps at which the bound is tested.
+        holds: False if T is too small for the theory to guarantee the bound. The claim then has no
+            p-value, and a mean above the bound leaves it undecided.
     """
     places = [list(run.steps_S).index(step) for step in steps]
     intervals = [mean_interval(run.gap_SR[place], among=len(steps)) for place in places]
@@ -130,9 +144,7 @@ def _bound_claim(
     how = f"{percentage(CONFIDENCE)} intervals over {run.replicates} replicates"
     how += f", simultaneous over {len(steps)} steps (Bonferroni)" if len(steps) > 1 else ""
     how += "; undecided if an interval reaches above the bound"
-    how += (
-        "" if holds else "; T is too small for the 1/T bound, which is below the recursion's bound"
-    )
+    how += "" if holds else "; T is too small for the theory to guarantee the bound of order 1/T"
     return Claim(
         what=what,
         predicted="<= 1",
@@ -150,11 +162,11 @@ def _bound_claim(
 
 
 def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) -> Claim:
-    """Test the conditional mean of the next gap, given the current parameters.
+    """Make a claim about the mean of the next gap, given the current parameters.
 
-    Since J is exactly quadratic, `E[Delta_{t+1} | theta_t]` is known exactly for every replicate.
-    The residuals have mean zero and are uncorrelated between steps. The sum over steps of their
-    squared t statistics is therefore approximately chi-square distributed.
+    Since J is exactly quadratic, this mean, `E[Delta_{t+1} | theta_t]`, is known exactly for every
+    replicate. Next gaps minus their means have mean zero and are uncorrelated between steps. The
+    sum over steps of their squared t statistics is therefore approximately chi-square distributed.
     """
     rates_T, places = run.simulation.rates_T, list(run.steps_S)
     shares_F = np.array([1.0, *OTHER_NOISE])
@@ -174,8 +186,8 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
     p_F = stats.chi2.sf(total_F, count)
     high = stats.chi2.ppf(CONFIDENCE, count)
     return Claim(
-        what=f"{run.estimator.name}, {run.rate.name}: E[next gap | current parameters] "
-        f"against the exact recursion, chi-square statistic over {count} steps",
+        what=f"{run.estimator.name}, {run.rate.name}: chi-square statistic, over {count} steps, "
+        "of the difference between E[next gap | current parameters] and the exact recursion",
         predicted=f"<= {high:.3g}",
         measured=float(total_F[0]),
         low=None,
@@ -189,21 +201,21 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
 
 
 def _panel(rate: str, rows: list[dict]) -> Panel:
-    """Return a learning rate's panel with each estimator's mean gap, recursion and bound."""
+    """Return the panel of one learning rate: mean gap, recursion and bound of every estimator."""
     curves = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate)]
         curves.append(line_of(name, points, "step", "gap"))
         curves.append(line_of(name, points, "step", "quadratic_model", predicted=True))
         curves.append(line_of(name, points, "step", "bound", bound=True))
-    label = "mean gap (line: quadratic recursion, dashes: bound)"
+    label = "mean gap (solid: quadratic recursion, dashed: bound)"
     return Panel(rate, "step T", label, curves, "xy")
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse learning rates that violate the assumptions.
+    """Refuse learning rates that violate the lemma's assumptions.
 
-    See `check_rates`; mu is the constant of the Polyak-Lojasiewicz inequality.
+    `check_rates` is called with the constant mu of the Polyak-Lojasiewicz inequality.
     """
     problem = build_problem(experiment.problem)
     check_rates(experiment, problem, problem.constants[0])

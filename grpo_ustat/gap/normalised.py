@@ -1,17 +1,24 @@
 r"""Exact effect of division by the group's standard deviation for 0/1 rewards (Lemma 11).
 
-For one prompt let `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)`, where std is the
-standard deviation of the group's rewards with divisor G-1, and let `U = 1/G sum_i s_i (z_i -
-zbar_{-i}) / sigma`, the U-statistic with kernel h / sigma. If a group has n right answers, `std^2 =
-n (G-n) / (G (G-1))`. Given n, the scores are independent. The score of a right answer has mean g /
-V and covariance trace t_1. The score of a wrong answer has mean -g / (1-V) and covariance trace
-t_0. Hence, given n,
+Completion i of a prompt has the score s_i (the gradient of its log-probability) and the reward z_i.
+The mean reward of the group's other completions is zbar_{-i}. The prompt has the expected reward V,
+the variance sigma^2 = V (1 - V) and the gradient g = E[s z]. Two estimates are compared:
+
+    N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)
+    U = 1/G sum_i s_i (z_i - zbar_{-i}) / sigma
+
+N divides by std, the standard deviation of the group's rewards with divisor G-1. U divides by the
+exact sigma and is the U-statistic with kernel h / sigma.
+
+If a group has n right answers, `std^2 = n (G-n) / (G (G-1))`. Given n, the scores are independent.
+The score of a right answer has mean g / V and covariance trace t_1. The score of a wrong answer has
+mean -g / (1-V) and covariance trace t_0. Hence, given n,
 
     E[sigma U | n] = std^2 g / sigma^2
     tr Cov(sigma U | n) = ( (G-n)^2 n t_1 + n^2 (G-n) t_0 ) / (G (G-1))^2
 
-Exact moments are therefore binomial sums over n. As G grows, at epsilon = 0 and with v = sigma^2 =
-V (1-V):
+Exact moments are therefore binomial sums over n. At epsilon = 0, with v = sigma^2 and the fourth
+central moment mu_4 of the rewards, the following limits hold as G grows:
 
     G Var U -> within + 4 shift      within = ( (1-V)^2 V t_1 + V^2 (1-V) t_0 ) / v
     G Var N -> within +   shift      shift  = ||g||^2 (1 - 4v) / (4 v^2)
@@ -19,19 +26,21 @@ V (1-V):
     G (E N - g/sigma) -> -g (1 - 4v) / (8 v^(3/2))
 
 In the limit the mean squared difference between N and U is therefore at most a quarter of the
-variance of U, and the variance of N is at most that of U. Averaging over prompts reduces the
-variance but not the bias. Let b_x be the last limit above, for prompt x, and `b = E b_x`. With n =
-B G rollouts, tau = E[g/sigma], and C1 the variance of g/sigma over prompts, the mean squared errors
-are
+variance of U, and the variance of N is at most the variance of U.
+
+Averaging over prompts reduces the variance but not the bias. Let b_x be the last limit above for
+prompt x, `b = E b_x` its mean over prompts, tau = E[g/sigma], and C1 the variance of g/sigma over
+prompts. With n = B G rollouts, the mean squared errors are
 
     MSE_N = ||b||^2 / G^2 + ( G C1 + 2 Cov(g/sigma, b_X) + within + shift ) / n + ...
     MSE_U =                 ( G C1                       + within + 4 shift ) / n + ...
 
 Moreover `E <g/sigma, b_X> = -shift / 2`. To leading order in 1/G, N therefore has the smaller error
-if `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`, and the best group size of N grows like
+if `n ||b||^2 / G^2 < 4 shift + 2 <tau, b>`. The best group size of N grows with n, like
 `( 2 ||b||^2 n / C1 )^(1/3)`.
-If the baseline is the mean of the whole group instead of the mean of the others, N is multiplied by
-(G-1)/G. This adds -g/sigma to b_x, so that `b_x = -g (1 + 4v) / (8 v^(3/2))`.
+
+If the baseline is the mean of the whole group instead of zbar_{-i}, N is multiplied by (G-1)/G.
+This adds -g/sigma to b_x, so that `b_x = -g (1 + 4v) / (8 v^(3/2))`.
 """
 
 from __future__ import annotations
@@ -43,13 +52,16 @@ from scipy import stats
 
 from grpo_ustat.records import Array
 
-# Probabilities within this distance of 0 or 1 differ from them only by rounding.
+# A probability this close to 0 or 1 differs from it only by rounding.
 ZERO_VARIANCE_CHANCE = 1e-12
 
 
 @dataclass(frozen=True)
 class RightAndWrong:
-    """Moments of scores and 0/1 rewards from which the error is computed, each [P]."""
+    """Moments of the scores and 0/1 rewards of each prompt, each [P].
+
+    The errors of N and U are computed from these moments.
+    """
 
     # Expected reward, V.
     value: Array
@@ -67,7 +79,7 @@ class RightAndWrong:
 
     @property
     def within(self) -> Array:
-        """Limit of G times the expected conditional variance of N, or of U, given the rewards."""
+        """Limit of G times the expected variance of N given the rewards; it is the same for U."""
         v, p = self.var_z, self.value
         return ((1 - p) ** 2 * p * self.right + p**2 * (1 - p) * self.wrong) / v
 
@@ -103,7 +115,7 @@ class NormalisedMoments:
     variance: Array
     # tr Cov U.
     plain_variance: Array
-    # Signed bias `<E N - g/sigma, g> / ||g||`, negative if E N is shorter than g/sigma.
+    # Signed bias `<E N - g/sigma, g> / ||g||`; negative if E N is shorter than g/sigma.
     bias: Array
 
 
@@ -111,9 +123,9 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
     """Compute the moments of every prompt of an enumerable policy.
 
     Args:
-        probability_PY: probabilities of the outcomes.
-        score_PYK: scores of the outcomes.
-        reward_PY: rewards of the outcomes, each 0 or 1.
+        probability_PY: probability of each of the Y outcomes (possible completions) of a prompt.
+        score_PYK: score of each outcome, for K parameters.
+        reward_PY: reward of each outcome, 0 or 1.
 
     Raises:
         ValueError: If a reward is not 0 or 1, or if the rewards of a prompt are all equal.
@@ -142,7 +154,9 @@ def right_and_wrong(probability_PY: Array, score_PYK: Array, reward_PY: Array) -
 
 
 def mean_weight(value: Array, group_size: int, epsilon: float) -> Array:
-    """Return the factor w(V) in `E N = w grad V`, `w = E[ std^2 / (std + epsilon) ] / sigma^2`.
+    """Return the factor w in `E N = w grad V`, the expectation of the normalised estimate.
+
+    The factor is `w = E[ std^2 / (std + epsilon) ] / sigma^2` and depends only on V.
 
     Args:
         value: expected rewards V, as an array of any shape.
@@ -164,10 +178,10 @@ def normalised_moments(
     """Compute exact moments of N and U by a sum over the number of right answers in a group.
 
     Args:
+        moments: moments of each prompt's scores and rewards.
         group_size: number of completions per prompt, G >= 2.
         epsilon: constant added to std.
 
-     = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
     >>> coin = RightAndWrong(*(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0)))
     >>> pair = normalised_moments(coin, 2, 0.0)  # s = +-1; U is 0 or 2, N 0 or sqrt 2
     >>> [round(float(x[0]), 4) for x in (pair.difference, pair.variance, pair.plain_variance)]

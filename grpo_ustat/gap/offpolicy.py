@@ -1,9 +1,11 @@
-r"""Algorithm 2's gradient estimate from completions of an earlier policy (section 8).
+r"""Algorithm 2's gradient estimate from completions of an earlier policy (paper, section 8).
 
-A minibatch has B prompts, drawn independently, with G completions each, sampled from pi_old. The
-estimate at theta is
+A minibatch has B prompts, drawn independently, with G completions each, sampled from the old policy
+pi_old. With rewards z_i, the estimate at the parameters theta is
 
     1/(B G) sum_b sum_i { A_i w_i + beta k_i }      A_i = (z_i - mean of the group's others) / d
+
+The vectors w (reward term) and k (KL penalty towards pi_ref, with weight beta) exist at two levels:
 
     level      w                                    k
     token      sum_t rho_t grad log pi(y_t)         sum_t (pi_ref/pi - 1) grad log pi(y_t)
@@ -12,26 +14,33 @@ estimate at theta is
 Here rho_t is the ratio pi_theta / pi_old of token t, and rho is the ratio of the whole completion.
 The divisor d is the group's standard deviation, or 1 without normalisation (see `Normalisation`).
 The level `token` is Algorithm 2. The level `sequence` multiplies both the reward term and the
-penalty by the completion's ratio and serves as the unbiased reference.
+penalty by the completion's ratio. It is unbiased without normalisation and serves as the reference.
 
-At theta = theta_old both levels have the same expectation. Without normalisation the target at
-theta_old is this expectation. With normalisation the target at theta_old is the limit of this
-expectation as G grows. For all theta the target is
+The bias is the expectation of the estimate minus the target. For all theta the target is
 
     E[ grad V(x) / d(x) ]
         - beta sum_t E_{y ~ pi_theta} grad KL( pi_ref(.|y_<t) || pi_theta(.|y_<t) )
 
 where d(x) is 1 without normalisation, and otherwise sigma(x), the standard deviation of the rewards
-of pi_old. If sigma(x) were the standard deviation of pi_theta's rewards, the target would change by
-an amount of order eta; see `token_bias2_own_sigma`. In the penalty, grad acts only on the
-divergence of the next token. The prefixes are distributed according to the current policy pi_theta,
-so that the penalty's target does not depend on the policy that wrote the completions. If the target
-used prefixes from pi_old, a part of the penalty's bias would not be measured; see
-`token_bias2_kl_old_prefixes`.
+of pi_old. At theta = theta_old both levels have the same expectation. Without normalisation, the
+target at theta_old equals this expectation. With normalisation, it is the limit of this expectation
+as G grows.
 
-Biases and variances are computed exactly, as functions of the group size at theta_old, of the
-learning rate along paths of updates, and of the completion length. The only random quantity is
-theta_k at the end of a path of minibatch updates.
+Two choices in the target matter:
+
+- If sigma(x) were the standard deviation of the rewards of pi_theta, the target would change by an
+  amount of the order of the learning rate eta; see `token_bias2_own_sigma`.
+- In the penalty, grad acts only on the divergence of the next token. The prefixes y_<t are
+  distributed according to the current policy pi_theta, so that the target does not depend on the
+  policy that wrote the completions. With prefixes from pi_old, a part of the penalty's bias would
+  not be measured; see `token_bias2_kl_old_prefixes`.
+
+Biases and variances are computed exactly: at theta_old for each group size, after updates for each
+learning rate, and for each completion length. Only the parameters theta_k after k updates on random
+minibatches are random.
+
+In the names of arrays, Y is the number of completions, L their length in tokens, D the number of
+parameters, E the number of learning rates, and R the number of random paths.
 """
 
 from __future__ import annotations
@@ -68,22 +77,22 @@ from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.records import BaselineContext
 
 LEVELS = ("token", "sequence")
-# Ratio of squared bias to variance below which the bias counts as rounding error.
+# A bias counts as rounding error if the ratio of its square to the variance is below this value.
 ROUNDING = 1e-20
-# Largest permitted change of a parameter. After a larger change, squares of pi_ref/pi_theta could
+# Largest permitted change of a parameter. A larger change could make squares of pi_ref/pi_theta
 # overflow.
 MAX_CHANGE = 100.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Old policy, reference policy, rewards and shape of a minibatch."""
+    """Everything that defines the estimate except the current policy pi_theta."""
 
     # Policy that writes the completions, pi_old.
     old: SequencePolicy
     # Reference policy, pi_ref.
     reference: SequencePolicy
-    # Rewards of all completions.
+    # Reward of every possible completion.
     reward_PY: np.ndarray
     # Weight of the KL penalty.
     beta: float
@@ -105,17 +114,17 @@ class Setting:
 
     @cached_property
     def advantages(self) -> list[AdvantageMoments]:
-        """Moments of the advantages in each prompt's groups of completions from pi_old.
+        """Moments of the advantages in groups of completions from pi_old, for each prompt.
 
         Raises:
-            ValueError: If a prompt's rewards are all equal or not on a grid, or if no group is
-                accepted.
+            ValueError: If a prompt's rewards are all equal or not on a grid, or if every group is
+                rejected.
         """
         pairs = zip(self.old.probabilities_PY, self.reward_PY, strict=True)
         return [advantage_moments(*pair, self.group_size, self.normalisation) for pair in pairs]
 
     def scale_P(self, policy: SequencePolicy) -> np.ndarray:
-        """Return 1/d(x) with sigma(x) computed for `policy`; 1 without normalisation."""
+        """Return 1/d(x), where sigma(x) is computed for `policy`; 1 without normalisation."""
         if not self.normalised:
             return np.ones(len(self.reward_PY))
         centred_PY = self.reward_PY - policy.value_P(self.reward_PY)[:, None]
@@ -124,7 +133,12 @@ class Setting:
     def moments(
         self, weight_PYD: np.ndarray, penalty_PYD: np.ndarray | float = 0.0
     ) -> EstimateMoments:
-        """Compute mean and variance of each prompt's estimate from its vectors w and beta k."""
+        """Compute the mean and variance of each prompt's estimate.
+
+        Args:
+            weight_PYD: vectors w of the completions.
+            penalty_PYD: vectors beta k of the completions; 0 to leave out the penalty.
+        """
         law_PY, size = self.old.probabilities_PY, self.group_size
         if self.normalisation.kind in ("none", "sigma"):
             reward_PY = self.reward_PY * self.scale_P(self.old)[:, None]
@@ -163,18 +177,24 @@ class Setting:
     def whole_target(
         self, current: SequencePolicy, spread: SequencePolicy | None = None
     ) -> np.ndarray:
-        """Return the sum of both parts of the target, [D]."""
+        """Return the target, which is the sum of its reward part and its penalty part, [D]."""
         policy_D, penalty_D = self.target(current, spread=spread)
         return policy_D + penalty_D
 
     def quality(self, current: SequencePolicy) -> dict[str, float]:
         """Compute squared biases, variances and mean squared errors of both levels.
 
-        Keys that contain `_kl` refer to the penalty only; keys that contain `_policy` exclude the
-        penalty. `ratio_second_moment` is E rho^2, averaged over prompts. With normalisation, keys
-        that contain `_drift2` give the squared difference between the bias at `current` and the
-        bias at theta_old, and `token_bias2_own_sigma` is the squared bias relative to a target with
-        the sigma(x) of pi_theta.
+        A key begins with the level and names the quantity, for example `token_bias2`:
+
+        - `_bias2`, `_variance`, `_mse`: squared bias, variance and mean squared error. The ending
+          `_kl` marks values of the penalty only, and `_policy` values without the penalty.
+        - `_drift2`, with normalisation only: squared difference between the bias at `current` and
+          the bias at theta_old.
+        - `token_bias2_own_sigma`, with normalisation only: squared bias relative to a target with
+          the sigma(x) of pi_theta.
+        - `token_bias2_kl_old_prefixes`: squared bias of the penalty relative to a target with
+          prefixes from pi_old.
+        - `ratio_second_moment`: E rho^2, averaged over prompts.
         """
         values = {}
         policy_target_D, penalty_target_D = self.target(current)
@@ -219,10 +239,10 @@ class Setting:
 
     @property
     def divergence_cosines(self) -> list[float]:
-        """Cosines at theta_old between the penalty's gradient and two other gradients.
+        """Cosines at theta_old between the penalty's gradient and two exact KL gradients.
 
-        The other gradients are the gradients of KL(pi_ref || pi) and of KL(pi || pi_ref), both over
-        completions.
+        The exact gradients are those of KL(pi_ref || pi) and of KL(pi || pi_ref), in this order,
+        where both divergences are between distributions of whole completions.
         """
         old, reference = self.old, self.reference
         penalty_D = old.token_kl_gradient_PD(reference, old.probabilities_PY).mean(axis=0)
@@ -234,13 +254,13 @@ class Setting:
         return cosines
 
     def first_order_bias(self, direction_D: np.ndarray) -> np.ndarray:
-        """Return the directional derivative of the token-level bias at theta_old, [D].
+        """Return the derivative of the token-level bias at theta_old in one direction, [D].
 
         The advantages must be computed without normalisation. Let u_t be the derivative of the
-        log-probability of token t, and u the sum of u_t over the completion. The derivative is
-        `E[ z sum_t (u_t - u) grad log pi(y_t) ] - beta E[ u k ]`. The first term arises because the
-        other tokens' ratios are missing, the second because the penalty is not multiplied by a
-        ratio.
+        log-probability of token t in this direction, and u the sum of u_t over the completion. The
+        derivative of the bias is `E[ z sum_t (u_t - u) grad log pi(y_t) ] - beta E[ u k ]`. The
+        first term is there because each token lacks the ratios of the other tokens. The second is
+        there because the penalty is not multiplied by a ratio.
         """
         assert not self.normalised
         change_PYL = self.old.token_scores_PYLD @ direction_D
@@ -258,10 +278,10 @@ def estimate(
     """Compute Algorithm 2's gradient estimate from one minibatch, [D].
 
     Args:
-        setting: setting whose normalisation does not redraw groups.
+        setting: setting with any normalisation except `group_std_redrawn`.
         current: current policy, pi_theta.
-        prompt_B: prompts of the minibatch.
-        outcome_BG: completions of the prompts, sampled from pi_old.
+        prompt_B: indices of the minibatch's prompts.
+        outcome_BG: indices of the completions of these prompts, sampled from pi_old.
     """
     weight_PYD, penalty_PYD = setting.tables(current, "token")
     rows = prompt_B[:, None], outcome_BG
@@ -281,11 +301,15 @@ def estimate(
 
 
 def tie(values: dict[str, np.ndarray], num_prompts: int) -> np.ndarray:
-    """Return the B at which both levels have the same mean squared error.
+    """Return the number of prompts B at which both levels have the same mean squared error.
 
-    The variances in `values` are for `num_prompts` prompts. For larger B, completion ratios have
-    the smaller error. The result is negative if completion ratios have the smaller error for every
-    B, and NaN if token ratios have no bias.
+    With more prompts than the result, completion ratios have the smaller error. The result is
+    negative if completion ratios have the smaller error for every B. It is NaN if token ratios have
+    no bias.
+
+    Args:
+        values: squared biases and variances, with the keys of `Setting.quality`.
+        num_prompts: number of prompts for which the variances in `values` were computed.
 
     >>> values = {"sequence_variance": 3.0, "token_variance": 1.0, "token_bias2": 0.5}
     >>> tie({name: np.array([x]) for name, x in values.items()}, 8).item()
@@ -310,16 +334,18 @@ class OnPolicy:
 
     # Group sizes, G.
     sizes: Sequence[int]
-    # Group sizes G, 2G and 4G from which limits as G grows are extrapolated.
+    # Three group sizes G, 2G and 4G, from which limits as G grows are extrapolated.
     limit_sizes: Sequence[int]
-    # Arrays over `sizes`, keyed by kind of normalisation and then by one of these names:
-    # - `bias2_share`: ||bias||^2 / ||target||^2 without the KL term
-    # - `bias2_share_kl`: ||bias||^2 / ||target||^2 with the KL term
-    # - `bias`: ||bias|| without the KL term
-    # - `variance`: B times the variance without the KL term
-    # - `between`: the oracle's C1
+    # The first key is the kind of normalisation, and the second is the name of the quantity. Each
+    # array has one value per group size in `sizes`. Only `bias2_share_kl` includes the KL term.
+    # - `bias2_share`: ||bias||^2 / ||target||^2
+    # - `bias2_share_kl`: the same ratio with the KL term
+    # - `bias`: ||bias||
+    # - `variance`: B times the variance
+    # - `between`: C1 of the oracle, whose baseline is the exact V(x)
     # - `oracle`: B times the oracle's variance, C1 + (variance given the prompt) / G
-    # - `exceeded`: the B above which ||bias||^2 exceeds the variance; infinite if the bias is 0
+    # - `exceeded`: number of prompts B above which ||bias||^2 exceeds the variance; infinite if the
+    #   bias is 0
     # - `zero_variance`: probability of a group with equal rewards, averaged over prompts
     values: dict[str, dict[str, np.ndarray]]
     # The same quantities at `limit_sizes`, for `none`, `sigma` and `group_std` with epsilon = 0.
@@ -330,7 +356,11 @@ class OnPolicy:
     target_norm: float
 
     def variance_ratio(self, kind: str) -> float:
-        """Return the limit, as G grows, of (B variance - C1) divided by the oracle's value."""
+        """Return the limit, as G grows, of the ratio of (B variance - C1) to its oracle's value.
+
+        Args:
+            kind: kind of normalisation, a key of `limits`.
+        """
         values, sizes = self.limits[kind], np.array(self.limit_sizes)
         oracle = sizes * (values["oracle"] - values["between"])
         return float(at_infinity(sizes * (values["variance"] - values["between"]) / oracle))
@@ -343,10 +373,10 @@ def on_policy(
     epsilon: float,
     floor: float,
 ) -> OnPolicy:
-    """Compute exact values of every normalisation at theta_old.
+    """Compute the exact values of `OnPolicy` for every normalisation.
 
     Args:
-        setting: setting, of which the group size and the normalisation are not used.
+        setting: policies, rewards and beta. Its group size and normalisation are not used.
         group_sizes: group sizes, G.
         limit_sizes: three group sizes, each twice the previous one.
         epsilon: constant added to the group's standard deviation.
@@ -386,7 +416,7 @@ def on_policy(
 
 
 def on_policy_values(setting: Setting) -> dict[str, float]:
-    """Compute the values of one normalisation at one group size; see `OnPolicy`."""
+    """Compute the values in `OnPolicy.values` for one normalisation and one group size."""
     old, (weight_PYD, penalty_PYD) = setting.old, setting.tables(setting.old, "token")
     plain, target_D = setting.moments(weight_PYD), setting.target(old)[0]
     bias2 = np.square(plain.mean_PD.mean(axis=0) - target_D).sum()
@@ -416,19 +446,25 @@ def on_policy_values(setting: Setting) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Minibatches of one path of updates; together they form one batch of completions from pi_old.
+    """Minibatches of one path of U updates, whose completions were all sampled from pi_old.
 
     The same minibatches are used at every learning rate.
     """
 
-    # Prompts of each update, drawn independently and uniformly.
+    # Indices of each update's prompts, drawn independently and uniformly.
     prompt_UB: np.ndarray
-    # Completions sampled for these prompts.
+    # Indices of the completions sampled for these prompts.
     outcome_UBG: np.ndarray
 
 
 def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """Draw one replicate's minibatches from a generator keyed by seed and replicate number."""
+    """Draw the minibatches of one path.
+
+    Args:
+        setting: pi_old and shape of a minibatch.
+        updates: number of updates, each with its own minibatch.
+        seed, replicate: seed and number of the path, which together determine the random numbers.
+    """
     rng = generator(seed, "theorem12", replicate)
     law_PY = setting.old.probabilities_PY
     prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))
@@ -441,7 +477,7 @@ def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
 def update(
     setting: Setting, current: SequencePolicy, learning_rate: float, step_D: np.ndarray
 ) -> SequencePolicy:
-    """Return the policy after one update."""
+    """Return the policy after one gradient-ascent update along `step_D`."""
     theta_D = current.theta_D + learning_rate * step_D
     farthest = np.abs(theta_D - setting.old.theta_D).max()
     if not farthest < MAX_CHANGE:
@@ -453,7 +489,7 @@ def update(
 
 
 def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """Return the policy after one gradient-ascent update on each minibatch in turn."""
+    """Return the policy after one update on each minibatch in turn, starting from pi_old."""
     current = setting.old
     for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
         step_D = estimate(setting, current, prompt_B, outcome_BG)
@@ -462,7 +498,7 @@ def random_path(setting: Setting, draws: Draws, learning_rate: float) -> Sequenc
 
 
 def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[SequencePolicy]:
-    """Return the old policy and the policy after every update along the exact target."""
+    """Return the policies of the path that follows the exact target, starting with pi_old."""
     path = [setting.old]
     for _ in range(updates):
         target_D = setting.whole_target(path[-1])
@@ -474,7 +510,8 @@ def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[Seq
 class LeadingTerms:
     """Limits of errors as the learning rate eta tends to 0, without normalisation."""
 
-    # Limit of bias^2 / eta^2 along the exact path, computed from the derivative of the bias.
+    # Limit of bias^2 / eta^2 along the exact path, which is computed from the derivative of the
+    # bias.
     exact: float
     # Limit of bias^2 / eta^2 along each random path.
     random_R: np.ndarray
@@ -484,36 +521,46 @@ class LeadingTerms:
 
 @dataclass(frozen=True)
 class PathErrors:
-    """Exact errors of the estimate at each path's last policy."""
+    """Exact errors of the estimate at the last policy of each path of k updates.
+
+    An exact path follows the exact target; a random path follows estimates on minibatches. The keys
+    of all dictionaries are those of `Setting.quality`.
+    """
 
     # Policies, rewards and shape of a minibatch.
     setting: Setting
     # Learning rates in ascending order, [E].
     rates: np.ndarray
-    # Errors at theta_old.
+    # Errors at theta_old, before any update.
     start: dict[str, float]
-    # Errors after updates along the exact target, each [E].
+    # Errors at the end of the exact path, each [E].
     exact: dict[str, np.ndarray]
-    # Errors after updates on minibatches, each [E, R].
+    # Errors at the end of the R random paths, each [E, R].
     random: dict[str, np.ndarray]
-    # Squared bias with token ratios on every minibatch of the batch, along the exact path, [E, k +
-    # 1].
+    # Squared bias with token ratios after 0, 1, ..., k updates along the exact path, [E, k + 1].
     exact_by_place: np.ndarray
-    # Limits as eta tends to 0; None with normalisation, because the bias then has a different
-    # limit.
+    # Limits as eta tends to 0. None with normalisation, because the bias then does not tend to 0.
     leading: LeadingTerms | None = None
 
     def mean(self, name: str) -> list[Interval]:
-        """Return means over random paths with t intervals from `positive_interval`."""
+        """Return the mean of an error over random paths for each learning rate, with an interval.
+
+        Args:
+            name: key of `random`.
+        """
         values_ER = self.random[name]
         count = values_ER.shape[1]
         pairs = zip(values_ER.mean(axis=1), values_ER.var(axis=1, ddof=1) / count, strict=True)
         return [positive_interval(float(mean), float(var), count - 1) for mean, var in pairs]
 
     def slope(self, name: str, at: int = 0) -> Interval:
-        """Return the slope of log(mean error) on log(eta) between the rates `at` and `at + 1`.
+        """Return the slope of log(mean error) on log(eta) between two neighbouring learning rates.
 
-        The interval is computed with the delete-one-path jackknife.
+        The interval is computed with the jackknife, which leaves out one path at a time.
+
+        Args:
+            name: key of `random`.
+            at: index of the smaller of the two learning rates.
         """
         low, high = self.random[name][at : at + 2]
         step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
@@ -523,15 +570,16 @@ class PathErrors:
 
     @property
     def bias_share_E(self) -> np.ndarray:
-        """Ratio of mean squared bias to mean variance with token ratios, [E]."""
+        """Mean squared bias divided by mean variance, with token ratios, for each rate, [E]."""
         mean = {name: self.random[f"token_{name}"].mean(axis=1) for name in ("bias2", "variance")}
         return mean["bias2"] / mean["variance"]
 
     @property
     def crossing(self) -> float | None:
-        """Learning rate at which `bias_share_E` is 1, interpolated on the log scale.
+        """Learning rate at which squared bias and variance are equal, interpolated on a log scale.
 
-        None if `bias_share_E` is below 1 at every learning rate, or at least 1 at the smallest one.
+        None if the squared bias is smaller at every learning rate, or already larger at the
+        smallest one.
         """
         above = np.flatnonzero(self.bias_share_E >= 1)
         if not len(above) or above[0] == 0:
@@ -541,7 +589,7 @@ class PathErrors:
         return float(np.exp(np.interp(0.0, logs, rates)))
 
     def tie(self) -> np.ndarray:
-        """Return the B at which both levels have the same error, by learning rate, [E]."""
+        """Return the B at which both levels have the same error, for each learning rate, [E]."""
         mean = {name: values_ER.mean(axis=1) for name, values_ER in self.random.items()}
         return tie(mean, self.setting.num_prompts)
 
@@ -555,9 +603,8 @@ def path_errors(
         setting: policies, rewards and shape of a minibatch.
         rates_E: learning rates in ascending order.
         updates: number of updates on a path, k.
-        replicates: number of random paths, whose random numbers are keyed by seed and replicate
-            number.
-        seed: seed of the minibatches of the random paths.
+        replicates: number of random paths.
+        seed: seed of the minibatches. The seed and a path's number determine its random numbers.
     """
     draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]
     paths = [exact_path(setting, updates, rate) for rate in rates_E]
@@ -607,7 +654,7 @@ def on_policy_law(setting: Setting) -> ScalingLaw:
 
 @dataclass(frozen=True)
 class ByLength:
-    """Exact values at every completion length."""
+    """Exact values for policies that differ only in the completion length."""
 
     # Number of prompts, B.
     num_prompts: int
@@ -615,7 +662,7 @@ class ByLength:
     lengths: np.ndarray
     # Second moment of a token's ratio, c = E rho_t^2.
     growth: float
-    # For each name in `Setting.quality`, an array over the lengths.
+    # Array over the lengths for each key of `Setting.quality`.
     values: dict[str, np.ndarray]
 
     @property
@@ -625,7 +672,7 @@ class ByLength:
 
     @property
     def growth_of_ratio(self) -> float:
-        """Growth factor of `variance_ratio` per token between the two largest lengths."""
+        """Factor by which `variance_ratio` grows per token, between the two largest lengths."""
         steps = np.diff(self.lengths)[-1]
         return float((self.variance_ratio[-1] / self.variance_ratio[-2]) ** (1 / steps))
 
@@ -636,14 +683,14 @@ class ByLength:
 
 
 def by_length(lengths: Sequence[int], shift: float, num_prompts: int, group_size: int) -> ByLength:
-    """Compute bias and variance of both levels at every length without a penalty.
+    """Compute bias and variance of both levels for every completion length, without a penalty.
 
-    There is one prompt and a vocabulary of two tokens. Under pi_old both tokens have probability
-    1/2. The reward is the square of the fraction of tokens that are token 1.
+    The test policy has one prompt and a vocabulary of two tokens, 0 and 1. Under pi_old both tokens
+    have probability 1/2. The reward is the square of the fraction of tokens that are 1.
 
     Args:
-        lengths: at least two completion lengths.
-        shift: difference between pi_theta and pi_old in the logit of token 1.
+        lengths: at least two completion lengths, in tokens.
+        shift: change from pi_old to pi_theta of the logit of token 1.
         num_prompts: number of prompts, B.
         group_size: number of completions per prompt, G.
     """

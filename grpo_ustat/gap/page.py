@@ -31,7 +31,7 @@ def answer(run: RunRecord) -> str:
 
 
 def facts(run: RunRecord) -> list[tuple[str, Cell]]:
-    """Return facts about the test problem and the cost of the run."""
+    """Return the facts that the page lists: the test problem and the number of completions."""
     if run.result is None:
         return []
     problem = "\n".join(
@@ -50,7 +50,7 @@ def facts(run: RunRecord) -> list[tuple[str, Cell]]:
 
 
 def tables(run: RunRecord) -> list[Table]:
-    """Return tables that compare predictions with measurements."""
+    """Return the table of claims and the table of curves.csv."""
     if run.result is None:
         return []
     columns = [*CLAIM_COLUMNS, "decision rule"]
@@ -58,14 +58,14 @@ def tables(run: RunRecord) -> list[Table]:
     tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
     numbers = run.csv_rows("curves.csv")
     if numbers:
-        note = f"The first {MAX_ROWS} of {len(numbers)} rows; curves.csv contains all rows."
+        note = f"These are the first {MAX_ROWS} of {len(numbers)} rows; curves.csv contains all."
         note = note if len(numbers) > MAX_ROWS else ""
         tables.append(rows_table("Numbers", numbers[:MAX_ROWS], note))
     return tables
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the theorem's statement and the notes."""
+    """Return the theorem's statement, followed by the notes of its test."""
     result = run.result or {}
     return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
 

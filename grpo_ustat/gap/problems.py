@@ -1,10 +1,12 @@
 r"""Test problems with exactly computable J, maximum, gradient, curvature and covariances.
 
-A problem has parameters theta in R^D. The policy depends only on `u = Q theta` in R^K, where Q has
-orthonormal rows. The maximisers therefore form a flat set of dimension D - K. For any Q, all
-quantities are functions of u and are computed exactly by enumerating every outcome y of every
-prompt x. Prompts are drawn uniformly. The replicate axis R is the last axis of every array, because
-this layout is the fastest.
+J is the expected reward of a policy. The policy has parameters theta in R^D but depends only on the
+coordinates `u = Q theta` in R^K, where Q has orthonormal rows. The maximisers of J in theta
+therefore form a flat set of dimension D - K. All quantities are functions of u, whatever Q is, and
+are computed exactly by enumerating all Y outcomes y of every prompt x. Prompts are drawn uniformly.
+
+Arrays hold R replicates of a simulation. R is the last axis of every array, because this layout is
+the fastest.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import numpy as np
 from grpo_ustat.config.problems import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
 from grpo_ustat.config.schema import ConfigError
 
-# Smallest probability of either side of a coin within the box (see `box_K`).
+# Smallest probability that a side of a coin may have within the box (see `Problem.box_K`).
 MIN_PROBABILITY = 0.02
-# Number of points of the sublevel grid along each coordinate.
+# Number of points of the grid in `Problem.sublevel_grid` along each coordinate.
 GRID_POINTS = 41
 
 
@@ -30,7 +32,7 @@ GRID_POINTS = 41
 class Problem(ABC):
     """Base class of test problems; subclasses define `law` and `curvature_at`."""
 
-    # Name of this kind of problem, as written to the run folder's `result.json`.
+    # Name of this kind of problem in `result.json`.
     kind: ClassVar[str]
     # Rewards r(x, y).
     rewards_PY: np.ndarray
@@ -38,38 +40,41 @@ class Problem(ABC):
     parameters: int
     # Coordinates u of the initial policy.
     start_K: np.ndarray
-    # Largest gap in the sublevel set `J* - J <= reach`, on which the theory is tested.
+    # Largest gap J* - J in the sublevel set `J* - J <= reach`. The theory is tested on this set.
     reach: float
 
     @property
     def box_K(self) -> np.ndarray:
-        """Largest |u_k - u*_k|, enforced by projection; infinite if every u defines a policy."""
+        """Largest allowed distance |u_k - u*_k| from the maximiser u* along each coordinate.
+
+        Simulations project u to this box. The distance is infinite if every u defines a policy.
+        """
         return np.full(len(self.start_K), np.inf)
 
     @abstractmethod
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return probabilities [P, Y, R] and scores d log pi / du [P, Y, K, R]."""
+        """Return the probabilities [P, Y, R] and the scores d log pi / du [P, Y, K, R]."""
 
     @abstractmethod
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """Return -d^2 J / du du', [K, K]."""
+        """Return the curvature -d^2 J / du du' at u, [K, K]."""
 
     def value(self, probability_PYR: np.ndarray) -> np.ndarray:
-        """Return V(x), [P, R]."""
+        """Return the expected reward V(x) of each prompt, [P, R]."""
         return np.einsum("pyr,py->pr", probability_PYR, self.rewards_PY)
 
     def objective(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return J, [R]."""
+        """Return J, the mean of V(x) over prompts, [R]."""
         return self.value(self.law(u_KR)[0]).mean(axis=0)
 
     def gradient(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return dJ/du, [K, R]."""
+        """Return the gradient dJ/du, [K, R]."""
         probability_PYR, score_PYKR = self.law(u_KR)
         weighted = probability_PYR * self.rewards_PY[..., None]
         return np.einsum("pyr,pykr->kr", weighted, score_PYKR) / len(self.rewards_PY)
 
     def gap(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return J* - J, [R]."""
+        """Return the gap J* - J, where J* is the maximum of J, [R]."""
         return self.highest - self.objective(u_KR)
 
     @cached_property
@@ -82,19 +87,19 @@ class Problem(ABC):
 
     @property
     def curved(self) -> int:
-        """Number of leading coordinates of u along which J curves at the maximisers.
+        """Number of coordinates of u along which J curves at its maximisers.
 
-        J is flat along the other coordinates.
+        They are the first coordinates. J is flat along the others.
         """
         return len(self.start_K)
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return the maximiser nearest to each u, [K, R], or [K, 1] if the maximiser is unique."""
+        """Return the maximiser nearest to each u, [K, R]; [K, 1] if there is only one maximiser."""
         return self.best_K[:, None]
 
     @property
     def least_curvature(self) -> float:
-        """Smallest curvature at any maximiser, over the coordinates along which J curves."""
+        """Smallest curvature at any maximiser; directions in which J is flat do not count."""
         return float(np.linalg.eigvalsh(self.curvature_KK)[0])
 
     @cached_property
@@ -108,10 +113,10 @@ class Problem(ABC):
         return self.curvature_at(self.best_K)
 
     def sublevel_grid(self) -> np.ndarray:
-        """Return points of the sublevel set on a grid around the maximiser, [K, points].
+        """Return points of the sublevel set, on a grid around the maximiser, [K, points].
 
-        The grid's half-widths are computed from the quadratic approximation of J and increased
-        until no border point of the grid is in the sublevel set.
+        The half-widths of the grid are first computed from the quadratic approximation of J. They
+        are increased until the border of the grid lies outside the sublevel set.
         """
         half_K = np.sqrt(2 * self.reach * np.diag(np.linalg.inv(self.curvature_KK)))
         for _ in range(60):
@@ -144,13 +149,17 @@ class Problem(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CoinProblem(Problem):
-    r"""Coin problem: an answer is right with `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2`.
+    r"""Test problem in which each completion is a toss of two coins, the answer and the style.
 
-    Besides the answer, a completion has a style: heads with probability `1/2 + n_x' u`. The style
-    earns no reward and only adds noise to the score. There are four outcomes: right or wrong, each
-    with heads or tails. Since the slopes a_x have mean zero, J is exactly quadratic,
-    `J = mean v - u' diag(lambda) u / 2`. The constant mu is the smallest lambda, and L is the
-    largest. If all `v_x = 1/2` and there is no style, Assumption 2 holds exactly at the maximiser.
+    The answer to prompt x is right with probability
+    `p_x = v_x + a_x' u - sum_k lambda_k u_k^2 / 2` and then has reward 1. The style is heads with
+    probability `1/2 + n_x' u`. It earns no reward and only adds noise to the score (the gradient of
+    the log-probability). There are four outcomes: right or wrong, each with heads or tails.
+
+    Since the slopes a_x have mean zero over prompts, J is exactly quadratic,
+    `J = mean v - u' diag(lambda) u / 2`. The constant mu of the Polyak-Lojasiewicz inequality is
+    the smallest lambda, and the smoothness constant L is the largest. If all `v_x = 1/2` and all
+    n_x = 0, Assumption 2 holds exactly at the maximiser.
     """
 
     kind: ClassVar[str] = "Coins"
@@ -181,7 +190,7 @@ class CoinProblem(Problem):
         return np.sqrt(2 * self.reach / self.lambda_K)
 
     def law(self, u_KR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return probabilities and scores, see `Problem.law`."""
+        """Return probabilities and scores; see `Problem.law`."""
         bend_R = (self.lambda_K[:, None] * np.square(u_KR)).sum(axis=0) / 2
         right_PR = self.value_P[:, None] + self.slope_PK @ u_KR - bend_R
         heads_PR = 0.5 + self.style_PK @ u_KR
@@ -190,25 +199,26 @@ class CoinProblem(Problem):
         return _two_coins((right_PR, slope_PKR), (heads_PR, style_PKR))
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """Return the curvature, which does not depend on u."""
+        """Return the curvature, which is the same for every u."""
         return np.diag(self.lambda_K)
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """Exact constants (mu, L)."""
+        """Exact constants (mu, L), the smallest and the largest curvature."""
         return float(self.lambda_K.min()), float(self.lambda_K.max())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeCoinProblem(Problem):
-    r"""Coin problem with a ridge of maximisers: J curves along v and is flat along w, u = (v, w).
+    r"""Coin problem with a ridge of maximisers: u = (v, w), J curves along v and is flat along w.
 
-    An answer is right with probability `p_x = v_x + a_x v - lambda(w) v^2 / 2`, where
-    `lambda(w) = lambda (1 + rho w)`. The style earns no reward and is heads with probability
-    `1/2 + n_x (1 + kappa w) v + m_x w`. Since the slopes a_x have mean zero,
-    `J = mean v_x - lambda(w) v^2 / 2`, which is largest at v = 0 for any w. Curvature and noise
-    differ between these maximisers. Each replicate converges to a random w, since `sum eta_t^2` is
-    finite.
+    As in `CoinProblem`, a completion is a toss of two coins. The answer to prompt x is right with
+    probability `p_x = v_x + a_x v - lambda(w) v^2 / 2`, where `lambda(w) = lambda (1 + rho w)`. The
+    style earns no reward and is heads with probability `1/2 + n_x (1 + kappa w) v + m_x w`.
+
+    Since the slopes a_x have mean zero over prompts, `J = mean v_x - lambda(w) v^2 / 2`. J is
+    largest at v = 0 for any w. These maximisers have different curvature and noise. Each replicate
+    converges to a random w, since the sum over steps of the squared learning rates is finite.
     """
 
     kind: ClassVar[str] = "RidgeCoins"
@@ -253,7 +263,7 @@ class RidgeCoinProblem(Problem):
         return 1
 
     def limits(self, u_KR: np.ndarray) -> np.ndarray:
-        """Return the maximiser nearest to each u: v is 0 and w is unchanged."""
+        """Return the maximiser nearest to each u = (v, w) by setting v to 0 and keeping w."""
         return np.stack([np.zeros_like(u_KR[1]), u_KR[1]])
 
     @property
@@ -293,23 +303,29 @@ class RidgeCoinProblem(Problem):
         return np.array([[self.curvature * (1 + self.bend * u_K[1]), across], [across, 0.0]])
 
     def sublevel_grid(self) -> np.ndarray:
-        """Return points of the sublevel set within the box, [K, points]."""
+        """Return the points of a grid over the box that lie in the sublevel set, [K, points]."""
         axes = [np.linspace(-half, half, GRID_POINTS) for half in self.box_K]
         grid_KR = np.array(list(product(*axes))).T
         return grid_KR[:, self.gap(grid_KR) <= self.reach]
 
     @cached_property
     def constants(self) -> tuple[float, float]:
-        """Constants (mu, L) on the sublevel set, where `|dJ|^2 / 2 >= lambda(w) (J* - J)`."""
+        """Constants (mu, L) on the sublevel set.
+
+        mu is the smallest lambda(w), since `|dJ|^2 / 2 >= lambda(w) (J* - J)`. L is the largest
+        norm of the curvature on a grid.
+        """
         norms = [np.linalg.norm(self.curvature_at(u_K), 2) for u_K in self.sublevel_grid().T]
         return self.least_curvature, float(max(norms))
 
 
 def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities and scores of the joint outcomes of two independent coins.
+    """Return probabilities and scores of the four joint outcomes of two independent coins.
 
-    Each coin is given by the probability of its first side, [P, R], and the derivative of this
-    probability, [P, K, R].
+    Args:
+        answer: probability of the first side of the answer's coin, [P, R], and its derivative with
+            respect to u, [P, K, R].
+        style: the same two arrays for the style's coin.
     """
     (right_PR, slope_PKR), (heads_PR, style_PKR) = answer, style
     answers = [(right_PR, slope_PKR), (1 - right_PR, -slope_PKR)]
@@ -322,11 +338,11 @@ def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxProblem(Problem):
-    r"""Problem with the softmax policy `pi(y|x)` proportional to `exp( phi_y' u + o_xy )`.
+    r"""Test problem with the softmax policy `pi(y|x)` proportional to `exp( phi_y' u + o_xy )`.
 
-    All prompts share the features phi but have different offsets o. No u is optimal for all
-    prompts, so the maximiser is finite. No Polyak-Lojasiewicz inequality holds for all u, because J
-    is bounded on R^K. The constants mu and L are therefore computed on the sublevel set, and
+    All prompts share the features phi but have different offsets o. The best u differs between
+    prompts, so the maximiser is finite. J is bounded on R^K, so a Polyak-Lojasiewicz inequality
+    cannot hold for all u. The constants mu and L are therefore computed on the sublevel set, and
     replicates that leave the set are counted.
     """
 
@@ -345,7 +361,7 @@ class SoftmaxProblem(Problem):
         return probability_PYR, self.feature_YK[None, ..., None] - mean_PKR[:, None]
 
     def curvature_at(self, u_K: np.ndarray) -> np.ndarray:
-        """Return the curvature, `-E[(r - V) s s']`."""
+        """Return the curvature at u, which is `-E[(r - V) s s']` with scores s."""
         probability_PYR, score_PYKR = self.law(u_K[:, None])
         value_P1 = self.value(probability_PYR)
         weight_PY = probability_PYR[..., 0] * (self.rewards_PY - value_P1)

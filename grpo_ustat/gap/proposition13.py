@@ -1,9 +1,15 @@
 """Proposition 13: training with normalised advantages maximises the arcsin objective.
 
-In the proposition T grows, and all other quantities, including G, are fixed. At a fixed G the
-normalised estimator follows the mean over prompts of w_G(V) grad V, where w_G is enumerated.
-Training ends at the root of this field. As G grows, the root tends to the maximiser of E[2 arcsin
-sqrt V]. Two extensions of the estimator are tested, alone and together: a KL term with expectation
+The arcsin objective is E[2 arcsin sqrt V], the mean over prompts of a function of the expected
+reward V. In the proposition the number of steps T grows, and all other quantities, including G, are
+fixed.
+
+At a fixed G, the expectation of the normalised estimator is the mean over prompts of w_G(V) grad V,
+with a factor w_G that is enumerated. As a function of the parameter u, this expectation is called
+the field. Training ends where the field is 0, at its root. As G grows, the root tends to the
+maximiser of the arcsin objective.
+
+Two extensions of the estimator are tested, alone and together: a KL term with expectation
 -beta grad KL(pi_ref || pi), and minibatches with importance ratios. Minibatches do not change the
 root, because pi_old tends to pi_theta as the learning rate falls.
 """
@@ -31,8 +37,8 @@ from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
 from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
 from grpo_ustat.terminal.streams import percentage
 
-# A limit counts as reached if its distance from the prediction is at most this fraction of the
-# distance between the maximisers of E[V] and of E[2 arcsin sqrt V].
+# A limit agrees with the prediction if their distance is at most this fraction of the distance
+# between the maximisers of E[V] and of E[2 arcsin sqrt V].
 TOLERANCE = 0.01
 
 STATEMENT = (
@@ -52,27 +58,27 @@ class EndPoint:
     run: Trajectories
     # Maximiser of the objective that the paper states for the estimator.
     maximiser: float
-    # Coordinate u at which the estimate's enumerated expectation is 0.
+    # Coordinate u at which the expectation of the estimate, computed by enumeration, is 0.
     root: float
 
     @property
     def estimator(self) -> Estimator:
-        """Estimator of the gradient."""
+        """Estimator with which the policy was trained."""
         return self.run.estimator
 
     @property
     def baseline(self) -> str:
-        """Name of the rule that computes advantages."""
+        """`GRPO` for advantages without normalisation, `normalised` for divided advantages."""
         return "GRPO" if self.estimator.baseline == "leave_one_out" else "normalised"
 
     @property
     def name(self) -> str:
-        """Name of the estimator in claims and rows."""
+        """Name of the estimator in claims and in curves.csv."""
         return f"{self.baseline}, G = {self.estimator.group_size}{variant(self.estimator)}"
 
     @property
     def measured(self) -> Interval:
-        """Mean over replicates of the extrapolated end point, with a t interval."""
+        """Mean over replicates of the end point, extrapolated to infinite T, with a t interval."""
         return mean_interval(extrapolate(self.run))
 
     @property
@@ -82,7 +88,7 @@ class EndPoint:
 
 
 def plan(design: Proposition13Config) -> list[Simulation]:
-    """Plan GRPO at the largest G, the normalised estimator at every G, and the latter's variants.
+    """Plan GRPO at the largest G, and the normalised estimator at every G and with its variants.
 
     The variants add a KL term, minibatches or both.
     """
@@ -102,7 +108,10 @@ def plan(design: Proposition13Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the mean end points with maximisers and roots; u has a single coordinate."""
+    """Compare the mean end points of training with the maximisers and the roots.
+
+    The test problem has a single coordinate u.
+    """
     ends = [
         EndPoint(
             run,
@@ -144,7 +153,7 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
         notes=_notes(ends),
         problem={
             "u that maximises J": float(problem.best_K[0]),
-            "u that maximises the arcsin objective": ends[1].maximiser,
+            "u that maximises E[2 arcsin sqrt V]": ends[1].maximiser,
         },
     )
 
@@ -156,21 +165,21 @@ def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estima
 
 
 def kl_term(design: Proposition13Config) -> dict[str, Any]:
-    """Return the fields of an estimator that define the KL term."""
+    """Return the KL term's entries for the data class `Estimator`, as keyword arguments."""
     return {"beta": design.beta, "reference": tuple(design.reference)}
 
 
 def variant(estimator: Estimator) -> str:
-    """Return the part of an estimator's name that describes the KL term and the minibatches."""
+    """Return the end of an estimator's name, which says if it has a KL term and minibatches."""
     words = ["KL"] * (estimator.beta > 0)
     words += [f"{estimator.minibatches} minibatches"] * (estimator.minibatches > 1)
     return "".join(f", {word}" for word in words)
 
 
 def pull_of(estimator: Estimator) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the factor that multiplies grad V in the estimator's expectation, as a function of V.
+    """Return the factor w_G(V) of grad V in the estimator's expectation, as a function of V.
 
-    The factor is 1 without normalisation.
+    Without normalisation this function returns 1 for every V.
     """
     if estimator.baseline == "leave_one_out":
         return np.ones_like
@@ -182,9 +191,9 @@ def field(problem: Problem, pull: Callable, u: float, estimator: Estimator | Non
 
     Args:
         problem: test problem with one coordinate, u.
-        pull: factor of dV/du as a function of V.
-        u: coordinate.
-        estimator: estimator that defines the KL term; None means no KL term.
+        pull: factor of dV/du as a function of V, from `pull_of`.
+        u: coordinate at which the field is computed.
+        estimator: estimator that defines the KL term, or None for a field without a KL term.
     """
     probability_PYR, score_PYKR = problem.law(np.array([[u]]))
     reward_PYR = probability_PYR * problem.rewards_PY[..., None]
@@ -198,7 +207,7 @@ def field(problem: Problem, pull: Callable, u: float, estimator: Estimator | Non
 
 
 def root(problem: Problem, pull: Callable, estimator: Estimator | None = None) -> float:
-    """Return the root of the field within `half_width` of the maximiser of J."""
+    """Return the coordinate u at which the field is 0; the search stays within `half_width`."""
     centre, half = float(problem.best_K[0]), half_width(problem)
     low, high = centre - half, centre + half
     zero = brentq(lambda u: field(problem, pull, u, estimator), low, high, xtol=1e-13)
@@ -206,15 +215,15 @@ def root(problem: Problem, pull: Callable, estimator: Estimator | None = None) -
 
 
 def half_width(problem: Problem) -> float:
-    """Return the distance from the maximiser of J within which roots are searched."""
+    """Return the largest distance from the maximiser of J at which `root` searches."""
     return min(float(problem.box_K[0]), 10.0)
 
 
 def maximiser(problem: Problem, estimator: Estimator) -> float:
     """Return the maximiser of the objective that the paper states for an estimator.
 
-    The objective is E[2 arcsin sqrt V] with normalisation and J without normalisation. If there is
-    a KL term, beta KL(pi_ref || pi) is subtracted from the objective.
+    The objective is E[2 arcsin sqrt V] with normalisation, and J = E V without. If the estimator
+    has a KL term, beta KL(pi_ref || pi) is subtracted from the objective.
     """
 
     def arcsin_pull(value: np.ndarray) -> np.ndarray:
@@ -225,10 +234,10 @@ def maximiser(problem: Problem, estimator: Estimator) -> float:
 
 
 def extrapolate(run: Trajectories) -> np.ndarray:
-    """Extrapolate each replicate's u from T/4 and T to remove the error of order 1/T.
+    """Extrapolate each replicate's u from T' = T/4 and T steps to infinitely many steps.
 
-    Richardson extrapolation: if `e(T) = e + b/T`, then `e = e(T) + (e(T) - e(T')) / (T/T' - 1)`.
-    The offset of the learning rate is added to T and T'.
+    Richardson extrapolation removes the error of order 1/T: if `u(T) = u + b/T`, then
+    `u = u(T) + (u(T) - u(T')) / (T/T' - 1)`. The offset of the learning rate is added to T and T'.
     """
     early, late = run.steps_S + run.rate.offset
     return run.u_SKR[1, 0] + (run.u_SKR[1, 0] - run.u_SKR[0, 0]) / (late / early - 1)
@@ -237,8 +246,8 @@ def extrapolate(run: Trajectories) -> np.ndarray:
 def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim:
     """Make a claim that the mean end point of u equals a predicted value.
 
-    The claim is undecided if the prediction is outside the interval, but its distance from the mean
-    is at most the distance by which the extrapolation moved the mean.
+    A prediction outside the interval leaves the claim undecided if it is near: its distance from
+    the mean is at most the distance by which the extrapolation moved the mean.
     """
     measured, count = end.measured, end.run.replicates
     distance, change = (abs(measured.estimate - x) for x in (predicted, end.at_last_step))
@@ -246,15 +255,16 @@ def _end_claim(end: EndPoint, what: str, predicted: float, remark: str) -> Claim
     agrees = True if inside else None if distance <= change else False
     how = (
         f"{percentage(CONFIDENCE)} t interval, {count} replicates, T = {end.run.steps_S[-1]}, "
-        "extrapolated to infinite T; if the prediction is outside the interval, undecided if its "
-        f"distance from the mean is at most the change made by the extrapolation{remark}"
+        "extrapolated to infinite T; a prediction outside the interval leaves the claim undecided "
+        "if its distance from the mean is at most the change that the extrapolation "
+        f"made{remark}"
     )
     p_value = interval_p_value(measured, count - 1, predicted)
     return Claim(what, predicted, *measured, verdict_of(agrees), how, p_value)
 
 
 def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) -> Claim:
-    """Make a claim that the roots tend to the paper's maximiser as G grows, at epsilon = 0."""
+    """Make a claim that, at epsilon = 0, the root tends to the paper's maximiser as G grows."""
     exact = [normalised(design, size, epsilon=0.0, **changes) for size in design.limit_sizes]
     roots, limit = (
         np.array([root(problem, pull_of(x), x) for x in exact]),
@@ -272,9 +282,12 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
 
 
 def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
-    """Summarise the claims about the maximisers that are stated in the paper.
+    """Summarise the claims about the maximisers that the paper states.
 
-    The first `len(ends)` claims are in the order of `ends`.
+    Args:
+        claims: claims about the maximisers, one for each end point in the order of `ends`, followed
+            by all other claims.
+        ends: end points of training.
     """
     verdict = {end.name: claim.verdict for end, claim in zip(ends, claims, strict=False)}
     grpo, *by_size = (end for end in ends if not variant(end.estimator))
@@ -287,7 +300,7 @@ def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
         sizes = comma_list(end.estimator.group_size for end in disagreeing)
         sentences.append(
             f"At fixed G training does not end at the maximiser of E[2 arcsin sqrt V], "
-            f"u = {by_size[0].maximiser:.4f}, but at u = {at} for G = {sizes}"
+            f"u = {by_size[0].maximiser:.4f}; for G = {sizes} it ends at u = {at}"
         )
     if agreeing:
         sizes = comma_list(end.estimator.group_size for end in agreeing)
@@ -300,7 +313,8 @@ def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
     if variants:
         count = sum(verdict[end.name] == DISAGREES for end in variants)
         sentences.append(
-            f"of {len(variants)} variants with a KL term or minibatches, {count} disagree"
+            f"of {len(variants)} variants with a KL term or minibatches, {count} end significantly "
+            "away from the paper's maximiser"
         )
     sentences.append(
         f"GRPO without normalisation ends at {grpo.measured.estimate:.4f}, and the maximiser of J "
@@ -310,18 +324,18 @@ def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
 
 
 def _notes(ends: list[EndPoint]) -> list[str]:
-    """Return notes on the estimator's field and on its variants."""
+    """Return notes on the roots and on the estimator's variants."""
     plain = [end for end in ends[1:] if not variant(end.estimator)]
     roots = ", ".join(f"{end.root:.4f} at {end.estimator.group_size}" for end in plain)
     lines = [
-        "At a fixed G the normalised estimator follows the mean over prompts of w_G(V) grad V, "
-        "with w_G enumerated over the number of right answers. The roots of this field, by group "
-        f"size, are {roots}. The maximiser of E[2 arcsin sqrt V] is {plain[0].maximiser:.4f}. More "
-        "steps, more "
-        "prompts or a smaller learning rate do not move a root.",
+        "At a fixed G the expectation of the normalised estimator is the mean over prompts of "
+        "w_G(V) grad V, where the factor w_G is enumerated over the number of right answers. "
+        "Training ends where this expectation is 0, at a root. The roots by group size are "
+        f"{roots}. The maximiser of E[2 arcsin sqrt V] is {plain[0].maximiser:.4f}. More steps, "
+        "more prompts or a smaller learning rate do not move a root.",
         "Without a KL term, the roots are the same if the baseline is the mean of the whole group "
-        "instead of the mean of the other completions. This change only multiplies the field by "
-        "(G-1)/G.",
+        "instead of the mean of the other completions. The other baseline only multiplies the "
+        "expectation by (G-1)/G.",
     ]
     if any(variant(end.estimator) for end in ends):
         lines.append(
@@ -334,7 +348,7 @@ def _notes(ends: list[EndPoint]) -> list[str]:
 
 
 def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
-    """Return panels of the end points by group size, of the variants, and of both objectives."""
+    """Return panels of the end points by group size, of the variants, and of the two objectives."""
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
     x = [end.estimator.group_size for end in by_size]
     curves = [
@@ -343,7 +357,7 @@ def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
         PlotLine("maximiser of J", x, [float(problem.best_K[0])] * len(x), predicted=True),
     ]
     axes = "group size G", "mean end point of u"
-    panels = [Panel("where training ends", *axes, curves, "x")]
+    panels = [Panel("mean end point of training", *axes, curves, "x")]
     variants, curves = {variant(end.estimator): None for end in ends}, []
     for kind in filter(None, variants):
         same, label = [end for end in ends if variant(end.estimator) == kind], kind[2:]
@@ -375,7 +389,7 @@ def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse several coordinates, an out-of-range reference, and rates that are too small."""
+    """Refuse problems with several coordinates, references out of range, and too small rates."""
     problem, design = build_problem(experiment.problem), experiment.theorem
     if len(problem.start_K) != 1:
         raise ConfigError(

@@ -26,12 +26,12 @@ from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
 
-# Smallest terminal width, in columns, at which the severity column is shown.
+# Smallest terminal width, in columns, at which the table of claims shows its severity column.
 SEVERITY_COLUMNS = 120
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
-    """Test the theorem, or load the result if the folder already contains it, and print it.
+    """Test the theorem, or load the result if the folder already has one, and print the result.
 
     Returns:
         Number of claims whose verdict is not `agrees`.
@@ -50,7 +50,9 @@ def run(config: GapConfig, folder: RunFolder) -> float | None:
     if console.width < SEVERITY_COLUMNS and any(
         claim.get("severity") for claim in result["claims"]
     ):
-        console.print("- report.html lists the alternatives that would also have agreed.")
+        console.print(
+            "- For each claim, report.html lists other predictions that would also have agreed."
+        )
     for note in result["notes"]:
         console.print(f"- {note}")
     console.print(result["answer"])
@@ -62,7 +64,7 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     """Test the theorem and write curves.csv, the figure, report.html and result.json.
 
     Returns:
-        Content of the file result.json.
+        Content of result.json.
     """
     main_only(folder.open)
     start, record = time.perf_counter(), theorem(config.theorem.kind)
@@ -89,7 +91,7 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
     )
     content = content_of(result)
     columns = dict.fromkeys(key for row in evidence.rows for key in row)
-    # A row has None in every column for which it has no value.
+    # Rows can have different columns. A missing value becomes None.
     rows = [{key: row.get(key) for key in columns} for row in evidence.rows]
     write_csv(folder, "curves.csv", rows)
     if is_main():
@@ -102,10 +104,10 @@ def run_theorem(config: GapConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def claims_table(result: dict[str, Any], width: int) -> Table:
-    """Return the table of predictions and measurements without empty columns.
+    """Return the table of predictions and measurements, without its empty columns.
 
-    The severity column contains whole sentences and is shown only if the terminal has at least 120
-    columns.
+    The severity column contains whole sentences. It is shown only if the terminal is wide enough
+    (`SEVERITY_COLUMNS`).
     """
     table = Table(title=TITLES[result["theorem"]], caption=result["statement"])
     rows = [claim_cells(claim) for claim in result["claims"]]
@@ -148,24 +150,30 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     notes = []
     if estimates:
         notes.append(
-            "Time is estimated from the newest finished run with the same theorem, problem and "
-            "launch.workers on this machine."
+            "Times are estimated from the newest finished run on this machine with the same "
+            "theorem, problem and launch.workers."
         )
     if len(estimates) < len(times):
         notes.append(
-            "Time unknown: no run with this theorem, problem and launch.workers has finished on "
-            "this machine yet; the first finished run will provide an estimate."
+            "A time is unknown until a run with the same theorem, problem and launch.workers has "
+            "finished on this machine."
         )
     console.print(*notes, "Each run folder takes less than 10 MB.")
 
 
 def earlier_seconds(planned: PlannedRun, completions: int) -> float | None:
-    """Return the expected duration of a run in seconds, estimated from an earlier run.
+    """Return the expected duration of a planned run in seconds, estimated from an earlier run.
 
     The earlier run is the newest finished run on this machine with the same theorem, problem and
-    number of workers. Its time is scaled in proportion to the number of completions. If either run
-    draws no completions, the earlier run's time is returned unchanged. The result is None if there
-    is no earlier run.
+    number of workers. Its duration is scaled in proportion to the number of completions. If one of
+    the two runs draws no completions, the duration is returned unchanged.
+
+    Args:
+        planned: run whose duration is estimated.
+        completions: number of completions that the planned run will draw.
+
+    Returns:
+        Duration in seconds, or None if there is no earlier run.
     """
     config, folder = planned.config, planned.folder
     same = {

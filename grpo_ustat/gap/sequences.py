@@ -1,12 +1,13 @@
 r"""Enumerable autoregressive policy, used to test importance ratios and KL terms.
 
-All V^L completions of exactly L tokens are listed. All prompts share the parameters. Each prompt
-adds to the logit of each vocabulary token a constant that is the same at every position:
+The policy writes completions of exactly L tokens from a vocabulary of V tokens. All Y = V^L
+completions y are listed, so that expectations are exact sums. The logit of a token depends on its
+position t, the previous token and the prompt x:
 
     pi(v | x, y_<t) = softmax_v( theta[t, y_{t-1}, v] + offset[x, v] )        y_{-1} = 0
 
-The score of the token at position t is therefore nonzero only in row (t, y_{t-1}) of theta. The
-number of parameters is D = L V^2.
+All prompts share the D = L V^2 parameters theta. The score (gradient of the log-probability) of the
+token at position t is nonzero only in row (t, y_{t-1}) of theta.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from grpo_ustat.draws import generator
 
 @dataclass(frozen=True)
 class SequencePolicy:
-    """Policy over completions of L tokens from a vocabulary of V tokens, for P prompts.
+    """Policy over completions of L tokens from a vocabulary of V tokens.
 
     Raises:
         ValueError: If V^L exceeds `MAX_COMPLETIONS`.
@@ -36,10 +37,10 @@ class SequencePolicy:
     ([0.25], [-0.125, 0.125])
     """
 
-    # Parameters, indexed by position, previous token and token. The token before the first position
-    # is token 0.
+    # Parameters, indexed by position, previous token and token. At the first position, the previous
+    # token is 0.
     theta_LVV: np.ndarray
-    # Constants that each prompt adds to the tokens' logits.
+    # Constant that each prompt adds to the logit of each token.
     offset_PV: np.ndarray
 
     def __post_init__(self):
@@ -53,7 +54,7 @@ class SequencePolicy:
             )
 
     def at(self, theta_D: np.ndarray) -> SequencePolicy:
-        """Return the same policy with other parameters."""
+        """Return the same policy with the parameters theta_D."""
         return replace(self, theta_LVV=theta_D.reshape(self.theta_LVV.shape))
 
     @property
@@ -69,17 +70,17 @@ class SequencePolicy:
 
     @cached_property
     def next_PYLV(self) -> np.ndarray:
-        """Distribution pi(. | x, y_<t) of the token at every position of every completion."""
+        """Probabilities pi(v | x, y_<t) of all tokens at every position of every completion."""
         return np.exp(self._next_log_PYLV)
 
     @cached_property
     def logprob_PYL(self) -> np.ndarray:
-        """Log-probabilities log pi(y_t | x, y_<t)."""
+        """Log-probabilities log pi(y_t | x, y_<t) of the completions' tokens."""
         return (self._next_log_PYLV * self._token_YLV).sum(axis=-1)
 
     @cached_property
     def probabilities_PY(self) -> np.ndarray:
-        """Probabilities pi(y|x)."""
+        """Probabilities pi(y|x) of the completions."""
         return np.exp(self.logprob_PYL.sum(axis=-1))
 
     @cached_property
@@ -90,7 +91,7 @@ class SequencePolicy:
 
     @cached_property
     def scores_PYD(self) -> np.ndarray:
-        """Scores grad log pi(y|x)."""
+        """Scores grad log pi(y|x) of the completions."""
         return self.weighted_scores(np.ones(len(self.theta_LVV)))
 
     def weighted_scores(self, weight_PYL: np.ndarray) -> np.ndarray:
@@ -105,27 +106,29 @@ class SequencePolicy:
         return (self.probabilities_PY * reward_PY).sum(axis=1)
 
     def gradient_PD(self, reward_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient `E[s z | x]` of V(x)."""
+        """Return the gradient of the expected reward V(x), which is `E[s z | x]`."""
         return _mean(self.probabilities_PY * reward_PY, self.scores_PYD)
 
     def kl_from_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return `-E_reference[s]`, the gradient of KL(reference || policy) over completions."""
+        """Return the gradient of KL(reference || policy) over completions, `-E_reference[s]`."""
         return -_mean(reference.probabilities_PY, self.scores_PYD)
 
     def kl_to_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return `E[s log(policy / reference)]`, the gradient of KL(policy || reference)."""
+        """Return the gradient of KL(policy || reference), `E[s log(policy / reference)]`."""
         log_ratio_PY = (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
         return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
 
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
-        """Return the gradient of the token-level KL divergences for prefixes with a fixed law.
+        """Return the gradient of the token-level KL divergence, summed over positions.
 
         The result is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`
-        with respect to the policy's parameters. If the prefixes are sampled from the policy, the
-        result is the target of the K3 penalty's gradient. If they are sampled from the reference,
-        the result is the gradient of KL(reference || policy) over completions.
+        with respect to the policy's parameters, where the distribution of the prefixes y_<t is held
+        fixed. With prefixes from the policy, the result is the target of the K3 penalty's gradient.
+        With prefixes from the reference, it is the gradient of KL(reference || policy) over
+        completions.
 
         Args:
+            reference: reference policy.
             prefix_PY: probabilities of the completions whose prefixes are used.
         """
         return _mean(prefix_PY, self._in_rows(self.next_PYLV - reference.next_PYLV))
@@ -147,9 +150,9 @@ class SequencePolicy:
         return np.eye(self.theta_LVV.shape[1])[self.completions_YL]
 
     def _in_rows(self, block_PYLV: np.ndarray) -> np.ndarray:
-        """Write the tokens' blocks [P, Y, L, V] into arrays over all parameters, [P, Y, D].
+        """Write values for the logits, [P, Y, L, V], into vectors of all parameters, [P, Y, D].
 
-        The block of token t is written to row (t, previous token).
+        The V values of the token at position t are written to row (t, previous token) of theta.
         """
         prompts, count, length, size = block_PYLV.shape
         rows = np.zeros((prompts, count, length, size, size))
@@ -160,8 +163,9 @@ class SequencePolicy:
 def build_sequences(problem: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
     """Draw a policy, a reference policy and rewards [P, Y] from the configuration's seed.
 
-    The completions of each prompt get random ranks r = 0 ... Y-1. With K reward levels the reward
-    is `floor(K (r/Y)^difficulty) / (K-1)`.
+    The Y completions of each prompt get random ranks r = 0 ... Y-1. With K reward levels, the
+    reward of a completion is `floor(K (r/Y)^difficulty) / (K-1)`. A larger difficulty therefore
+    leaves fewer completions with a high reward.
     """
     draw, shape = (
         generator(problem.seed, "sequences"),

@@ -1,8 +1,12 @@
-"""Simulation of Algorithm 1 on a test problem, vectorised over replicates.
+"""Simulation of Algorithm 1, gradient ascent on J, on a test problem.
 
-Replicates run in blocks. Each replicate draws from its own random generator, keyed by seed and
-replicate number, and the simulation never sums over replicates. A replicate's path therefore does
-not depend on the other replicates.
+A simulation is repeated many times; each repetition is a replicate. Blocks of replicates run as
+vectors. A replicate's path does not depend on the other replicates: each has its own random
+generator, keyed by seed and replicate number, and the simulation never sums over replicates.
+
+In the names of arrays, K is the number of coordinates u of the policy, Y the number of outcomes of
+a prompt, B the number of prompts per update, R the number of replicates, and S the number of
+recorded steps.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from grpo_ustat.draws import generator
 from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.problems import Problem
 
-# Number of replicates in a block. It is small enough for the arrays to stay in a core's cache.
+# Number of replicates in a block, chosen so that the arrays stay in a core's cache.
 REPLICATES_AT_ONCE = 500
-# Number of steps whose uniform random numbers are drawn in a single call.
+# Number of steps whose random numbers are drawn in a single call.
 STEPS_AT_ONCE = 50
 STREAM = "algorithm1"
 
@@ -28,9 +32,9 @@ STREAM = "algorithm1"
 class Estimator:
     """Gradient estimator from B prompts with G completions each."""
 
-    # Baseline: none, oracle, optimal, leave_one_out or leave_one_out_std. The option
-    # leave_one_out_std is the paper's Algorithm 2: it subtracts the mean reward of the group's
-    # other completions and divides by the group's standard deviation.
+    # Baseline: none, oracle, optimal, leave_one_out or leave_one_out_std. The last is the paper's
+    # Algorithm 2. It subtracts the mean reward of the group's other completions and divides by the
+    # standard deviation of the group's rewards.
     baseline: str
     # Number of prompts per update, B.
     num_prompts: int
@@ -42,14 +46,14 @@ class Estimator:
     beta: float = 0.0
     # Coordinates u of pi_ref; not used if beta is 0.
     reference: tuple[float, ...] = ()
-    # Number of updates per batch. Each update uses a different minibatch of B prompts. The
-    # advantages are multiplied by the ratios pi_theta / pi_old, where pi_old is the policy before
-    # the batch's first update.
+    # Number of updates per batch. Each update uses a different minibatch of B prompts. All
+    # completions of a batch come from pi_old, the policy before its first update. The advantages
+    # are therefore multiplied by the ratios pi_theta / pi_old.
     minibatches: int = 1
 
     @property
     def name(self) -> str:
-        """Name in legends and rows."""
+        """Name of the estimator in legends and in curves.csv."""
         names = {"none": "vanilla", "leave_one_out": "GRPO"}
         return names.get(self.baseline, self.baseline)
 
@@ -61,7 +65,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Rate:
-    """Learning rate, constant (`value`) or decaying (`value / (t + offset)` for t = 1, 2, ...)."""
+    """Learning rate: constant at `value`, or decaying as `value / (t + offset)` at step t >= 1."""
 
     kind: str
     value: float
@@ -69,7 +73,7 @@ class Rate:
 
     @property
     def name(self) -> str:
-        """Name in legends and rows.
+        """Name of the learning rate in legends and in curves.csv.
 
         >>> Rate("constant", 0.1).name, Rate("decaying", 2.0, 20).name
         ('eta = 0.1', 'eta_t = 2 / (t + 20)')
@@ -87,10 +91,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Simulation to run, with an estimator, a learning rate, and ascending steps to record."""
+    """Simulation to run."""
 
     estimator: Estimator
     rate: Rate
+    # Numbers of updates after which the state is recorded, in ascending order.
     steps: tuple[int, ...]
 
     @property
@@ -106,7 +111,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Coordinates and gaps of R replicates at S recorded steps."""
+    """Recorded coordinates and gaps of all replicates of a simulation."""
 
     simulation: Simulation
     # Numbers of updates after which the state was recorded; 0 is the start.
@@ -143,10 +148,12 @@ def simulate(
 ) -> Trajectories:
     """Run Algorithm 1, `theta <- theta + eta_t g_hat`, from the test problem's initial policy.
 
-    The update of u has the same form as the update of theta, since the score lies in the row space
-    of Q and Q Q' = 1.
+    Only the coordinates u = Q theta are simulated. Their update has the same form, since the score
+    lies in the row space of Q and Q Q' = 1.
 
     Args:
+        problem: test problem.
+        simulation: estimator, learning rate and steps to record.
         replicates: numbers of the replicates to simulate together.
         seed: seed that, together with a replicate's number, determines its path.
     """
@@ -177,7 +184,10 @@ def simulate(
 def _uniforms(
     replicates: range, seed: int, estimator: Estimator, count: int
 ) -> Iterator[np.ndarray]:
-    """Yield float32 uniforms [B + B G, R] for each step, and an empty array after the last step."""
+    """Yield the uniform random numbers of each step, float32 [B + B G, R].
+
+    An empty array follows the last step, because `simulate` also visits the state after that step.
+    """
     generators = [generator(seed, STREAM, number) for number in replicates]
     width = estimator.num_prompts + estimator.rollouts
     for first in range(0, count, STEPS_AT_ONCE):
@@ -210,10 +220,10 @@ def gradient(
         problem: test problem that defines the rewards.
         estimator: gradient estimator.
         law: probabilities and scores from `problem.law`.
-        uniform: uniforms in [0, 1), of which the first B select the prompts and the others the
-            completions, [B + B G, R].
-        old_PYR: probabilities of pi_old, which samples the completions; by default the
-            probabilities in `law`.
+        uniform: random numbers in [0, 1), [B + B G, R]. The first B select the prompts, and the
+            others select the completions.
+        old_PYR: probabilities of pi_old, which samples the completions. None uses the probabilities
+            in `law`.
         reference_PY: probabilities of pi_ref, required if there is a KL term.
     """
     probability_PYR, score_PYKR = law
@@ -247,12 +257,14 @@ def gradient(
 def outcome_counts(
     probability_PYR: np.ndarray, prompt_BR: np.ndarray, uniform: np.ndarray, group_size: int
 ) -> np.ndarray:
-    """Draw outcomes by inverting the cumulative law; return their counts, float64 [Y, B, R].
+    """Draw the outcomes of each group and return how often each occurs, float64 [Y, B, R].
+
+    The outcomes are drawn by inverting the cumulative distribution.
 
     Args:
         probability_PYR: probabilities of the policy that samples the completions.
         prompt_BR: prompt of each group.
-        uniform: uniforms in [0, 1), [G B, R]; every B-th row belongs to the same group.
+        uniform: random numbers in [0, 1), [G B, R]. Every B-th row belongs to the same group.
         group_size: number of completions per group, G.
     """
     uniform_GBR = uniform.reshape(group_size, *prompt_BR.shape)
@@ -271,13 +283,16 @@ def advantage(
     rewards_YBR: np.ndarray,
     value_BR: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compute the advantage of each outcome as in `estimators.baselines`, [Y, B, R].
+    """Compute the advantage of each outcome, with the definitions of `estimators.baselines`.
 
     Args:
         estimator: estimator that defines the baseline and epsilon.
-        counts_YBR: count of each outcome in each group.
+        counts_YBR: number of times that each outcome occurs in each group.
         rewards_YBR: reward of each outcome for the group's prompt.
         value_BR: baseline values, required for `oracle` and `optimal`.
+
+    Returns:
+        Advantages, [Y, B, R].
 
     Raises:
         ValueError: If the baseline cannot be simulated.
@@ -301,20 +316,23 @@ def advantage(
             zero_variance_BR, 0.0, centred_YBR / np.where(zero_variance_BR, 1.0, divisor_BR)
         )
         return of_the_others * advantage_YBR
-    raise ValueError(f"baseline {name!r} cannot be simulated here")
+    raise ValueError(f"baseline {name!r} cannot be simulated on a test problem")
 
 
 def run_simulations(
     simulations: Sequence[Simulation], problem: Problem, replicates: int, seed: int, workers: int
 ) -> tuple[list[Trajectories], int]:
-    """Run all simulations; return their trajectories, in order, and the number of completions.
+    """Run all simulations, with the replicates divided among worker processes.
 
     Args:
         simulations: simulations to run.
         problem: test problem.
         replicates: number of replicates, R.
         seed: seed that, together with a replicate's number, determines its path.
-        workers: number of processes among which the replicates are divided.
+        workers: number of processes.
+
+    Returns:
+        Trajectories in the order of `simulations`, and the number of completions drawn.
     """
     items = [
         (place, range(first, min(first + REPLICATES_AT_ONCE, replicates)))
@@ -340,7 +358,7 @@ def run_simulations(
 
 
 def exits_text(runs: Sequence[Trajectories]) -> str:
-    """Return a sentence that states how many replicates left the sublevel set."""
+    """Say how many replicates left the sublevel set, as a sentence without its period."""
     exit_N = np.concatenate([run.exit_R for run in runs])
     return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at least once"
 

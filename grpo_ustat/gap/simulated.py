@@ -1,7 +1,7 @@
 """Framework for tests of theorems by simulations of Algorithm 1.
 
-A test consists of a plan, which lists the simulations for a configuration, and a judge, which turns
-the trajectories into claims, curves and rows.
+A test consists of two functions. The plan lists the simulations for a configuration. The judge
+turns their trajectories into claims, curves and table rows.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ Judge = Callable[[Problem, Any, Sequence[Trajectories]], Evidence]
 
 
 def learning_rates(theorem: SimulatedConfig) -> list[Rate]:
-    """Return the learning rates at which a theorem is tested; the decaying rate is last."""
+    """Return the learning rates at which a theorem is tested.
+
+    The constant rates of the configuration come first, and the decaying rate c / (t + offset) is
+    last.
+    """
     constant = [Rate("constant", rate) for rate in getattr(theorem, "constant_rates", [])]
     return [*constant, Rate("decaying", theorem.decaying_rate, theorem.offset)]
 
 
 def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> None:
-    """Refuse learning rates that violate the assumptions: eta >= 2/L or 2 mu c <= 1.
+    """Refuse learning rates that violate the theorem's assumptions.
+
+    A constant rate eta must be below 2/L. The c of the decaying rate c/t must satisfy 2 mu c > 1.
 
     Args:
         experiment: experiment that defines the learning rates.
-        problem: test problem, which defines L.
-        curvature: the constant mu in the condition 2 mu c > 1 on the decaying learning rate.
+        problem: test problem, which defines the smoothness constant L.
+        curvature: the constant mu.
     """
     smoothness, least = problem.constants[1], 0.5 / curvature
     for rate in getattr(experiment.theorem, "constant_rates", []):
@@ -51,9 +57,9 @@ def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> N
 
 
 def check_limit_rates(experiment: Experiment) -> None:
-    """Refuse learning rates that violate the assumptions of theorems about the limit.
+    """Refuse learning rates that violate the assumptions of theorems about the limit as T grows.
 
-    In the condition 2 mu c > 1 the constant mu is the smallest curvature at the maximisers.
+    In the condition 2 mu c > 1 of `check_rates`, mu is the smallest curvature at the maximisers.
     """
     problem = build_problem(experiment.problem)
     check_rates(experiment, problem, problem.least_curvature)
@@ -71,9 +77,8 @@ def simulated(
     Args:
         schema, statement, check: see `Theorem`.
         plan: function that returns the simulations for an instance of `schema`.
-        judge: function that turns the trajectories, which are in the order of the plan, into
-            evidence. Facts about the test problem and the number of completions are added to the
-            evidence.
+        judge: function that turns the trajectories, in the order of the plan, into evidence.
+            `run_and_judge` adds facts about the test problem and the number of completions.
     """
 
     def run(experiment: Experiment) -> Evidence:

@@ -1,16 +1,19 @@
 r"""Theorem 12: errors of Algorithm 2's gradient estimate on minibatches of a batch.
 
-The setting, the estimate and the target are defined in `grpo_ustat.gap.offpolicy`. Completions are
-sampled from pi_old. The advantages use the leave-one-out baseline. They are tested with division by
-the group's standard deviation, as in the paper, and without it. A batch of B prompts, drawn
-independently, is split into m minibatches. One pass over the batch makes one update on each
-minibatch. The last minibatch is used after k = m - 1 gradient-ascent updates, when the policy is
-farthest from pi_old. Given theta_k, the last minibatch is independent of the earlier minibatches,
-so the bias and variance of its estimate can be computed exactly; only theta_k is random. To first
-order in the learning rate eta the change of the bias is linear in theta_k - theta_old, so the
-squared change is of order eta^2. With normalisation there is a bias of order 1/G even at theta_old
-(see `large_groups`). Averaging over more prompts does not reduce this bias, because the estimate
-from each prompt is biased.
+`grpo_ustat.gap.offpolicy` defines the estimate and its target. Completions are sampled from pi_old.
+Advantages use the leave-one-out baseline. They are tested with division by the group's standard
+deviation, as in the paper, and without it.
+
+A batch of B prompts, drawn independently, is split into m minibatches. One pass over the batch
+makes one update on each minibatch. The test is about the last minibatch, which is used after
+k = m - 1 updates, when the policy is farthest from pi_old. Given the parameters theta_k after these
+updates, the last minibatch is independent of the earlier ones. The bias and variance of its
+estimate can therefore be computed exactly, and only theta_k is random.
+
+To first order in the learning rate eta, the change of the bias is linear in theta_k - theta_old, so
+the squared change is of order eta^2. With normalisation there is a bias of order 1/G even at
+theta_old (see `large_groups`). More prompts do not reduce this bias, because the estimate from
+every prompt is biased.
 """
 
 from __future__ import annotations
@@ -49,28 +52,28 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.05
-# A limit as G grows counts as reached if its relative error is at most this value.
+# A limit as G grows agrees with the prediction if their relative distance is at most this value.
 LIMIT_TOLERANCE = 0.01
 LABELS = {
     "none": "without normalisation",
     "sigma": "divided by sigma(x)",
     "group_std": "divided by the group's std",
-    "group_std_floor": "std at least the floor",
-    "group_std_redrawn": "groups redrawn below the floor",
+    "group_std_floor": "divided by max(std, floor)",
+    "group_std_redrawn": "divided by std, redrawn if std < floor",
 }
 VERDICT_PREDICATES = {AGREES: "holds", DISAGREES: "fails in some claim", OPEN: "is undecided"}
 
 STATEMENT = (
-    "Theorem 12: if the standard deviation of rewards is bounded away from 0, the mean squared "
-    "error of Algorithm 2's gradient estimate, with advantages divided by the group's standard "
-    "deviation, is the sum of a squared bias, the oracle's variance / (B G), and O(1/(B G^2)). The "
-    "bias arises because the ratios are those of tokens instead of completions and because the KL "
-    "term has no ratio. The bias vanishes as the learning rate tends to 0. In our reading the "
-    "target is the expectation of g / sigma(x), since the paper calls the ground-truth gradient "
-    "the derivative of E[2 arcsin sqrt V]. If the target contained the group's standard deviation, "
-    "the bias at learning rate 0 would be 0 by definition. The assumption can be read as a bound "
-    "on the standard deviation of every group or, as in the proof of Lemma 11, as a bound on "
-    "sigma(x) only; both readings are tested."
+    "Theorem 12 is about Algorithm 2's gradient estimate, with advantages divided by the group's "
+    "standard deviation. If the standard deviation of rewards is bounded away from 0, the mean "
+    "squared error is the sum of a squared bias, the oracle's variance / (B G), and O(1/(B G^2)). "
+    "The bias arises because the estimate uses the ratios of tokens instead of completions and "
+    "because the KL term has no ratio. It vanishes as the learning rate tends to 0. In our reading "
+    "the target is the expectation of g / sigma(x), since the paper calls the ground-truth "
+    "gradient the derivative of E[2 arcsin sqrt V]. If the target contained the group's standard "
+    "deviation, the bias at learning rate 0 would be 0 by definition. The assumption can be read "
+    "as a bound on the standard deviation of every group or, as in the proof of Lemma 11, as a "
+    "bound on sigma(x) only. Both readings are tested."
 )
 
 
@@ -86,10 +89,10 @@ def theorem12(
     Args:
         policy: old policy pi_old, with at least 2 tokens per completion.
         reference: reference policy pi_ref, with the same prompts.
-        reward_PY: rewards of all completions, which must lie on a grid and must depend on more than
-            one token.
+        reward_PY: rewards of all Y completions of each prompt. They must be evenly spaced (on a
+            grid) and depend on more than one token.
         design: settings of the test.
-        seed: seed of the random paths, which use the same completions at every learning rate.
+        seed: seed of the minibatches on the random paths.
     """
     rates, updates = np.array(sorted(set(design.learning_rates))), design.minibatches - 1
     shape = design.num_prompts // design.minibatches, design.group_size
@@ -120,11 +123,15 @@ def theorem12(
 
 
 def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float | str]:
-    """Return facts about the policy, the rewards and the batch for the report."""
+    """Return the facts that the page shows about the policy, the rewards and the batch."""
     prompts, count, length = setting.old.logprob_PYL.shape
     value_P = setting.old.value_P(setting.reward_PY)
     return {
-        **{"prompts": prompts, "completions": count, "tokens": length},
+        **{
+            "prompts": prompts,
+            "possible completions of a prompt": count,
+            "tokens of a completion": length,
+        },
         "reward levels": len(np.unique(setting.reward_PY)),
         "V of each prompt": ", ".join(f"{value:.3g}" for value in value_P),
         "J": float(value_P.mean()),
@@ -132,7 +139,7 @@ def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float
         "minibatches of a batch": design.minibatches,
         "completions in a group, G": design.group_size,
         "beta": design.beta,
-        "paths": design.replicates,
+        "random paths of updates": design.replicates,
     }
 
 
@@ -140,7 +147,9 @@ def _problem_facts(setting: Setting, design: Theorem12Config) -> dict[str, float
 
 
 def _start_claims(start: OnPolicy, group_size: int) -> list[Claim]:
-    """Make claims about the paper's divisor and about other divisors that the theorem may cover.
+    """Make claims about the estimate at learning rate 0.
+
+    The paper's divisor is tested at every G, other divisors that the theorem may cover at one G.
 
     Args:
         start: exact values at learning rate 0.
@@ -179,7 +188,7 @@ def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
     place = list(start.sizes).index(size)
     share = float(start.values[kind]["bias2_share"][place])
     exceeded = start.values[kind]["exceeded"][place]
-    how = "enumerated, the same for every B; the theorem predicts 0; agrees if 0 up to rounding"
+    how = "enumerated; the value is the same for every B; agrees if it is 0 up to rounding"
     if np.isfinite(exceeded):
         how += f"; the squared bias exceeds the variance if B >= {np.ceil(exceeded):.0f}"
     what = f"bias^2 / ||target||^2 at learning rate 0, {label}, G = {size}"
@@ -187,7 +196,7 @@ def _bias_claim(start: OnPolicy, kind: str, size: int, label: str) -> Claim:
 
 
 def _order_claim(start: OnPolicy) -> Claim:
-    """Make a claim that the squared bias is of order 1/G^2."""
+    """Make a claim that, as G grows, the squared bias at learning rate 0 falls like 1/G^2."""
     sizes, bias = np.log(start.limit_sizes), np.log(start.limits["group_std"]["bias"])
     slopes = 2 * np.diff(bias) / np.diff(sizes)
     how = (
@@ -200,7 +209,7 @@ def _order_claim(start: OnPolicy) -> Claim:
 
 
 def _start_panels(start: OnPolicy) -> list[Panel]:
-    """Return panels that plot the squared bias, and the B above which it exceeds the variance."""
+    """Return panels against G: the squared bias, and the B above which it exceeds the variance."""
     size, sizes = "group size G", np.array(start.sizes, dtype=float)
     kinds = ("group_std", "group_std_floor", "group_std_redrawn")
     share = [PlotLine(LABELS[kind], sizes, start.values[kind]["bias2_share"]) for kind in kinds]
@@ -214,7 +223,7 @@ def _start_panels(start: OnPolicy) -> list[Panel]:
 
 
 def _start_rows(start: OnPolicy) -> list[dict[str, Any]]:
-    """Return one row per quantity and group size."""
+    """Return one row of curves.csv per normalisation, quantity and group size."""
     return [
         _row("group_size", size, "none", kind, name, value)
         for kind, values in start.values.items()
@@ -244,55 +253,57 @@ def _start_answer(start: OnPolicy) -> str:
     steep = f"on a log-log scale with slope {slope.measured:.2f} at the largest G tested"
     limit = {
         AGREES: "The squared bias vanishes like 1/G^2 as G grows",
-        OPEN: f"Whether the squared bias falls like 1/G^2 is undecided; it falls {steep}",
+        OPEN: f"It is undecided if the squared bias falls like 1/G^2; it falls {steep}",
         DISAGREES: f"The squared bias falls {steep}, not like 1/G^2",
     }[slope.verdict]
     return (
         "If advantages are normalised as in the paper and the target is the expectation of g / "
         "sigma(x), the theorem disagrees with the measurement at a fixed G. At learning rate 0 "
-        f"the theorem states that there is no bias, but for every B the squared bias is {shares} % "
-        f"of ||target||^2 at G = {sizes}. It exceeds the variance from B = {exceeded} prompts on. "
-        f"{limit}."
+        "the theorem states that there is no bias. For every B, however, the squared bias is "
+        f"{shares} % of ||target||^2 at G = {sizes}. In the same order of G, it exceeds the "
+        f"variance from B = {exceeded} prompts on. {limit}."
     )
 
 
 def _start_notes(start: OnPolicy, group_size: int, floor: float) -> list[str]:
-    """Return notes on the bias that the bound omits, and on guards against small divisors."""
+    """Return notes on the bias that the theorem's bound omits, and on limits for the divisor."""
     place = list(start.sizes).index(group_size)
     at_size = {kind: {name: x[place] for name, x in v.items()} for kind, v in start.values.items()}
     std, ratio = at_size["group_std"], start.variance_ratio("group_std")
     with_guard = min(at_size[f"group_std_{guard}"]["bias2_share"] for guard in ("floor", "redrawn"))
     excess = group_size**2 * std["bias"] ** 2
     return [
-        "The bound omits a bias. A group's standard deviation is random and depends on the same "
-        "completions as the scores. This causes a bias of order 1/G in each group's expectation, "
-        "which averaging over prompts does not remove. A squared bias of order 1/G^2 that "
-        f"does not fall with B is not O(1/(B G^2)). At G = {group_size} the squared bias is "
-        f"{excess:.3g} / (B G^2) at B = 1 and {1000 * excess:.3g} / (B G^2) at B = 1000. The "
-        "numerator grows without bound as B grows. For comparison, the variance is "
+        "The theorem's bound omits a bias. A group's standard deviation is random and depends on "
+        "the same completions as the scores. Each group's estimate therefore has a bias of order "
+        "1/G, which averaging over prompts does not remove. Its square is of order 1/G^2 and does "
+        "not fall with B, so it is not O(1/(B G^2)). To compare it with the bound, it can be "
+        f"written as a multiple of 1/(B G^2). At G = {group_size} this multiple is {excess:.3g} "
+        f"for B = 1 and {1000 * excess:.3g} for B = 1000, and it grows without bound as B grows. "
+        "For comparison, the variance is "
         f"{group_size**2 * std['variance']:.3g} / (B G^2).",
-        f"With normalisation G (B variance - C1) tends to {ratio:.3g} times the oracle's value as "
-        "G grows. The variance itself tends to C1/B, as the oracle's variance does. The noise of "
-        "the standard deviation cancels part of the noise of the mean (Lemma 11), and biases that "
-        "differ between prompts change C1 at order 1/G. The difference from the oracle is "
-        "therefore of order 1/(B G). A multiple below 1 means that the oracle's variance is "
-        "only an upper bound.",
-        "If rewards are independent, no fixed delta > 0 bounds the standard deviation of every "
-        "group from below. Some interval shorter than delta has probability p > 0 and therefore "
+        f"With normalisation, G (B variance - C1) tends to {ratio:.3g} times the oracle's value as "
+        "G grows. If this factor is below 1, the oracle's variance is only an upper bound. The "
+        "variance itself tends to C1/B, as the oracle's variance does. The two variances differ by "
+        "order 1/(B G), for two reasons: the noise of the standard deviation cancels part of the "
+        "noise of the mean (Lemma 11), and biases that differ between prompts change C1 at order "
+        "1/G.",
+        "If rewards are independent, every bound delta > 0 on the standard deviation is violated "
+        "by some groups. Some interval shorter than delta has probability p > 0 and therefore "
         "contains all G rewards with probability p^G. Here a group has zero variance with "
-        f"probability {percentage(std['zero_variance'], 2)} at G = {group_size}. Guards against "
-        "small deviations make the assumption hold literally, "
-        f"{'but not' if with_guard > ROUNDING else 'and also'} the theorem. The squared bias is "
-        f"{percentage(std['bias2_share'], 3)} of ||target||^2 if zero-variance "
-        "groups have advantage 0, "
-        f"{percentage(at_size['group_std_floor']['bias2_share'], 3)} with max(std, {floor:g}), and "
+        f"probability {percentage(std['zero_variance'], 2)} at G = {group_size}. The assumption "
+        "holds literally if small standard deviations are raised or their groups are redrawn. The "
+        f"theorem then {'still fails' if with_guard > ROUNDING else 'holds'}. The squared bias is "
+        f"{percentage(std['bias2_share'], 3)} of ||target||^2 if zero-variance groups have "
+        "advantage 0, "
+        f"{percentage(at_size['group_std_floor']['bias2_share'], 3)} if advantages are divided by "
+        f"max(std, {floor:g}), and "
         f"{percentage(at_size['group_std_redrawn']['bias2_share'], 3)} if groups are redrawn "
         f"until std >= {floor:g}. If advantages are divided by sigma(x), which is unknown in "
         "training, the theorem holds.",
-        "With the KL term the squared bias is "
-        f"{percentage(std['bias2_share_kl'], 3)} of ||target||^2, and "
-        f"{percentage(at_size['group_std_redrawn']['bias2_share_kl'], 3)} if groups are redrawn. "
-        "The KL term itself has no bias on-policy.",
+        "These shares exclude the KL term. With it, the squared bias is "
+        f"{percentage(std['bias2_share_kl'], 3)} of ||target||^2 if zero-variance groups have "
+        f"advantage 0, and {percentage(at_size['group_std_redrawn']['bias2_share_kl'], 3)} if "
+        "groups are redrawn. The KL term itself has no bias on-policy.",
     ]
 
 
@@ -309,7 +320,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
     assert leading is not None
     if not leading.exact > ROUNDING * start["token_variance"]:
         raise ConfigError(
-            f"reward_PY gives a squared bias of only {leading.exact:.3g} eta^2 along the exact "
+            f"the rewards give a squared bias of only {leading.exact:.3g} eta^2 along the exact "
             "path: use rewards that depend on more than one token, and a policy whose gradient is "
             "not 0"
         )
@@ -319,7 +330,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
     largest = max(start[f"{level}_bias2{x}"] for level in ("token", "sequence") for x in parts)
     variance = paths.random["sequence_variance"]
     claims = [
-        _zero_claim("bias^2 / variance at theta_k = theta_old", largest / start["token_variance"]),
+        _zero_claim("bias^2 / variance at theta_old", largest / start["token_variance"]),
         _exact_slope_claim(paths, "token_bias2", "bias^2"),
         _place_claim(paths),
         *(_slope_claim(paths, f"token_bias2{part}", words) for part, words in parts.items()),
@@ -338,7 +349,7 @@ def _plain_claims(paths: PathErrors) -> list[Claim]:
 
 
 def _drift_claims(paths: PathErrors) -> list[Claim]:
-    """Make claims about the change of the bias from learning rate 0, with normalisation."""
+    """Make claims about how updates change the bias, with normalisation."""
     label = "||bias - bias at learning rate 0||^2"
     claims = [
         _exact_slope_claim(paths, "token_drift2", label),
@@ -374,7 +385,8 @@ def _exact_slope_claim(paths: PathErrors, name: str, label: str) -> Claim:
 def _place_claim(paths: PathErrors) -> Claim:
     """Make a claim about how the bias grows with a minibatch's position in the batch.
 
-    To first order in eta, the displacement after j updates is j eta times the target.
+    To first order in eta, j updates move theta by j eta times the target. The squared bias of
+    minibatch j + 1 is therefore proportional to j^2.
     """
     last = paths.exact_by_place.shape[1] - 1
     ratio_E = paths.exact_by_place[:2, last] / paths.exact_by_place[:2, 1]
@@ -393,7 +405,7 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
     count = paths.random[name].shape[1]
     distance, before = max(slope.low - 2, 2 - slope.high, 0), abs(at_larger_rates - 2)
     how = (
-        f"slope for the mean over {count} paths, 95 % jackknife interval; agrees if 2 is within "
+        f"mean over {count} random paths, 95 % jackknife interval; agrees if 2 is within "
         f"{SLOPE_TOLERANCE} of the interval, undecided if the interval is wider than 0.5 or the "
         "slope approaches 2 as the rates fall"
     )
@@ -405,7 +417,10 @@ def _slope_claim(paths: PathErrors, name: str, part: str, label: str = "bias^2")
 
 
 def _leading_claim(paths: PathErrors, limit_R: np.ndarray) -> Claim:
-    """Make a claim about the coefficient of eta^2 in the squared bias."""
+    """Make a claim that the squared bias divided by eta^2 tends to its limit `limit_R`.
+
+    The limit of each random path is computed from the derivative of the bias.
+    """
     bias2_over_eta2 = paths.random["token_bias2"].mean(axis=1)[:2] / paths.rates[:2] ** 2
     how = (
         f"exact given the paths, at learning rate {paths.rates[0]:g}; agrees within "
@@ -421,7 +436,10 @@ def _law_claim(paths: PathErrors, law: ScalingLaw) -> Claim:
     predicted = law.mse(paths.setting.num_prompts, paths.setting.group_size)
     variance = paths.start["token_variance_policy"]
     agrees = bool(abs(variance / predicted - 1) <= 1e-10)
-    how = "exact; B prompts in a minibatch; Proposition 3 is computed separately; agrees to 1e-10"
+    how = (
+        "exact; B is the number of prompts in a minibatch; C1, C2, C3 are computed separately from "
+        "Proposition 3; agrees within a relative distance of 1e-10"
+    )
     what = "variance at theta_old without the KL term, (C1 + C2/G + C3/(G(G-1)))/B"
     return enumerated_claim(what, predicted, variance, agrees, how)
 
@@ -447,24 +465,26 @@ def _length_claims(costs: ByLength) -> list[Claim]:
     distance = np.abs(moment / costs.growth**costs.lengths - 1).max()
     return [
         enumerated_claim(
-            f"E rho^2 of completions of {length} tokens, c^L with c = {costs.growth:.4g}",
+            f"E rho^2 of completions of L = {length} tokens; predicted is c^L with "
+            f"c = {costs.growth:.4g}",
             float(costs.growth**length),
             moment[-1],
             bool(distance <= 1e-10),
             "exact; agrees to 1e-10 at every length",
         ),
         enumerated_claim(
-            "growth per token of variance with completion ratios / variance with token ratios",
+            "factor per token by which (variance with completion ratios) / (variance with token "
+            "ratios) grows",
             f">= {costs.growth:.4g}",
             costs.growth_of_ratio,
             costs.growth_of_ratio >= costs.growth,
-            f"exact, between the two largest lengths, of which the larger is {length}",
+            f"exact, between the two largest lengths; the largest is {length} tokens",
         ),
     ]
 
 
 def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
-    """Return panels of squared bias and MSE by learning rate, and of ratios by length."""
+    """Return panels of the squared bias and MSE by learning rate, and of two factors by length."""
     rate, biases = "learning rate", []
     if "none" in paths:
         plain, labels = paths["none"], {"token_bias2": "minibatch steps"}
@@ -509,7 +529,7 @@ def _panels(paths: dict[str, PathErrors], costs: ByLength) -> list[Panel]:
 
 
 def _error_lines(paths: PathErrors) -> list[PlotLine]:
-    """Return curves of the mean squared error with token ratios and with completion ratios."""
+    """Return curves of the mean squared error by learning rate, for both kinds of ratio."""
     labels = {"token": "token ratios", "sequence": "completion ratios"}
     lines = [_band(label, paths, f"{level}_mse") for level, label in labels.items()]
     flat = np.full(len(paths.rates), paths.start["token_variance"])
@@ -517,16 +537,22 @@ def _error_lines(paths: PathErrors) -> list[PlotLine]:
 
 
 def _band(label: str, paths: PathErrors, name: str) -> PlotLine:
-    """Return a curve of means over random paths, with intervals, by learning rate."""
+    """Return a curve of the mean of an error over random paths, with intervals, by learning rate.
+
+    Args:
+        label: label in the legend.
+        paths: errors on all paths.
+        name: key of `PathErrors.random`.
+    """
     estimate, low, high = (list(ends) for ends in zip(*paths.mean(name), strict=True))
     return PlotLine(label, paths.rates, estimate, low, high)
 
 
 def _rows(paths: dict[str, PathErrors], costs: ByLength) -> list[dict[str, Any]]:
-    """Return one row for each quantity at each learning rate, batch position or length.
+    """Return the rows of curves.csv: one per quantity and learning rate, minibatch or length.
 
-    Rows with learning rate 0 are for theta_old. The rows for batch positions give the squared bias
-    of each minibatch along the exact path at the smallest learning rate.
+    Rows with learning rate 0 are for theta_old. The rows for minibatches give the squared bias of
+    each minibatch of the batch along the exact path, at the smallest learning rate.
     """
     rows = []
     for kind, errors in paths.items():
@@ -564,8 +590,8 @@ def _answer(paths: dict[str, PathErrors], start: OnPolicy, plain_verdict: str) -
             f"Without normalisation the theorem {VERDICT_PREDICATES[plain_verdict]}. The squared "
             f"bias is {plain.start['token_bias2']:.1g} at learning rate 0 and grows like the "
             f"learning rate to the power {slope:.3f}. At learning rate {plain.rates[0]:g} the "
-            f"variance differs by {percentage(change, 2)} from the on-policy variance, which is "
-            "the oracle's variance plus a term of order 1/(B G^2)."
+            f"variance differs by {percentage(change, 2)} from the variance at learning rate 0, "
+            "which is the oracle's variance plus a term of order 1/(B G^2)."
         )
     if "group_std" in paths:
         answers.append(_start_answer(start))
@@ -583,8 +609,9 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
         lines.append(
             "With normalisation the target uses sigma(x) of pi_old, which samples the groups. The "
             f"squared bias is {normalised.start['token_bias2']:.3g} at theta_old and {of_old:.3g} "
-            f"at learning rate {rate:g}. Relative to a target with sigma(x) of pi_theta, the "
-            f"squared bias at this rate is {of_current:.3g}. The two targets differ by order eta."
+            f"at learning rate {rate:g}. With sigma(x) of pi_theta in the target, the squared bias "
+            f"at learning rate {rate:g} would be {of_current:.3g}. The two targets differ by an "
+            "amount of the order of the learning rate."
         )
     if "none" not in paths:
         return lines
@@ -594,33 +621,38 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
     share = leading.law.c1 / setting.num_prompts / start["token_variance"]
     noise, several = leading.random_R.mean() / leading.exact, costs.lengths > 1
     lines += [
-        "Without normalisation. " + _crossing(plain, leading.random_R.mean()),
-        f"Ratios with the smaller mean squared error, by learning rate: {_smaller_error(plain)}.",
-        "Number of prompts in a minibatch at which token ratios and completion ratios have the "
-        f"same error, by learning rate: {_prompt_list(plain.rates, plain.tie())}. With more "
-        "prompts, completion ratios have the smaller error; 0 means that they have the smaller "
-        "error for any number of prompts.",
-        "The same number of prompts by completion length in tokens, with the same change of logits "
-        "at each token: "
-        f"{_prompt_list(costs.lengths[several], costs.tie[several])}.",
-        "At small learning rates the errors with token ratios and with completion ratios differ "
-        "because of their variances, by order eta, since the squared bias is of order eta^2. The "
-        "sign of the difference depends on the policy and the rewards.",
-        f"As the learning rate tends to 0, the squared bias after minibatch steps is {noise:.3g} "
-        "times the squared bias after exact steps. The excess is due to noise in theta_k.",
+        "The following notes are about advantages without normalisation. "
+        + _crossing(plain, leading.random_R.mean()),
+        "Kind of ratio with the smaller mean squared error, by learning rate: "
+        f"{_smaller_error(plain)}.",
+        "At a certain number of prompts in a minibatch, token ratios and completion ratios have "
+        "the same error. With more prompts, completion ratios have the smaller error. By learning "
+        f"rate, this number is {_prompt_list(plain.rates, plain.tie())}. A value of 0 means that "
+        "completion ratios have the smaller error for any number of prompts.",
+        "By completion length in tokens, the number of prompts with equal errors is "
+        f"{_prompt_list(costs.lengths[several], costs.tie[several])}. Here the logits of every "
+        "token change by the same amount at every length.",
+        "At small learning rates eta, the errors with token ratios and with completion ratios "
+        "differ by order eta. This difference comes from their variances, since the squared bias "
+        "is only of order eta^2. Its sign depends on the policy and the rewards.",
+        "Exact steps are updates along the exact target, and minibatch steps are updates along "
+        "estimates. As the learning rate tends to 0, the squared bias after minibatch steps is "
+        f"{noise:.3g} times the squared bias after exact steps. The difference is due to noise in "
+        "theta_k.",
         f"{percentage(share, 1)} of the on-policy variance is C1/B, the variance between prompts. "
-        "No group size reduces C1/B, so the term `oracle variance / (B G)` is correct only if the "
-        "oracle's variance includes G C1.",
-        "Given theta_k, the minibatch is independent of the earlier minibatches. This holds within "
-        "one pass over a batch of independently drawn prompts. A second pass over the same "
-        "completions could bias the estimate with any ratio; this bias is not measured here.",
+        "C1/B is the same for every group size, so the term `oracle variance / (B G)` is correct "
+        "only if the oracle's variance includes G C1.",
+        "Given theta_k, the last minibatch is independent of the earlier minibatches, because the "
+        "batch is used in one pass and its prompts are drawn independently. A second pass over the "
+        "same completions could bias the estimate with any ratio. This bias is not measured here.",
     ]
     if setting.beta > 0:
         of_reference, to_reference = setting.divergence_cosines
         lines += [
             "The target of the KL term uses prefixes from pi_theta, whose distribution is held "
-            "fixed in the derivative. If the target used prefixes from pi_old, the only cause of "
-            "bias would be the missing token ratio (rows token_bias2_kl_old_prefixes).",
+            "fixed in the derivative. If the target used prefixes from pi_old, the KL term would "
+            "be biased only because the ratio of the token itself is missing (rows "
+            "token_bias2_kl_old_prefixes of curves.csv).",
             f"At theta_old the gradient of the KL term has cosine {of_reference:.4f} with the "
             f"gradient of KL(pi_ref||pi) over completions and {to_reference:.4f} with the gradient "
             "of KL(pi||pi_ref).",
@@ -631,7 +663,7 @@ def _notes(paths: dict[str, PathErrors], costs: ByLength) -> list[str]:
 def _smaller_error(paths: PathErrors) -> str:
     """List, for each kind of ratio, the learning rates at which it has the smaller error.
 
-    The two errors are compared by 95 % t intervals for their difference.
+    Two errors differ significantly if the 95 % t interval of their difference excludes 0.
     """
     token, sequence = "token ratios", "completion ratios"
     rates: dict[str, list[str]] = {token: [], sequence: [], "not significantly different": []}
@@ -651,7 +683,9 @@ def _prompt_list(at: np.ndarray, prompts: np.ndarray) -> str:
 def _crossing(paths: PathErrors, limit: float) -> str:
     """Return a sentence that gives the learning rate at which squared bias and variance are equal.
 
-    The mean squared bias is `limit` eta^2 at small eta.
+    Args:
+        paths: errors on all paths.
+        limit: limit of (mean squared bias) / eta^2 as eta tends to 0.
     """
     if paths.crossing is not None:
         return f"The squared bias equals the variance at learning rate {paths.crossing:.3g}."
@@ -663,12 +697,12 @@ def _crossing(paths: PathErrors, limit: float) -> str:
 
 
 def run(experiment: Experiment) -> Evidence:
-    """Run `theorem12` on the random policy that a configuration defines."""
+    """Run `theorem12` on the random policy that the configuration defines."""
     return theorem12(*build_sequences(experiment.problem), experiment.theorem, experiment.seed)
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse completions of one token, and prompts whose completions all have the same reward."""
+    """Refuse completions of a single token, and prompts for which all rewards are the same."""
     if experiment.problem.length < 2:
         raise ConfigError(f"problem.length={experiment.problem.length}: use at least 2 tokens")
     for prompt, reward_Y in enumerate(build_sequences(experiment.problem)[2]):

@@ -37,17 +37,18 @@ CHOICE_MEANINGS = {
 # A numerical minimiser agrees with the formula if their relative distance is below this value.
 MINIMISER_TOLERANCE = 1e-4
 
-# Cell of the experiment: a learning rate, a number of rollouts per step n, and a number of steps T.
-# Each cell contains the results of all tested G.
+# One cell of the experiment's grid: a learning rate, a number of rollouts per step n, and a number
+# of steps T. In each cell all group sizes G are compared.
 GridPoint = tuple[Rate, int, int]
-# Gaps of all replicates, [R], by G.
+# Gaps J* - J of all R replicates for each G.
 Gaps = dict[int, np.ndarray]
 
 
 def plan(design: Theorem7Config) -> list[Simulation]:
     """Plan GRPO at every learning rate, every n and every G that divides n.
 
-    n is either a configured number of rollouts per step, or a configured total divided by each T.
+    The numbers of rollouts per step, n, are those of the configuration, and each configured total
+    n T divided by each number of steps T.
     """
     batches = [(n, tuple(design.steps)) for n in design.rollouts]
     batches += [(total // step, (step,)) for total in design.totals for step in design.steps]
@@ -61,7 +62,7 @@ def plan(design: Theorem7Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the best G at each n, T and learning rate with the predictions."""
+    """Compare the best G for each learning rate, n and T with the predictions."""
     cells: dict[GridPoint, Gaps] = {}
     for run in runs:
         for place, step in enumerate(run.simulation.steps):
@@ -86,9 +87,13 @@ def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]
 def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
     """Return the p-value of the hypothesis that `choice` has the smallest mean gap.
 
-    The tests are one-sided paired t tests with Bonferroni's correction over the other keys. The
-    keys of `gaps` are values of G or pairs (T, G). The tests are paired because replicates with the
-    same number use the same random numbers.
+    `choice` is compared with every other key by a one-sided paired t test, with Bonferroni's
+    correction. The tests are paired, because replicates with the same number use the same random
+    numbers.
+
+    Args:
+        gaps: gaps of all replicates. The keys are values of G, or pairs (T, G).
+        choice: key whose mean gap may be the smallest.
     """
     others = [gap_R for other, gap_R in gaps.items() if other != choice]
     p_values = (mean_p_value(gaps[choice] - gap_R, above=True) for gap_R in others)
@@ -96,21 +101,24 @@ def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
 
 
 def may_be_best(gaps: Gaps) -> set[int]:
-    """Return the group sizes that the test, at level 5 %, does not reject as the best."""
+    """Return the group sizes that may have the smallest mean gap.
+
+    These are the sizes that `p_value_of_best` does not reject at level 5 %.
+    """
     return {size for size in gaps if p_value_of_best(gaps, size) > FAMILY_ERROR}
 
 
 def p_value_of_all(cells: dict[GridPoint, Gaps], sizes: dict[GridPoint, int]) -> float:
-    """Return the p-value of the hypothesis that in each cell the G in `sizes` is best.
+    """Return the p-value of the hypothesis that the G in `sizes` is best in every cell.
 
-    Bonferroni's correction is applied over the cells, because the cells share random numbers.
+    The correction over cells is Bonferroni's, which is valid although cells share random numbers.
     """
     p_values = [p_value_of_best(cells[key], size) for key, size in sizes.items()]
     return min(1.0, len(p_values) * min(p_values))
 
 
 def predicted_sizes(problem: Problem, point: GridPoint, sizes: Sequence[int]) -> dict[str, int]:
-    """Return the G that each theory predicts to be best in a cell; see `CHOICE_MEANINGS`."""
+    """Return the best G in a cell according to each theory, keyed as in `CHOICE_MEANINGS`."""
     rate, n, step = point
     law = scaling_at(problem, problem.best_K)
     model = {
@@ -124,12 +132,12 @@ def predicted_sizes(problem: Problem, point: GridPoint, sizes: Sequence[int]) ->
 
 
 def paper_error(law: ScalingLaw, size: float) -> float:
-    """Return n times the paper's bound on the mean squared error of the gradient."""
+    """Return n times the paper's bound on the mean squared error of the gradient at G."""
     return size * law.c1 + law.c2 + law.c3 / size
 
 
 def model_gap(problem: Problem, estimator: Estimator, rate: Rate, step: int) -> float:
-    """Return the mean gap after `step` steps, computed by the quadratic recursion."""
+    """Return the mean gap after `step` steps according to `quadratic_recursion`."""
     first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
     return float(quadratic_recursion(first, problem.curvature_KK, sigma, rate.values(step))[-1])
 
@@ -137,13 +145,13 @@ def model_gap(problem: Problem, estimator: Estimator, rate: Rate, step: int) -> 
 def smallest_bound(
     problem: Problem, law: ScalingLaw, error: Callable[[ScalingLaw, float], float], point: GridPoint
 ) -> float:
-    """Return the real-valued G at which the bound from Lemma 6's recursion is smallest.
+    """Return the G, not necessarily an integer, at which the bound of Lemma 6 is smallest.
 
     Args:
         problem: test problem, which defines mu and L.
         law: scaling law that contains C1, C2 and C3.
         error: function that returns n times the mean squared error of the gradient at G.
-        point: cell, given by learning rate, n and T.
+        point: learning rate, n and T of the bound.
     """
     rate, n, step = point
     first = float(problem.gap(problem.start_K[:, None])[0])
@@ -157,7 +165,7 @@ def smallest_bound(
 
 
 def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
-    """Make the theorem's claims about the real-valued G that minimises Lemma 6's bounds."""
+    """Make claims about the G that minimises the bounds of Lemma 6, which the theorem predicts."""
     law = scaling_at(problem, problem.best_K)
     root = float(np.sqrt(law.c3 / law.c1))
     forms = {
@@ -170,16 +178,15 @@ def _bound_claims(problem: Problem, points: Sequence[GridPoint]) -> list[Claim]:
         furthest = max(minimisers, key=lambda size: abs(size / gstar - 1))
         claims.append(
             enumerated_claim(
-                what=f"G of the smallest bound, {words}: the value furthest from G* over all (n, "
-                "T, rate); the bound depends on G only through s2, with C1, C2, C3 at the "
-                "maximum",
+                what=f"G at which the bound is smallest, with {words}: the value furthest from G* "
+                "over all (n, T, rate)",
                 predicted=gstar,
                 measured=furthest,
                 agrees=abs(furthest / gstar - 1) < MINIMISER_TOLERANCE,
                 how=f"Lemma 6's recursion minimised over real G in {len(points)} cells; agrees if "
                 f"the relative distance is below {MINIMISER_TOLERANCE:g}. Only the algebra is "
-                "tested, since C1, C2 and C3 are values at the maximum and not suprema over a "
-                "path",
+                "tested: C1, C2 and C3 in s2 are values at the maximum instead of suprema over a "
+                "path, and the bound depends on G only through s2",
             )
         )
     return claims
@@ -190,7 +197,7 @@ def _cell_claims(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[Claim]:
-    """Make claims about the G at which the gap itself is smallest in each cell."""
+    """Make claims about the G with the smallest mean gap in each cell, which was simulated."""
     clear = [point for point, gaps in cells.items() if len(best[point]) < len(gaps)]
     how = (
         f"in {len(clear)} of {len(cells)} cells (n, T, rate) some G is significantly worse than "
@@ -209,7 +216,8 @@ def _cell_claims(
         others = {x: p for x, p in constant.items() if set(sizes.values()) != {x}}
         claims.append(
             Claim(
-                what=f"cells in which the mean gap may be smallest at the {words}",
+                what=f"number of (n, T, rate) cells in which the mean gap may be smallest at the "
+                f"{words}",
                 predicted=f"{len(clear)} of {len(clear)}",
                 measured=sum(sizes[point] in best[point] for point in clear),
                 low=None,
@@ -227,12 +235,11 @@ def _cell_claims(
 def _everywhere_claim(
     best: dict[GridPoint, set[int]], p_values: dict[int, float], verdict: str, how: str
 ) -> Claim:
-    """Make a claim that a single group size may be best in every cell.
+    """Make a claim that one and the same group size may be best in every cell.
 
     Args:
-        best: group sizes that may be best, by cell.
-        p_values: p-values from `p_value_of_all`, keyed by those group sizes that occur in every
-            cell.
+        best: group sizes that may be best, for each cell.
+        p_values: p-value from `p_value_of_all` of each group size that was tested in every cell.
         verdict: verdict of the claim if the tests do not reject it.
         how: description of the tests.
     """
@@ -260,14 +267,14 @@ def total_claim(
 ) -> Claim:
     """Make a claim that, at a fixed total n T, the mean gap is smallest at the G nearest to G*.
 
-    The claim compares all pairs (T, G) with the same total.
+    All pairs (T, G) with this total are compared.
 
     Args:
         total: total number of rollouts, n T.
         rate: learning rate.
-        cells: gaps of all replicates by cell and G.
-        theories: predicted best G by cell and theory.
-        steps: numbers of steps, T.
+        cells: gaps of all replicates, for each cell and G.
+        theories: best G according to each theory, for each cell.
+        steps: numbers of steps T among which the total is compared.
     """
     points = {step: (rate, total // step, step) for step in steps}
     gaps = {(step, size): x for step, point in points.items() for size, x in cells[point].items()}
@@ -301,7 +308,7 @@ def _rows(
     best: dict[GridPoint, set[int]],
     theories: dict[GridPoint, dict[str, int]],
 ) -> list[dict]:
-    """Return one row for each G in a cell."""
+    """Return one row of curves.csv for each G in a cell."""
     rate, n, step = point
     rows = []
     for size, gap_R in sorted(cells[point].items()):
@@ -318,7 +325,7 @@ def _rows(
 
 
 def _answer(claims: list[Claim]) -> str:
-    """Summarise the group sizes at which the bounds and the mean gap are smallest."""
+    """Say at which group sizes the bounds and the mean gap are smallest."""
     paper, ours = claims[:2]
     hits = {
         kind: f"{claim.measured:.0f} of {str(claim.predicted).split()[-1]}"
@@ -328,26 +335,25 @@ def _answer(claims: list[Claim]) -> str:
     }
     sizes = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
     return (
-        f"In every cell (n, T, rate) the bounds are smallest at G* = {paper.measured:.3g} in the "
-        "paper's form "
-        f"and at {ours.measured:.3g} in the exact form. The mean gap itself may be smallest at the "
-        f"G nearest to the paper's G* in {hits['paper']} cells, at the G nearest to the exact G* "
-        f"in {hits['bounds']} cells, and at the best G of our quadratic recursion in "
-        f"{hits['recursion']} cells;{sizes}"
+        "A cell is a combination of n, T and learning rate. In every cell the paper's bounds are "
+        f"smallest at G* = {paper.measured:.3g}, and the bounds with the exact last term at "
+        f"{ours.measured:.3g}. The mean gap itself may be smallest at the G nearest to the paper's "
+        f"G* in {hits['paper']} cells, at the G nearest to the exact G* in {hits['bounds']} cells, "
+        f"and at the best G of our quadratic recursion in {hits['recursion']} cells;{sizes}"
     )
 
 
 def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
-    """Return notes on G* during training, on the weights of the noise and on the best G by cell."""
+    """Return notes on the bounds, on G* during training and on the best G in each cell."""
     start, end = (scaling_at(problem, u).best_size() for u in (problem.start_K, problem.best_K))
     notes = [
-        "The theorem gives the minimiser of the bounds. The bounds suggest that the gap itself is "
-        "smallest at the same G, which is also tested.",
-        f"The exact G*, computed from C1 and C3, is {start:.3g} at the start and {end:.3g} at the "
-        "maximum.",
-        "The bounds weight all directions of the noise equally, but the gap weights them by "
-        "curvature. Unless the two weightings are proportional, the best G depends on the learning "
-        "rate.",
+        "The theorem gives the G that minimises the bounds. It suggests that the same G minimises "
+        "the gap itself, which is tested as well.",
+        f"The exact G*, computed from C1 and C3, is {start:.3g} at the start of training and "
+        f"{end:.3g} at the maximum of J.",
+        "In the bounds, noise counts equally in all directions. In the gap, it counts more in "
+        "directions with larger curvature. The G with the smallest gap can therefore depend on the "
+        "learning rate.",
     ]
     for rate in rates:
         if rate.kind == "decaying":
@@ -355,21 +361,19 @@ def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[in
                 problem, problem.best_K, limit_weighting(problem.curvature_KK, rate.value)
             )
             notes.append(
-                f"If the noise is weighted by its effect on the limit with {rate.name}, the exact "
-                f"G* is {law.best_size():.3g}."
+                f"If noise counts by its effect on the limit of the gap with {rate.name}, the "
+                f"exact G* is {law.best_size():.3g}."
             )
     counts = Counter(comma_list(sorted(sizes)) for sizes in best.values())
     parts = [
         f"G = {sizes} in {count} of {len(best)} cells" for sizes, count in counts.most_common()
     ]
-    notes.append(
-        f"Group sizes that are not significantly worse than the best, by cell: {'; '.join(parts)}."
-    )
+    notes.append(f"Group sizes that are not significantly worse than the best: {'; '.join(parts)}.")
     return notes
 
 
 def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
-    """Return panels of the gap against G, one for each learning rate and each T or total n T."""
+    """Return panels of the gap against G, one for each learning rate and each T, or each total."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
     axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]

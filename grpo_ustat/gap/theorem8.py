@@ -1,4 +1,7 @@
-"""Theorem 8: comparison of T times the gap with its limit law, a mixture of chi-squares."""
+"""Theorem 8: comparison of the law of T times the gap with its limit, a mixture of chi-squares.
+
+The gap is J* - J after T steps. Its law is estimated from many simulated trainings (replicates).
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,26 @@ from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
-    "With eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges in law to "
-    "sum_j w_j chi2_1. The weights depend on the curvature and on the covariance of the gradient "
-    "estimator at the limit. If the curvature or the covariance varies along the flat set, this is "
-    "the law conditional on the limit that is reached."
+    "With learning rates eta_t = c/t and a flat set of maximisers, T (J* - J(theta_T)) converges "
+    "in law to sum_j w_j chi2_1. The weights w_j depend on the curvature of J and on the "
+    "covariance of the gradient estimator at the limit of theta. If the weights vary along the "
+    "flat set, this is the law given the limit that training reaches."
 )
 QUANTILES = (np.arange(40) + 0.5) / 40
-# Number of points at which quantiles are computed if the replicates' limits differ. Between these
-# points, quantiles are interpolated.
+# Number of points between which quantiles are interpolated if the replicates have different limits.
 LIMIT_POINTS = 2000
 # Name of the alternative hypothesis that all replicates have the same law.
 ONE_LAW = "the mean weights for all replicates"
-# Alternative weights, as multiples of the predicted weights.
+# Multiples of the predicted weights. They are tested as well, to show which other weights the data
+# reject.
 OTHER_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
 
 
 def plan(design: Theorem8Config) -> list[Simulation]:
-    """Plan vanilla, GRPO at every G, and the oracle, which have different limit laws."""
+    """Plan simulations without a baseline, with GRPO at every G, and with the oracle's baseline.
+
+    These estimators have different limit laws.
+    """
     first, (rate,) = design.group_sizes[0], learning_rates(design)
     baselines = [("none", first), *(("leave_one_out", size) for size in design.group_sizes)]
     baselines.append(("oracle", first))
@@ -51,9 +57,10 @@ def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]
     """Compare the law of (T + offset) times the gap, at the last T, with the limit law.
 
     If curvature or noise differ between the maximisers of J, each replicate is compared with the
-    limit law at the maximiser that it approaches. The maximiser is estimated from the last step,
-    with an error of O(T^(-1/2)). If the theorem holds, each replicate's probability integral
-    transform is uniform.
+    limit law at the maximiser that it approaches. This maximiser is estimated from the last step,
+    with an error of O(T^(-1/2)). The distribution function of the limit law then turns each
+    replicate's scaled gap into a value between 0 and 1, its probability integral transform. If the
+    theorem holds, these values are uniformly distributed.
     """
     claims, rows, panels = [], [], []
     for run in runs:
@@ -77,7 +84,7 @@ def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]
 
 
 def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
-    """Return one row for each recorded step."""
+    """Return one row of curves.csv for each recorded step."""
     band = float(stats.kstwo.ppf(CONFIDENCE, run.replicates))
     rows = []
     for place, step in enumerate(run.steps_S):
@@ -103,13 +110,17 @@ def label_of(estimator: Estimator) -> str:
 def limit_weights_at(
     problem: Problem, estimator: Estimator, rate: Rate, u_KR: np.ndarray
 ) -> np.ndarray:
-    """Return the weights w_j of each replicate's limit, [K, R], or [K, 1] if the limit is unique.
+    """Return the weights w_j of each replicate's limit law.
 
     Args:
         problem: test problem whose curvature and noise are enumerated at each limit.
         estimator: gradient estimator.
         rate: learning rate, c / (t + offset).
-        u_KR: coordinates of the replicates.
+        u_KR: coordinates of the R replicates.
+
+    Returns:
+        Weights with one row per weight and one column per replicate. There is only one column if J
+        has a single maximiser, so that all replicates have the same limit law.
     """
     limit_KR, k = problem.limits(u_KR), problem.curved
     sigma_KKR = noise_everywhere(problem, limit_KR, estimator)
@@ -121,11 +132,11 @@ def limit_weights_at(
 
 
 def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
-    """Return P(sum_j w_j chi2_1 <= x), with separate weights w for each replicate or common ones.
+    """Return P(sum_j w_j chi2_1 <= x) for a value x of each replicate.
 
     Args:
-        weights_KR: weights from `limit_weights_at`.
-        values_R: values x, an array of any shape; its last axis runs over replicates.
+        weights_KR: weights from `limit_weights_at`, which can differ between replicates.
+        values_R: values x. The last axis of this array runs over replicates.
 
     Raises:
         ValueError: If the weights differ between replicates and each replicate has several weights.
@@ -141,7 +152,9 @@ def limit_cdf(weights_KR: np.ndarray, values_R: np.ndarray) -> np.ndarray:
 
 
 def ks_distance(uniform_R: np.ndarray) -> tuple[float, float]:
-    """Return the Kolmogorov-Smirnov distance from the uniform law, and the level of its maximum.
+    """Return the Kolmogorov-Smirnov distance of values from the uniform law.
+
+    The second result is the value at which the distance is largest.
 
     >>> round(ks_distance(np.array([0.1, 0.2, 0.9]))[0], 6), ks_distance(np.array([0.5]))
     (0.466667, (0.5, 0.5))
@@ -156,16 +169,15 @@ def ks_p_value(uniform_R: np.ndarray) -> float:
 
 
 def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
-    """Return the two-sided p-value of a mean under the law of `sum_j w_j chi2_1 / sum_j w_j`.
+    """Return the two-sided p-value of a mean of values with law `sum_j w_j chi2_1 / sum_j w_j`.
 
-    The skewed law of the sum over replicates is approximated by a chi-square with the same first
-    three cumulants (Hall 1983, Buckley-Eagleson 1988). The approximation is exact for a single
-    weight. Student's t would be inaccurate in the tails, which matter for Holm's correction.
+    The sum over replicates has a skewed law. It is approximated by a chi-square law with the same
+    first three cumulants (Hall 1983, Buckley-Eagleson 1988), which is exact for a single weight.
+    Student's t would be inaccurate in the tails, which matter for Holm's correction.
 
     Args:
-        ratio_R: each replicate's scaled gap divided by the sum of its weights.
-        weights_KR: weights from `limit_weights_at`, [K, R], or [K, 1] if all replicates have the
-            same weights.
+        ratio_R: scaled gap of each replicate divided by the sum of its weights.
+        weights_KR: weights from `limit_weights_at`.
     """
     share_KR = np.broadcast_to(weights_KR / weights_KR.sum(axis=0), (len(weights_KR), ratio_R.size))
     first, second, third = (
@@ -177,10 +189,9 @@ def mean_law_p_value(ratio_R: np.ndarray, weights_KR: np.ndarray) -> float:
 
 
 def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Make a claim about the law at the last step.
+    """Make a claim that the scaled gap at the last step has the limit law.
 
-    The claim is undecided if the predicted law is rejected but the observed law approaches it as T
-    grows.
+    A rejected claim is undecided if the observed law approaches the limit law as T grows.
     """
     last_R, one_limit = run.scaled_gap(-1), weights_KR.shape[1] == 1
     # Multiplying the weights by a factor is equivalent to dividing x by it.
@@ -214,10 +225,9 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
 
 
 def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
-    """Make a claim about the mean at the last step.
+    """Make a claim that the scaled gap at the last step has the mean of the limit law.
 
-    The claim is undecided if the predicted mean is rejected but the observed mean approaches it as
-    T grows.
+    A rejected claim is undecided if the observed mean approaches the predicted mean as T grows.
     """
     last_R, sums_R = run.scaled_gap(-1), weights_KR.sum(axis=0)
     ratio_R = last_R / sums_R
@@ -234,9 +244,8 @@ def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
         1.0,
         *mean_interval(ratio_R),
         verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} Student's t interval, p-value from the mean's approximate "
-        "law, "
-        f"{_sample(run)}",
+        how=f"{percentage(CONFIDENCE)} Student's t interval; the p-value is computed from an "
+        f"approximation of the limit law of the mean; {_sample(run)}",
         p_value=mean_law_p_value(ratio_R, weights_KR),
         when_rejected=OPEN if nearing else DISAGREES,
         alternatives=alternatives,
@@ -251,7 +260,13 @@ def _sample(run: Trajectories) -> str:
 
 
 def _nearing(run: Trajectories, distance: Callable[[np.ndarray], np.ndarray]) -> bool:
-    """Return True if the mean distance falls significantly between the last two recorded steps."""
+    """Return True if the mean distance falls significantly between the last two recorded steps.
+
+    Args:
+        run: trajectories.
+        distance: function that returns each replicate's distance from the prediction, given the
+            scaled gaps.
+    """
     if len(run.steps_S) < 2:
         return False
     before_R, last_R = (distance(run.scaled_gap(place)) for place in (-2, -1))
@@ -266,14 +281,14 @@ def _mean_weights(weights_KR: np.ndarray) -> np.ndarray:
 def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) -> Claim:
     """Make a claim that a replicate's probability integral transform does not depend on its limit.
 
-    If the theorem holds, the transform is uniform conditional on the limit.
+    If the theorem holds, the transform is uniform for every limit that a replicate can reach.
     """
     last_R = run.scaled_gap(-1)
     along_R = problem.limits(run.u_SKR[-1])[problem.curved]
     trend = stats.spearmanr(along_R, limit_cdf(weights_KR, last_R))
     of_one_law = stats.spearmanr(along_R, limit_cdf(_mean_weights(weights_KR), last_R))
     correlation = float(trend.statistic)
-    # Half-width of the interval for Fisher's z.
+    # Half-width of the interval on the scale of Fisher's z.
     half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
     return Claim(
@@ -292,7 +307,7 @@ def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) ->
 
 
 def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
-    """Return the quantile-quantile panel, with intervals computed from order statistics."""
+    """Return a panel that plots measured quantiles, with intervals, against predicted quantiles."""
     sorted_R = np.sort(run.scaled_gap(-1))
     limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
     ranks = [
@@ -312,9 +327,13 @@ def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
-    """Return the quantiles at levels `QUANTILES`, below `top`, of the law over all replicates.
+    """Return the quantiles of the limit law at the levels `QUANTILES`.
 
-    The law over all replicates is the average of the replicates' laws.
+    If replicates have different limit laws, the quantiles are those of the average law.
+
+    Args:
+        weights_KR: weights from `limit_weights_at`.
+        top: value above all quantiles.
     """
     if weights_KR.shape[1] == 1:
         return mixture_quantiles(weights_KR[:, 0], QUANTILES)

@@ -1,1 +1,1 @@
-"""Start of a run in this process or in several ranks, and requeueing of a stopped run."""
+"""Start of a run in this process or in several processes (ranks), and restart of a stopped run."""

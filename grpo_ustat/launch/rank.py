@@ -1,6 +1,7 @@
-"""Entry point of a rank that a parent process starts with `python -m grpo_ustat.launch.rank`.
+"""Entry point of a rank, one of the processes of a run: `python -m grpo_ustat.launch.rank`.
 
-The parent process composes the configuration, so ranks do not need Hydra.
+The command that the user typed, the parent process, composes the configuration and starts the
+ranks. Ranks read the composed configuration and do not need Hydra.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from grpo_ustat.terminal.streams import lasting_output
 
 
 def main() -> None:
-    """Run this rank; rank 0 writes its outcome to a file for the parent process.
+    """Run this rank.
 
-    The command-line arguments are the name of the command, the configuration file, the run folder
-    and the outcome file.
+    The command-line arguments are the name of the command, the configuration file, the run folder,
+    and the file to which rank 0 writes the outcome for the parent process.
     """
     name, config_file, folder, outcome_file = sys.argv[1:]
     of_parent = Path(config_file).parent
@@ -49,19 +50,20 @@ def main() -> None:
 def _run(command: Command, config: Any, folder: RunFolder) -> tuple[dict[str, Any], int]:
     """Run the command on this rank; return its outcome for the parent process and the exit code.
 
-    The exit code is nonzero if other ranks may be waiting for this rank.
+    If other ranks may be waiting for this rank, the exit code is nonzero, so that torchrun ends
+    them.
     """
     try:
         return {"value": run_here(command, config, folder)}, 0
     except Stopped as stopped:
         return {"stopped": str(stopped)}, 0
     except RefusedByRank as error:
-        # All ranks raise this error and reach this barrier.
+        # The barrier cannot block, because all ranks raise this error.
         barrier()
         return {"refused": str(error)}, 0
     except ONE_LINE_ERRORS as error:
         if not is_main():
-            # This rank prints the error itself, because the error may not occur on rank 0.
+            # This rank prints the error itself, because rank 0 may not have the same error.
             raise SystemExit(f"error: {error}") from None
         return {"refused": str(error)}, 1
 

@@ -1,9 +1,11 @@
-"""Execution of a run, in this process or in ranks, depending on how the process was started.
+"""Execution of a run, in this process alone or in several processes, called ranks.
 
-1. If torchrun or `accelerate launch` has set `RANK`, this process is that rank.
-2. If SLURM or submitit started several tasks, each task is a rank.
-3. If `launch.num_processes` is above 1, this process starts that many ranks and waits for them.
-4. Otherwise the run is executed in this process.
+The first of these cases that applies decides:
+
+1. torchrun or `accelerate launch` has set the variable `RANK`: this process is that rank.
+2. SLURM or submitit started several tasks: each task is a rank.
+3. `launch.num_processes` is above 1: this process starts that many ranks and waits for them.
+4. Otherwise, this process executes the run alone.
 """
 
 from __future__ import annotations
@@ -28,18 +30,24 @@ from grpo_ustat.runs.trackers import Tracking
 from grpo_ustat.terminal.progress import waiting
 from grpo_ustat.terminal.streams import tell
 
+# Errors that are shown by their message alone, without a traceback.
 ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)
 
 
 def run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Run a command, or continue the run in the folder.
+    """Execute a run, or continue it if its folder contains a part of it.
+
+    Args:
+        command: command that makes the run.
+        config: checked configuration of the run.
+        folder: folder of the run.
 
     Returns:
         Number that a sweep shows for the run; None if there is none.
 
     Raises:
-        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the run failed. The message is
-            sufficient without a traceback, as it is for a ConfigError.
+        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the run failed. As for a
+            ConfigError, the message explains the failure without a traceback.
         Stopped: a signal requested a stop, and finished work is saved.
     """
     with StopRequest():
@@ -58,7 +66,7 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Run a command in this process; see `run`."""
+    """Execute a run in this process, which may be one of several ranks; see `run`."""
     if world() > 1 and getattr(config.launch, "accelerate", None) is not None:
         export_sharing(config.launch.accelerate)
     if is_main() and slurm.job_id() is not None:
@@ -72,11 +80,11 @@ def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
-    """Call the command's function, in a single process or as one of several ranks.
+    """Import the command's function and call it.
 
     Raises:
-        NotSaved: a file could not be written. Running the same command again continues from the
-            files on disk.
+        NotSaved: a file could not be written. The same command then continues from the files on
+            disk.
     """
     with faults_of(folder.path):
         modules = command.preload(config) if world() == 1 and folder.result() is None else ()
@@ -91,6 +99,6 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
 
 
 def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Record why ranks failed, because rank 0 may not have recorded the reason."""
+    """Record in the run folder why ranks failed, in case rank 0 could not do this itself."""
     if folder.path.is_dir():
         history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

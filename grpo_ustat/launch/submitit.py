@@ -1,4 +1,7 @@
-"""Submission of submitit jobs, and exit of a stopped run with code 75 or with a requeue."""
+"""Submission of jobs with submitit, and end of a process whose run was stopped.
+
+A stopped run ends with exit code 75, or as a job that the scheduler restarts (requeues).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
 from grpo_ustat.terminal.streams import tell
 
-# Time limit in seconds for the first rank to requeue the job.
+# Seconds for which ranks wait for the first rank to requeue the job.
 REQUEUE_SECONDS = 60.0
 # Seconds between two checks of the job's state.
 REQUEUE_LOOK_SECONDS = 5
 
 
-# Fields of a launcher that are not job parameters.
+# Fields of a Hydra launcher that are not parameters of a job.
 NO_PARAMETERS = ("_target_", "submitit_folder", "max_num_timeout")
-# Parameters that have the same name for all types of cluster in submitit.
+# Parameters of a job that submitit gives the same name for all types of cluster.
 SHARED_PARAMETERS = (
     "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name",
     "stderr_to_stdout",
@@ -30,14 +33,15 @@ SHARED_PARAMETERS = (
 
 
 class EndedForGood(RuntimeError):
-    """End of a sweep's job that will not be restarted, such as a cancelled job."""
+    """Error of a sweep's job that was stopped and is not restarted, such as a cancelled job."""
 
 
 def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[str, Any]) -> Any:
     """Submit jobs, as one array on SLURM, and return submitit's job objects.
 
     Args:
-        jobs: jobs with a method `checkpoint`; see `resubmission`.
+        jobs: functions to call, with a method `checkpoint` that submitit calls when a job is
+            interrupted; see `resubmission`.
         cluster: `slurm`, or `local` for processes on this machine.
         launcher: fields of a file in `conf/hydra/launcher/`.
     """
@@ -57,7 +61,7 @@ def submit(jobs: Sequence[Callable[[], None]], cluster: str, launcher: Mapping[s
 
 
 def resubmission(job: Callable[[], None]) -> Any:
-    """Return a job in the form that submitit requeues."""
+    """Wrap a job for submitit, as the result of `checkpoint`, so that submitit requeues it."""
     from submitit.helpers import DelayedSubmission
 
     return DelayedSubmission(job)
@@ -66,19 +70,20 @@ def resubmission(job: Callable[[], None]) -> Any:
 def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     """Print that the work can be continued, and end this process.
 
-    Under submitit, submitit's signal handler requeues the job. This function calls the handler
-    unless SLURM requeues the job itself or has ended it for good. If SLURM has ended the job for
-    good, the function raises an exception, which becomes the job's result, because the submitting
-    process waits for a result.
+    In a job of submitit, there are three cases. If SLURM restarts the job by itself, the process
+    just ends. If SLURM restarts it only on request, this function calls submitit's signal handler,
+    which requeues the job. If the job is not restarted, this function raises an exception. It
+    becomes the job's result, for which the submitting process waits.
 
     Args:
+        stopped: exception that ended the run.
         on_existing: setting `on_existing` of the run. Outside SLURM, the same command continues the
-            run only with `resume`.
+            run only if this is `resume`.
 
     Raises:
-        SystemExit: the process ends with code 75; under submitit, the handler raises this exception
-            after the requeue.
-        EndedForGood, UncompletedJobError: under submitit, the job is not restarted.
+        SystemExit: the process ends with code 75. In a job of submitit, the handler raises this
+            exception after the requeue.
+        EndedForGood, UncompletedJobError: the job of submitit is not restarted.
     """
     if is_main():
         again = on_existing == "resume" or slurm.job_id() is not None
@@ -91,7 +96,8 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
     handler = signal.getsignal(number)
     if not (callable(handler) and isinstance(getattr(handler, "__self__", None), SignalHandler)):
-        # A command started by a submitit job inherits only submitit's environment, not its handler.
+        # A command that a job of submitit starts inherits submitit's environment variables, but not
+        # its signal handler.
         raise SystemExit(EXIT_CODE)
     of_slurm = os.environ["SUBMITIT_EXECUTOR"] == "slurm"
     action = slurm.next_action() if of_slurm else "requeue"
@@ -100,7 +106,7 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     if action == "requeue" and is_main():
         handler(number, None)
     if action == "requeue" and of_slurm:
-        # Wait for the first rank, because this rank may decide not to requeue the job.
+        # Wait for the decision of the first rank, which may not requeue the job.
         until = time.monotonic() + REQUEUE_SECONDS
         while slurm.next_action() == "requeue":
             if time.monotonic() > until:

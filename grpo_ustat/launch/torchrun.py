@@ -1,9 +1,9 @@
-"""Start of local ranks with torchrun, and forwarding of signals to the ranks.
+"""Start of the processes (ranks) of a run on this machine with torchrun.
 
-Each rank runs `python -m grpo_ustat.launch.rank`, which reads the resolved configuration from a
-file and does not use Hydra. The parent process sends a stopping signal to the ranks but not to
+Each rank runs `python -m grpo_ustat.launch.rank`, which reads the composed configuration from a
+file and does not use Hydra. This process, the parent, forwards stop signals to the ranks but not to
 torchrun. The ranks can then save and end by themselves, and torchrun reports no failure. If the
-parent process ends, the ranks end too.
+parent ends, the ranks end too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,19 @@ from grpo_ustat.runs.folder import RunFolder
 
 
 class RanksFailed(RuntimeError):
-    """Failure of ranks without a reason from rank 0; the output of the ranks shows the reason."""
+    """Failure of ranks for which rank 0 gave no reason; the ranks' output shows the reason."""
 
 
 def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
-    """Run the command with this name on `launch.num_processes` ranks on this machine.
+    """Execute a run in `launch.num_processes` ranks on this machine.
+
+    Args:
+        name: name of the command.
+        config: checked configuration of the run.
+        folder: folder of the run.
+
+    Returns:
+        Number that a sweep shows for the run; None if there is none.
 
     Raises:
         Stopped: a signal stopped the ranks.
@@ -50,7 +58,7 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
         with relay, start_torchrun(config.launch.num_processes, words) as torchrun:
             code = relay.wait(torchrun)
         outcome = json.loads(outcome_file.read_text()) if outcome_file.is_file() else {}
-        # A killed rank may not have written its file.
+        # Each failed rank wrote its reason to a file, unless it was killed.
         failures = sorted(Path(place).glob("rank-*.txt"))
         reasons = [f"{file.stem.replace('-', ' ')}: {file.read_text()}" for file in failures]
     if "value" in outcome:
@@ -67,7 +75,7 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:
 
 
 class SignalRelay(StopRequest):
-    """Stop request that forwards the first signal and kills ranks that do not end in time.
+    """Stop request that forwards signals to the ranks and kills ranks that do not end in time.
 
     Args:
         grace_seconds: seconds from the first signal until the ranks are killed.
@@ -76,7 +84,7 @@ class SignalRelay(StopRequest):
     def __init__(self, grace_seconds: int):
         super().__init__()
         self._grace = grace_seconds
-        # End of the grace period on the monotonic clock.
+        # Time on the monotonic clock at which the ranks are killed; None before the first signal.
         self._until: float | None = None
         self._torchrun: subprocess.Popen | None = None
 
@@ -86,15 +94,18 @@ class SignalRelay(StopRequest):
             self._pass_on()
 
     def wait(self, torchrun: subprocess.Popen) -> int:
-        """Wait for torchrun and return its exit code; kill it after the grace period."""
+        """Wait until torchrun has ended, and return its exit code.
+
+        After a stop signal, torchrun is killed if it does not end within the grace period.
+        """
         self._torchrun = torchrun
         while True:
             try:
                 return torchrun.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 if self.received:
-                    # Repeat the signal, because a rank that was still starting had no handler for
-                    # it.
+                    # The signal is repeated for ranks that were still starting and did not handle
+                    # it yet.
                     self._pass_on()
             if self._until is not None and time.monotonic() > self._until:
                 print(
@@ -126,11 +137,12 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
     """
 
     def ignore_stopping() -> None:
-        """Ignore the stopping signals in torchrun, because the ranks handle them."""
+        """Ignore the stop signals in torchrun, because the ranks handle them."""
         for number in (*STOPPING, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
-    # Put torchrun's files into the parent's folder, because a killed torchrun does not remove them.
+    # torchrun does not remove its files if it is killed. They are therefore put into the parent's
+    # temporary folder.
     own_files = Path(words[1]).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--log-dir={own_files / 'torchrun'}"]
@@ -149,7 +161,7 @@ def start_torchrun(count: int, words: tuple[str, ...]) -> Iterator[subprocess.Po
 
 
 def _kill(torchrun: subprocess.Popen) -> None:
-    """Kill the ranks and then torchrun; in the reverse order, the ranks would survive."""
+    """Kill the ranks and then torchrun; in the opposite order, the ranks would survive."""
     if torchrun.poll() is None:
         kill_children(torchrun.pid)
         torchrun.kill()

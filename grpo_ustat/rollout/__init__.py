@@ -1,1 +1,1 @@
-"""Sampling of completions: keyed draws, the in-process sampler, and vLLM."""
+"""Sampling of completions, by the policy's own model or by vLLM."""

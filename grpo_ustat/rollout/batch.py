@@ -1,7 +1,8 @@
-"""Completions sampled in parallel: the state of each row, and operations on all rows at once.
+"""Batch of completions that are sampled in parallel, token by token.
 
-A row contains the tokens of a prompt and its completion, one per column. All rows end in the same
-column. A row starts at the column of its prompt's first token, and its mask hides earlier columns.
+The batch is a table. A row contains the tokens of a prompt and its completion, one per column. All
+rows end in the same column. A shorter row starts in a later column, and its mask hides the columns
+before.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from grpo_ustat.terminal.progress import Progress
 
 # Finished rows leave the batch when the share of unfinished rows falls below this value.
 COMPACT_BELOW = 0.8
+# Tensors of `DecodingBatch` with one entry per row.
 ROW_TENSORS = (
     *("prompt_lengths_R", "lengths_R", "unfinished_R", "token_R"),
     *("mask_RT", "uniforms_RT", "tokens_RT", "logprobs_RT", "entropy_RT"),
@@ -32,41 +34,43 @@ ROW_TENSORS = (
 
 @dataclass(frozen=True)
 class Work:
-    """Completions to sample; index r = p G + i is completion i of prompt p."""
+    """Completions to sample; completion i of prompt p has the index r = p G + i."""
 
     # Token ids of each prompt.
     encoded: list[list[int]]
     group_size: int
-    # Function that returns the uniform random numbers of given completions, [len(rows), T].
+    # Function that takes indices of completions and returns their random numbers, as an array
+    # [completions, T]. Each number is uniform in [0, 1) and selects one token.
     draws: Callable[[list[int]], np.ndarray]
 
     def prompt(self, r: int) -> list[int]:
-        """Return the token ids of a completion's prompt."""
+        """Return the token ids of the prompt of completion r."""
         return self.encoded[r // self.group_size]
 
 
 class Completions:
-    """R completions of at most T tokens, stored on the host.
+    """Finished completions, stored in main memory: R rows of at most T tokens.
 
-    Columns after the end of a completion are 0. Rows that are not yet sampled are also 0.
+    Columns after the end of a completion are 0, and so are rows that are not sampled yet.
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype):
         self.tokens_RT = torch.zeros((rows, width), dtype=torch.int64)
-        # Log-probability of each token, and entropy of its distribution, in float32 or wider.
+        # Log-probability of each token, and entropy of the distribution from which it was drawn, in
+        # float32 or a wider type.
         self.logprobs_RT = self.tokens_RT.to(torch.promote_types(dtype, torch.float32))
         self.entropy_RT = self.logprobs_RT.clone()
         # Number of tokens of each row.
         self.lengths_R = self.tokens_RT.sum(dim=1)
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, lengths, log-probabilities, entropies."""
+        """Return the tokens, lengths, log-probabilities and entropies."""
         return self.tokens_RT, self.lengths_R, self.logprobs_RT, self.entropy_RT
 
 
 @dataclass
 class ReadPrompts:
-    """Prompts that the model has read except for their last tokens, for rows that start later."""
+    """Prompts of completions that start later; the model has read all but their last tokens."""
 
     # Keys and values of P prompts.
     cache: DynamicCache
@@ -77,27 +81,35 @@ class ReadPrompts:
 class DecodingBatch:
     """R rows that the model continues token by token.
 
-    Tensors of sampled values, [R, T + 1], have one column more than a completion, because finished
-    rows that are still in the batch write a zero after their end.
+    Tensors of sampled values, [R, T + 1], have one column more than a completion. Finished rows
+    that are still in the batch write a zero into it.
     """
 
     def __init__(self, policy: Policy, work: Work, rows: list[int], sampling: Sampling):
-        """Read each prompt once, repeat its keys and values, and draw the first tokens."""
+        """Read each prompt once, copy its keys and values to its rows, and draw the first tokens.
+
+        Args:
+            policy: policy that writes the completions.
+            work: all completions that must be sampled.
+            rows: indices of the completions in this batch.
+            sampling: options of sampling.
+        """
         self.policy, self.work, self.sampling = policy, work, sampling
         self.model, self.device = policy.model, policy.model.device
-        # Name of the model's cache argument.
+        # Name of the argument through which the model takes its cache.
         self.cache_name = str(cache_name(causal(policy.model)))
         self.width = sampling.max_completion_length
-        # Index of each row's completion; -1 after the completion was copied out of the batch.
+        # Index of the completion in each row; -1 after the completion was copied out of the batch.
         self.rows = np.array(rows)
-        # Number of tokens that the batch has drawn per row, and its value at the start of each row.
+        # Number of tokens that the batch has drawn in each row, and the value of this number when
+        # the row started.
         self.drawn = 0
         self.began = np.zeros_like(self.rows)
         prompts, index = np.unique(self.rows // work.group_size, return_inverse=True)
-        # `length` is the number of columns read so far.
+        # `length` is the number of columns that the model has read.
         self.cache, self.length, logits_PV = self._read_prompts([work.encoded[p] for p in prompts])
         lengths = np.array([len(work.prompt(r)) for r in rows])
-        # True if rows can be replaced; see `replaceable_rows`.
+        # True if a finished row can be replaced by a new completion; see `replaceable_rows`.
         self.replaceable = replaceable_rows(self.cache, self.length)
         # First column of each row.
         self.starts, self.prompt_lengths_R = self.length - lengths, self._on_device(lengths)
@@ -113,7 +125,7 @@ class DecodingBatch:
         self.goes_on_V = self._on_device(goes_on_V)
         index_R = self._on_device(index)
         self.cache.reorder_cache(cast(torch.LongTensor, index_R))
-        # Values at the last call of `look`.
+        # Unfinished rows, and number of tokens in finished rows, at the last call of `look`.
         self.unfinished, self.finished_tokens = np.ones(len(rows), dtype=bool), 0
         self.read_ahead: ReadPrompts | None = None
         self.draw(logits_PV[index_R])
@@ -147,7 +159,7 @@ class DecodingBatch:
         self.unfinished_R &= self.lengths_R < self.width
 
     def read(self) -> torch.Tensor:
-        """Read the last drawn tokens; return the logits of the next tokens, [R, V]."""
+        """Let the model read the last drawn tokens, and return the next tokens' logits, [R, V]."""
         return self.model(
             input_ids=self.token_R[:, None],
             attention_mask=self.mask_RT[:, : self.length + 1] if self.starts.any() else None,
@@ -158,7 +170,11 @@ class DecodingBatch:
         ).logits[:, -1]
 
     def until_look(self, interval: int) -> int:
-        """Return the number of tokens until the next `look` or until all rows are full."""
+        """Return the number of tokens until the next call of `look`, or until all rows are full.
+
+        Args:
+            interval: number of tokens between two calls of `look`.
+        """
         return min(
             interval - self.drawn % interval, self.width - self.drawn + int(self.began.max())
         )
@@ -168,7 +184,10 @@ class DecodingBatch:
         return self.drawn - int(self.began.max()) >= self.width
 
     def look(self, progress: Progress) -> int:
-        """Return the number of unfinished rows, and report progress; this waits for the device."""
+        """Report progress and return the number of unfinished rows.
+
+        On a GPU the call waits until the device has drawn all tokens.
+        """
         state_2R = torch.stack([self.unfinished_R.to(torch.int64), self.lengths_R]).cpu().numpy()
         written = self.rows >= 0
         before, self.unfinished = self.unfinished, (state_2R[0] > 0) & written
@@ -178,7 +197,7 @@ class DecodingBatch:
         return int(self.unfinished.sum())
 
     def take(self, written: Completions) -> None:
-        """Copy finished completions into `written`."""
+        """Copy finished completions from the batch into `written`."""
         slots = np.flatnonzero(~self.unfinished & (self.rows >= 0))
         index_B, rows = self._on_device(slots), self.rows[slots]
         lengths_B = self.lengths_R[index_B].cpu()
@@ -193,11 +212,14 @@ class DecodingBatch:
         self.rows[slots] = -1
 
     def fewer_rows(self, count: int) -> int:
-        """Return the number of rows to keep: `count` (unfinished rows) if it is small, else all."""
+        """Return the number of rows to keep, given the number of unfinished rows.
+
+        It is `count` if so many rows have finished that a smaller batch is faster, else all rows.
+        """
         return count if count < COMPACT_BELOW * len(self.rows) else len(self.rows)
 
     def keep_rows(self, count: int) -> None:
-        """Keep only `count` rows: first all unfinished rows, then rows that were copied out."""
+        """Keep only `count` rows: all unfinished rows, and as many finished rows as needed."""
         slots = np.sort(np.argsort(~self.unfinished, kind="stable")[:count])
         index_B = self._on_device(slots)
         self.cache.reorder_cache(cast(torch.LongTensor, index_B))
@@ -207,10 +229,13 @@ class DecodingBatch:
             setattr(self, name, getattr(self, name)[slots])
 
     def refill(self, waiting: list[int]) -> None:
-        """Replace finished rows by waiting completions.
+        """Start waiting completions in the place of finished rows.
 
-        The prompt of a new row has been read except for its last token. This token takes the place
-        of the last drawn token, so the next `read` reads it.
+        The model has read the prompt of a new row except for its last token. This token is stored
+        as the row's last drawn token, so the next call of `read` reads it.
+
+        Args:
+            waiting: indices of the completions that have not started. Those that start are removed.
         """
         slots = np.flatnonzero(~self.unfinished)
         while len(slots) and waiting:
@@ -218,7 +243,8 @@ class DecodingBatch:
             if self.read_ahead is None or prompt not in self.read_ahead.index:
                 rows = waiting[: len(self.rows)]
                 prompts = list(dict.fromkeys(row // self.work.group_size for row in rows))
-                # A prompt of one token is read completely, because nothing precedes its token.
+                # A prompt of a single token is read as a whole, because the model cannot read an
+                # empty text.
                 ids = [self.work.encoded[p][:-1] or self.work.encoded[p] for p in prompts]
                 cache, _, _ = self._read_prompts(ids)
                 self.read_ahead = ReadPrompts(cache, {p: i for i, p in enumerate(prompts)})
@@ -236,7 +262,7 @@ class DecodingBatch:
         self._drop_columns()
 
     def _drop_columns(self) -> None:
-        """Drop the first columns if no unfinished row uses them."""
+        """Drop the first columns that no unfinished row uses."""
         first = int(self.starts[self.unfinished].min())
         if first > 0:
             for layer in self.cache.layers:
@@ -245,7 +271,13 @@ class DecodingBatch:
             self.mask_RT = self.mask_RT[:, first:]
 
     def _replace(self, slots: np.ndarray, rows: list[int], read: ReadPrompts) -> None:
-        """Start the completions `rows` in the batch rows `slots`."""
+        """Start new completions in existing rows.
+
+        Args:
+            slots: positions of the finished rows in the batch.
+            rows: index of the new completion for each of these positions.
+            read: prompts of the new completions.
+        """
         prompts = [self.work.prompt(r) for r in rows]
         lengths = np.array([len(prompt) for prompt in prompts])
         slots_B, lengths_B = self._on_device(slots), self._on_device(lengths)
@@ -265,7 +297,7 @@ class DecodingBatch:
             column_RT.index_fill_(0, slots_B, 0)
 
     def _read_prompts(self, ids: list[list[int]]) -> tuple[DynamicCache, int, torch.Tensor]:
-        """Return a cache of P prompts, its number of columns, and the next logits, [P, V]."""
+        """Read P prompts; return their cache, its number of columns, and next logits, [P, V]."""
         ids_PL, mask_PL = left_padded(ids, self.policy.pad_token, self.device)
         length = ids_PL.shape[1]
         cache = growing_cache(self.model.config, length + self.width)
@@ -280,11 +312,11 @@ class DecodingBatch:
         return cache, length, output.logits[:, -1]
 
     def _mask(self, starts: np.ndarray, columns: int) -> torch.Tensor:
-        """Return a mask that is 1 from the first column of each row onwards."""
+        """Return a mask that is 0 before the first column of each row and then 1."""
         return self._on_device((np.arange(columns) >= starts[:, None]).astype(np.int64))
 
     def _uniforms(self, rows: list[int]) -> torch.Tensor:
-        """Return the uniforms of these completions, plus a column of zeros for finished rows."""
+        """Return the completions' random numbers, plus a column of zeros for finished rows."""
         return self._on_device(np.pad(self.work.draws(rows), ((0, 0), (0, 1))))
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:

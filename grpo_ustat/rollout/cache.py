@@ -1,12 +1,16 @@
 """Key-value cache that grows in place and whose rows can be replaced.
 
-`DynamicCache` copies its whole content for every token. This cache stores long keys and values in
-buffers with room for more tokens, so only the entries of a new token are written. Attention still
-reads the same numbers. Short keys and values on CPUs are still copied, because non-contiguous reads
-would cost more.
+The `DynamicCache` of transformers copies its whole content for every token. This cache instead
+stores keys and values in buffers with room for more tokens, so only the entries of a new token are
+written. Attention reads the same numbers. On CPUs, short keys and values are still copied, because
+reading them from a part of a buffer would cost more than the copy.
 
-All rows end in the same column, no matter when they started, so a finished row can be replaced. The
-new prompt's entries overwrite the last columns, and the row's mask starts at these columns.
+All rows of a batch end in the same column, no matter when they started. A finished row can
+therefore be replaced: the entries of a new prompt overwrite the last columns of the row, and the
+row's mask hides all columns before.
+
+In the shapes of tensors, B is the number of rows, H the number of heads, T the number of columns
+(tokens), and D the width of a head.
 """
 
 from __future__ import annotations
@@ -17,20 +21,22 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# Number of spare tokens in a new buffer. Copying a buffer once per 64 tokens costs little compared
-# with the reads of attention.
+# Number of tokens for which a new buffer has room. Every 64 tokens the buffer is copied to a larger
+# one, which costs little compared with the reads of attention.
 SPARE_TOKENS = 64
-# Size in bytes of one head of one row, from which a copy costs more than non-contiguous reads.
+# From this size of one head of one row, in bytes, a copy costs more than reading from a part of a
+# buffer.
 MIN_IN_PLACE_BYTES = 12 * 1024
 
 
 def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
     """Create a `DynamicCache(config=config)` whose attention layers grow in place.
 
-    Layers of other kinds (recurrent states, hybrids) stay as transformers created them.
+    Layers of other kinds (recurrent states, hybrids) are left unchanged.
 
     Args:
-        most: maximum number of columns to which buffers on accelerators are rounded up.
+        config: configuration of the model.
+        most: number of columns beyond which buffers on accelerators are not rounded up.
     """
     cache = DynamicCache(config=config)
     for place, layer in enumerate(cache.layers):
@@ -42,10 +48,11 @@ def growing_cache(config: PreTrainedConfig, most: int = 0) -> DynamicCache:
 
 
 def replaceable_rows(cache: DynamicCache, length: int) -> bool:
-    """Return True if the rows of all layers can be replaced.
+    """Return True if a finished row can be replaced in all layers of the cache.
 
-    Every layer must be a `GrowingLayer` or a `GrowingSlidingWindowLayer` and contain `length`
-    columns. If the model keeps its state elsewhere, the layers stay empty.
+    Every layer must be a `GrowingLayer` or a `GrowingSlidingWindowLayer`, and must contain the
+    `length` columns that the model has read. Layers without them show that the model keeps its
+    state elsewhere.
     """
     return all(
         isinstance(layer, GrowingLayer | GrowingSlidingWindowLayer) and layer.holds(length)
@@ -63,7 +70,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values, and return all keys and values; see `DynamicLayer`."""
+        """Append the keys and values of new tokens, and return those of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -72,13 +79,20 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def holds(self, length: int) -> bool:
-        """Return True if the layer holds the columns of a text of `length` tokens."""
+        """Return True if the layer contains the columns of a text of `length` tokens."""
         return self.get_seq_length() == length
 
     def replace(
         self, rows_B: torch.Tensor, other: GrowingLayer, index_B: torch.Tensor, count: int
     ) -> None:
-        """Copy the last `count` columns of `other`'s rows `index_B` to this layer's `rows_B`."""
+        """Replace rows of this layer, in their last columns, by rows of another layer.
+
+        Args:
+            rows_B: rows of this layer that are replaced.
+            other: layer with the new rows.
+            index_B: rows of `other` that are copied.
+            count: number of last columns that are copied.
+        """
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
         replace_rows(self.keys, rows_B, other.keys, index_B, count)
@@ -92,7 +106,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
-    """Keys and values of the last tokens, [B, H, min(T, window - 1), D]."""
+    """Keys and values of the tokens in the sliding window, [B, H, min(T, window - 1), D]."""
 
     def __init__(self, sliding_window: int, most: int = 0):
         super().__init__(sliding_window)
@@ -113,7 +127,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def holds(self, length: int) -> bool:
-        """Return True if the layer holds the columns in the window of a text of `length` tokens."""
+        """Return True if the layer contains what the window keeps of a text of `length` tokens."""
         kept = min(length, self.sliding_window - 1)
         columns = -1 if self.keys is None else self.keys.shape[-2]
         return self.cumulative_length == length and columns == kept
@@ -125,7 +139,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         index_B: torch.Tensor,
         count: int,
     ) -> None:
-        """Overwrite rows as `GrowingLayer.replace` does, within the window."""
+        """Replace rows like `GrowingLayer.replace`, but only columns within the window."""
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
         count = min(count, self.sliding_window - 1)
@@ -133,7 +147,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
         replace_rows(self.values, rows_B, other.values, index_B, count)
 
     def drop(self, count: int) -> None:
-        """Drop those of the first `count` columns of the text that are still in the window."""
+        """Drop the first `count` columns of the text, as far as the window still contains them."""
         assert self.keys is not None and self.values is not None
         self.cumulative_length -= count
         excess = max(0, self.keys.shape[-2] - self.cumulative_length)
@@ -159,17 +173,18 @@ def replace_rows(
 class GrowingTensor:
     """Tensor [B, H, T, D] that grows along T within a buffer.
 
-    The last returned view is extended in place. Any other tensor, such as a view with fewer rows,
-    is first copied into a new buffer. On accelerators, the number of columns of a buffer is a power
-    of two or `most`, because with only a few sizes the allocator can reuse freed buffers.
+    The view that was returned last is extended in place. Any other tensor, such as a view with
+    fewer rows, is first copied into a new buffer. On accelerators, a buffer's number of columns is
+    a power of two or `most`. There are then only a few sizes, so the allocator can reuse freed
+    buffers.
     """
 
     def __init__(self, most: int = 0) -> None:
-        # See `growing_cache`.
+        # Number of columns beyond which a buffer is not rounded up; see `growing_cache`.
         self.most = most
-        # Tensor returned last, at the end of the used part of the buffer.
+        # Tensor returned last; it ends where the used part of the buffer ends.
         self.view: torch.Tensor | None = None
-        # Buffer [B, H, T + room, D]; None if tensors are short and therefore copied.
+        # Buffer [B, H, T + room, D]; None if the tensors are so short that they are copied.
         self.buffer: torch.Tensor | None = None
         # Number of used columns of the buffer.
         self.length = 0
@@ -195,9 +210,9 @@ class GrowingTensor:
         return self.view
 
     def crop(self, old: torch.Tensor, start: int) -> torch.Tensor:
-        """Return `old` without the tokens before `start`.
+        """Return `old` without the columns before `start`.
 
-        The result can be extended in place if `old` could be.
+        The result can be extended in place if `old` was the tensor returned last.
         """
         view = old[..., start:, :]
         if old is self.view:

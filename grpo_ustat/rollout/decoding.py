@@ -1,4 +1,4 @@
-"""Choice of tokens from logits, by inverse transform sampling or greedily."""
+"""Choice of the next tokens from logits, at random or greedily."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import torch
 
 from grpo_ustat.policy.logprobs import widen
 
-# Number of logits processed at a time; on a CPU they fit into its cache. The default is 2**24.
+# Number of logits processed at a time, by device type; 2**24 on other devices. On a CPU this many
+# logits fit into the processor's cache.
 LOGITS_AT_ONCE = {"cpu": 2**19}
-# Number of vocabulary entries in a block; see `draw_by_blocks`.
+# Number of tokens of the vocabulary in a block of `draw_by_blocks`.
 BLOCK_TOKENS = 256
 
 
 def choose(
     logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float, greedy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose a token for each row; return it with its log-probability and the entropy.
+    """Choose the next token of each row; return it with its log-probability and the entropy.
 
     The distribution is p = softmax(logits / temperature) over the full vocabulary, with logits in
-    float32 or wider, as in scoring. Let s = logits / temperature - max and Z = sum exp(s). The
-    drawn token is the first token at which the cumulative sum of exp(s), computed in float64,
-    exceeds u Z. For a large vocabulary, the sums of blocks are computed first; see
-    `draw_by_blocks`.
+    float32 or a wider type. It is the same distribution as in scoring. Tokens are drawn by inverse
+    transform sampling: with s = logits / temperature - max and Z = sum exp(s), the drawn token is
+    the first at which the cumulative sum of exp(s), in float64, exceeds u Z. For a large
+    vocabulary, `draw_by_blocks` saves time.
 
     Args:
-        logits_RV: logits of R rows.
-        uniform_R: uniform u of each row, in [0, 1), float64.
-        temperature: temperature that divides the logits.
+        logits_RV: logits of R rows over a vocabulary of V tokens.
+        uniform_R: random number u of each row, uniform in [0, 1), float64.
+        temperature: divisor of the logits.
         greedy: True to choose the token with the largest logit (the first one in a tie) instead of
             drawing a token.
 
     Returns:
         Tokens [R] (int64), log-probabilities log p(token) = s_token - log Z [R], and entropies
-        H = log Z - sum_v p_v s_v [R] in nats; the last two are float64.
+        H = log Z - sum_v p_v s_v [R] in nats. The last two are float64.
     """
     rows = max(1, LOGITS_AT_ONCE.get(logits_RV.device.type, 2**24) // logits_RV.shape[1])
     draw = draw_by_blocks if logits_RV.shape[1] > 32 * BLOCK_TOKENS else draw_token
@@ -63,10 +64,10 @@ def draw_token(
 
     Args:
         weights_RV: nonnegative weights, with at least one positive weight in each row.
-        uniform_R1: uniform u of each row, in [0, 1), float64.
+        uniform_R1: random number u of each row, uniform in [0, 1), float64.
 
     Returns:
-        Tokens [R, 1], whose weights are positive, and the sums Z [R, 1], float64.
+        Tokens [R, 1], whose weights are positive, and the sums Z of the weights, [R, 1], float64.
     """
     cumulative_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:]
@@ -78,9 +79,9 @@ def draw_by_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token like `draw_token`, but with one pass fewer over the vocabulary.
 
-    The first step finds the block in which the cumulative sum exceeds u Z, and the second step
-    finds the token in that block. Sums within blocks have the precision of the weights; all other
-    sums are float64.
+    The vocabulary is divided into blocks of `BLOCK_TOKENS` tokens. The first step finds the block
+    in which the cumulative sum exceeds u Z. The second step finds the token in this block. Sums
+    within blocks have the precision of the weights; all other sums are float64.
     """
     vocabulary = weights_RV.shape[1]
     full = vocabulary // BLOCK_TOKENS * BLOCK_TOKENS
@@ -102,8 +103,8 @@ def draw_by_blocks(
 def first_beyond(cumulative_RN: torch.Tensor, threshold_R1: torch.Tensor) -> torch.Tensor:
     """Return the first index at which each row exceeds its threshold, [R, 1].
 
-    If rounding makes the threshold equal to or larger than the row's last value, the result is the
-    first index with that value. For a row that is not finite, the result is the last index.
+    Rounding can make a threshold as large as the row's last value. The result is then the first
+    index with this last value. For a row that is not finite, the result is the last index.
     """
     last_R1 = cumulative_RN[:, -1:]
     below_R1 = last_R1.nextafter(torch.zeros_like(last_R1))

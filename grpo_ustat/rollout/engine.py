@@ -1,4 +1,4 @@
-"""Rollout engines, which sample completions for training or measurement."""
+"""Samplers of completions for training and measurement, called rollout engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from grpo_ustat.rollout.vllm import VllmEngine
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-# Errors that a model can raise if it does not support the arguments of a call.
+# Errors that a model can raise if it does not accept the arguments of a call.
 WRONG_CALLS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
     ValueError,
@@ -41,7 +41,7 @@ OTHER_WAYS = "use rollout=vllm, or study rollouts from another sampler (pool=FIL
 
 
 class Engine(Protocol):
-    """Sampler of completions from the policy, with the weights loaded by the last `refresh`."""
+    """Sampler of completions from the policy, with the weights that `refresh` loaded last."""
 
     def sample(
         self,
@@ -56,12 +56,16 @@ class Engine(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Load the policy's weights; call it after every update, on all ranks."""
+        """Load the policy's current weights; call this after every update, on all ranks."""
         ...
 
 
 class LocalEngine:
-    """Sampler that runs the policy's own model, so it draws from the scored distribution."""
+    """Sampler that runs the policy's own model.
+
+    Completions are therefore drawn from exactly the distribution whose log-probabilities are
+    trained.
+    """
 
     def __init__(self, policy: Policy):
         check_cache(policy.model)
@@ -75,8 +79,12 @@ class LocalEngine:
 def check_cache(model: PreTrainedModel) -> None:
     """Raise an error for a model that ignores its cache or has only recurrent layers.
 
-    A model without a cache would draw all tokens after the first without reading the text before
-    them. A recurrent model (Mamba) would apply the mask of all tokens to the new tokens.
+    The sampler passes only the newest token to the model and relies on the cache for the text
+    before it. A model without a cache would not see this text. A recurrent model (Mamba) would
+    apply the mask of all tokens to the new token.
+
+    Raises:
+        ConfigError: If the model cannot be sampled with a cache.
     """
     kind = model.config.model_type
     layers = DynamicCache(config=model.config).layers
@@ -91,12 +99,13 @@ def check_cache(model: PreTrainedModel) -> None:
 def check_sampling(policy: Policy) -> None:
     """Raise an error if a model cannot be sampled correctly with a transformers cache.
 
-    If prompts of unequal lengths are sampled in one batch, the tokens must have the same
-    probabilities as when each row is read separately. The check also fails if the model reads a row
-    differently in a batch than separately; see `check_reading`.
+    The check samples a few short completions of prompts of unequal lengths in one batch. It then
+    reads each row separately. The tokens must have the same probabilities both times. The check
+    also fails if the model reads a row differently in a batch than separately; see `check_reading`.
+    Its random numbers are fixed and do not affect the run.
 
-    The check samples and reads a few short rows with fixed draws, which do not affect the draws of
-    the run.
+    Raises:
+        ConfigError: If the model does not accept the cache, or if the probabilities differ.
     """
     kind = policy.model.config.model_type
     prompts, width = trial(policy)
@@ -109,15 +118,15 @@ def check_sampling(policy: Policy) -> None:
     alone_RT = check_reading(policy, prompts, written.tokens_RT.tolist())
     if gap := gap_beyond_rounding(policy, written.logprobs_RT, alone_RT):
         raise ConfigError(
-            f"rollout=local cannot sample from {kind} correctly: log-probabilities of tokens "
-            f"sampled in one batch differ by up to {gap:.2g} nats from log-probabilities of the "
-            f"same rows read separately: {OTHER_WAYS}, or use another model"
+            f"rollout=local cannot sample from {kind} correctly: in a batch, log-probabilities of "
+            f"tokens differ by up to {gap:.2g} nats from those in rows read separately: "
+            f"{OTHER_WAYS}, or use another model"
         )
 
 
 @contextmanager
 def _one_line(kind: str) -> Iterator[None]:
-    """Convert the error of a model that does not accept the cache into a one-line error."""
+    """Convert an error in the block, raised by a model that rejects the cache, to a ConfigError."""
     try:
         yield
     except WRONG_CALLS as error:
@@ -131,7 +140,13 @@ def _one_line(kind: str) -> Iterator[None]:
 
 
 def make_engine(sampler: SamplerOptions, model: ModelConfig, policy: Policy) -> Engine:
-    """Create the configured engine, which samples from `policy`, the policy loaded from `model`."""
+    """Create the sampler that the configuration names.
+
+    Args:
+        sampler: options of sampling.
+        model: configuration from which `policy` was loaded.
+        policy: policy from which the engine samples.
+    """
     options, longest = sampler.rollout, sampler.max_prompt_length
     if options.name == "local":
         return LocalEngine(policy)

@@ -1,4 +1,4 @@
-"""Linear layers that cast their weights only once for many tokens under autocast."""
+"""Faster linear layers under autocast: their weights are cast once instead of for every token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grpo_ustat.policy.memory import free_bytes
 
 @contextmanager
 def cast_linears(model: nn.Module) -> Iterator[None]:
-    """Compute plain linear layers under autocast with weights that are cast only once.
+    """Cast the weights of plain linear layers once, for all calls of the model in the block.
 
-    The results are bitwise identical, because without gradients autocast makes the same copies at
-    every call. The copies need half the bytes of float32 weights. Autocast still makes copies at
-    every call for other layers, and for all layers if the copies would need more than half of the
-    free memory.
+    Without gradients, autocast makes the same copies of the weights at every call. The results are
+    therefore bitwise identical. The copies need half the bytes of float32 weights. If they would
+    need more than half of the free memory, the block leaves the casts to autocast, as it does for
+    all other kinds of layers.
     """
     device = next(model.parameters()).device
     layers = []

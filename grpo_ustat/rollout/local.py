@@ -1,7 +1,12 @@
-"""In-process sampling: a group's prompt is read once, and finished completions leave the batch.
+"""Sampling with the policy's own model, in the same process.
 
-Tokens are drawn from exactly the distribution that is scored, softmax(logits / temperature) over
-the full vocabulary, by inverting its cumulative distribution function at a keyed uniform.
+Tokens are drawn from softmax(logits / temperature) over the full vocabulary, which is exactly the
+distribution whose log-probabilities are trained. The random number of a token depends only on the
+seed, the step, the prompt, the completion and the token's position, not on how completions are
+batched.
+
+Sampling is fast because a group's prompt is read once, and because finished completions leave the
+batch or are replaced.
 """
 
 from __future__ import annotations
@@ -24,13 +29,13 @@ from grpo_ustat.terminal.progress import Progress
 
 # Finished rows are replaced when the share of unfinished rows falls below this value.
 REFILL_BELOW = 0.9
-# Share of unfinished rows at which the sampler decides whether lengths are unequal enough to
-# replace rows.
+# Rows are replaced only if completions have unequal lengths. The sampler decides this when the
+# share of unfinished rows falls below this value.
 DECIDE_BELOW = 0.7
-# Rows are replaced if the number of tokens until `DECIDE_BELOW` is more than this factor times the
-# number of tokens until `REFILL_BELOW`.
+# Lengths count as unequal if the batch draws more than this factor times as many tokens until the
+# share falls below `DECIDE_BELOW` as until it falls below `REFILL_BELOW`.
 UNEQUAL_TOKEN_RATIO = 1.25
-# Number of tokens between two checks for finished rows; 16 on other devices.
+# Number of tokens between two checks for finished rows, by device type; 16 on other devices.
 TOKENS_BETWEEN_LOOKS = {"cpu": 1}
 
 
@@ -46,23 +51,26 @@ def sample(
     """Sample `group_size` completions of each prompt.
 
     If memory runs out, the number of completions sampled in parallel is halved, with a warning. The
-    draws do not change.
+    random numbers do not change.
 
     Args:
+        policy: policy that writes the completions.
         prompts: P prompts.
         group_size: number of completions per prompt, G.
-        step: training step or replicate, which is part of the draws' key.
-        first: index of the first completion. Sampling completions 0..3 and then 4..7 gives the same
-            result as sampling 0..7 in one call.
+        sampling: options of sampling.
+        step: training step or replicate. It is part of the key of the random numbers, so each step
+            draws different completions.
+        first: index of the first completion. Two calls for completions 0..3 and 4..7 give the same
+            result as one call for 0..7.
 
     Raises:
-        RuntimeError: there is not enough memory for one completion.
+        RuntimeError: there is not enough memory for a single completion.
         FloatingPointError: the model's logits are not finite.
     """
     encoded = policy.encode([prompt.text for prompt in prompts])
 
     def draws(rows: list[int]) -> np.ndarray:
-        """Return the uniforms of the completions r = p G + i, [len(rows), T]."""
+        """Return the random numbers of completions, given by r = p G + i, [len(rows), T]."""
         parts = []
         for p, group in groupby(rows, key=lambda r: r // group_size):
             completions = [first + r % group_size for r in group]
@@ -72,18 +80,21 @@ def sample(
 
     work = Work(encoded, group_size, draws)
     written = write(policy, work, sampling, Progress("writing", len(prompts) * group_size))
-    # Check only at the end, because on a GPU each check waits for the device.
+    # Checked only at the end, because on a GPU each check waits for the device.
     if not written.logprobs_RT.isfinite().all():
         raise FloatingPointError(
-            "the model's logits are not finite: lower learning_rate if this run has trained it, "
-            "otherwise check its weights and model.dtype"
+            "the model's logits are not finite: lower learning_rate if this run has trained the "
+            "model, otherwise check the model's weights and model.dtype"
         )
     columns = (column.numpy() for column in written.columns())
     return assemble(policy, prompts, encoded, *columns)
 
 
 def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) -> Completions:
-    """Draw all completions, up to `sampling.rows` in parallel, or fewer if memory runs out."""
+    """Sample all completions of `work`, up to `sampling.rows` in parallel.
+
+    If memory runs out, fewer are sampled in parallel.
+    """
     count = len(work.encoded) * work.group_size
     order = sorted(range(count), key=lambda r: len(work.prompt(r)))
     written = Completions(count, sampling.max_completion_length, policy.model.dtype)
@@ -99,15 +110,15 @@ def write(policy: Policy, work: Work, sampling: Sampling, progress: Progress) ->
                 no_memory = True
             order = [r for r in order if not written.lengths_R[r]]
             if no_memory:
-                # Free the memory outside the except block, because the error references all
-                # tensors.
+                # The memory is freed outside the except block, because inside it the error still
+                # refers to all tensors.
                 clear_device_cache(garbage_collection=True)
                 progress.completed = len(written.lengths_R) - len(order)
                 progress.tokens = int(written.lengths_R.sum())
                 rows, at_once = at_once, at_once // 2
                 warnings.warn(
                     f"not enough memory for {rows} completions at a time, trying {at_once}: set "
-                    f"rollout_batch_size={at_once} to avoid the failed attempt",
+                    f"rollout_batch_size={at_once} to avoid this failed attempt",
                     stacklevel=3,
                 )
     return written
@@ -125,12 +136,17 @@ def decode(
 ) -> None:
     """Sample completions, up to `at_once` in parallel, one token of each at a time.
 
-    If the model's cache allows it, waiting completions replace finished ones. In this case the
-    longest prompts are read first, so that later prompts always fit. Otherwise finished completions
-    leave the batch, and the next batch starts when the batch is empty.
+    If the model's cache allows it and the completions have unequal lengths, waiting completions
+    replace finished ones. Prompts are then read from the longest to the shortest, so that later
+    prompts always fit. Otherwise finished completions leave the batch, and the next batch starts
+    when the batch is empty.
 
     Args:
-        order: completions to sample, sorted by ascending prompt length.
+        policy: policy that writes the completions.
+        work: prompts and random numbers of all completions.
+        order: indices of the completions to sample, sorted by ascending prompt length.
+        at_once: number of completions sampled in parallel.
+        sampling: options of sampling.
         written: storage to which this function copies the completions.
         progress: counter of finished completions and tokens.
     """
@@ -169,15 +185,18 @@ def assemble(
     logprobs_RT: np.ndarray | None = None,
     entropy_RT: np.ndarray | None = None,
 ) -> Rollouts:
-    """Build rollouts from R = P x G rows in the order of prompts; trim unused columns.
+    """Build rollouts from R = P x G completions, which are in the order of the prompts.
+
+    Columns that no completion uses are removed.
 
     Args:
-        policy: policy whose tokenizer decodes the texts and whose end tokens mark finished rows.
+        policy: policy whose tokenizer decodes the texts. A completion that ends with one of its end
+            tokens counts as finished.
         prompts, prompt_tokens: the P prompts and their tokens.
-        tokens_RT: completion tokens, 0 beyond a row's length.
-        lengths_R: number of tokens of each row, at least 1.
-        logprobs_RT, entropy_RT: log-probabilities and entropies from the sampler, 0 beyond a row's
-            length; None if the sampler does not provide them.
+        tokens_RT: tokens of the completions, followed by zeros.
+        lengths_R: number of tokens of each completion, at least 1.
+        logprobs_RT, entropy_RT: log-probabilities and entropies of the tokens, followed by zeros.
+            None if the sampler does not compute them.
     """
     width, size = int(lengths_R.max()), len(lengths_R) // len(prompts)
     shape = (len(prompts), size, width)

@@ -9,23 +9,26 @@ from grpo_ustat.config.parts import SamplerOptions
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling."""
+    """Options with which completions are sampled."""
 
-    # Seed and stream of the draws. The key of a draw also contains the step and the prompt id.
+    # Seed of the random numbers, and name of their stream. Different streams, such as training and
+    # evaluation, have independent random numbers. The key of a random number also contains the step
+    # and the prompt's id.
     seed: int
     stream: str
     # Maximum number of tokens in a completion.
     max_completion_length: int
-    # Temperature that divides the logits.
+    # Divisor of the logits.
     temperature: float = 1.0
-    # Number of completions sampled in parallel; it affects speed and memory, not the draws.
+    # Number of completions sampled in parallel. It affects speed and memory, but not the random
+    # numbers.
     rows: int = 512
     # True to choose the most likely token instead of drawing one.
     greedy: bool = False
 
     @classmethod
     def of(cls, sampler: SamplerOptions, stream: str, greedy: bool = False) -> Sampling:
-        """Return the configured options for one stream of draws."""
+        """Return the configured options, for the stream of random numbers with the given name."""
         return cls(
             seed=sampler.seed,
             stream=stream,

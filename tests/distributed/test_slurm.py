@@ -143,9 +143,13 @@ def test_a_refused_requeue_is_told(scontrol, capsys):
 @pytest.mark.parametrize(
     ("job", "said", "asks"),
     [
-        (shown(), "requeued", True),
-        (shown("COMPLETING"), "ends for good", False),
-        (shown("COMPLETING", restarts=1), "comes back", False),
+        (shown(), "requeued, so SLURM restarts it", True),
+        (shown("COMPLETING"), "ends for good, because SLURM does not restart it", False),
+        (
+            shown("COMPLETING", restarts=1),
+            "comes back, because SLURM restarts it by itself",
+            False,
+        ),
     ],
 )
 def test_a_batch_script_asks_again_exactly_when_it_should(scontrol, capsys, job, said, asks):

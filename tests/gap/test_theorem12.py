@@ -124,7 +124,7 @@ def test_a_target_that_the_estimate_does_not_have_disagrees(study, monkeypatch):
     monkeypatch.setattr(Setting, "target", doubled)
     found = {claim.what: claim.verdict for claim in study().claims}
     plain = "without normalisation: "
-    assert found[f"{plain}bias^2 / variance at theta_k = theta_old"] == DISAGREES
+    assert found[f"{plain}bias^2 / variance at theta_old"] == DISAGREES
     assert found[f"{plain}slope of log(bias^2) on log(learning rate), exact steps"] == DISAGREES
 
 

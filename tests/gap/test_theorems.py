@@ -149,7 +149,7 @@ def test_a_total_whose_best_group_size_is_another_is_found_out(rng):
 def test_theorem7_decides_nothing_without_power():
     evidence = small_theorem7([2, 4], [1], 20, seed=1)  # 5 % of seeds err
     assert set(verdicts(evidence, "cells in")) == set(verdicts(evidence, "group sizes")) == {OPEN}
-    assert verdicts(evidence, "smallest bound") == [AGREES, AGREES]  # enumerated
+    assert verdicts(evidence, "bound is smallest") == [AGREES, AGREES]  # enumerated
 
 
 def test_the_best_are_those_not_significantly_above_any_other(rng):

@@ -63,7 +63,7 @@ def as_rank(monkeypatch, world):
 @pytest.mark.parametrize("there", [1, 3])
 def test_numbers_of_processes_that_contradict_each_other_are_refused(monkeypatch, there):
     as_rank(monkeypatch, there)
-    match = f"launch.num_processes=2 in each of {there} processes"
+    match = f"launch.num_processes=2, but a launcher sets the number of processes to {there}"
     with pytest.raises(ConfigError, match=match):
         sharding.check_ranks(asking(2))
     sharding.check_ranks(asking(1))
@@ -71,7 +71,7 @@ def test_numbers_of_processes_that_contradict_each_other_are_refused(monkeypatch
 
 
 def test_sharing_is_for_several_processes(monkeypatch):
-    match = "launch.accelerate=fsdp2 for one process: add launch.num_processes=2 or more"
+    match = "launch.accelerate=fsdp2 needs several processes: set launch.num_processes=2 or more"
     with pytest.raises(ConfigError, match=match):
         sharding.check_ranks(asking(1, "fsdp2"))
     sharding.check_ranks(asking(2, "fsdp2"))
