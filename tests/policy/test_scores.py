@@ -340,7 +340,7 @@ def test_gradients_are_compared_a_few_parameters_at_a_time(monkeypatch, tied):
     monkeypatch.setattr(
         layers, "_norm", lambda *x: ((k, layers.Small(2 * p.gradient_B)) for k, p in rule(*x))
     )
-    with pytest.raises(ValueError, match=r"norm\.weight disagrees"):
+    with pytest.raises(ValueError, match=r"norm\.weight differs"):
         check_scores(policy.model, *arguments)
 
 
