@@ -282,7 +282,7 @@ class GroupScorer:
             yield
 
     def logprobs(self, model: Any, group: Group) -> Array:
-        """Return the log-probability of each completion token of a group, [G, T]; padding gets 0."""
+        """Return the log-probabilities of a group's completion tokens, [G, T]; padding gets 0."""
         rollouts, pad_token = group.rollouts(), tokenizer_of(self.trainer).pad_token_id
         size = len(group.completions)
         parts = np.split(np.arange(size), range(self.at_once, size, self.at_once))
