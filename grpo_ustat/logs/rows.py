@@ -452,9 +452,9 @@ def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
         missing.append("a numeric column of rewards")
     if missing:
         raise ConfigError(
-            f"{path} cannot be used by a study, because it lacks {', and '.join(missing)} (its "
-            f"columns are {', '.join(columns)}): add the missing columns, or let grpo-ustat "
-            "convert read the framework's files"
+            f"{path} cannot be used by a study; missing: {', and '.join(missing)}; found "
+            f"{', '.join(columns)}: add the missing columns, or let grpo-ustat convert read the "
+            "framework's files"
         )
     if len(names) > 1:
         raise ConfigError(

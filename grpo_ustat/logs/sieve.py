@@ -96,11 +96,11 @@ def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
         most = max(map(len, batch_attempts))
         last = max(k for k, attempt in enumerate(batch_attempts) if 2 * len(attempt) >= most)
         for row in (row for attempt in batch_attempts[:last] for row in attempt.values()):
-            row.left_out = "the run was resumed from an earlier step and wrote this batch again"
+            row.left_out = "written again later, after the run was resumed from an earlier step"
         for row in (row for attempt in batch_attempts[last + 1 :] for row in attempt.values()):
             row.left_out = (
-                "in an incomplete repetition of a batch (less than half as many rows as the "
-                "largest attempt)"
+                "written again with less than half as many rows as the largest attempt, so this "
+                "attempt is incomplete"
             )
     return remaining_rows(rows)
 

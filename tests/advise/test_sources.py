@@ -212,7 +212,7 @@ def test_a_log_is_scored_by_the_model_that_wrote_it(tmp_path, words):
     advice = advice_of(parse_request(line))
     assert advice.verdict == "lower"
     assert set(line[2:]) <= set(words)
-    assert "written 1 update before the policy that scores them" in advice.details[0]
+    assert "written 1 update before the model whose gradients" in advice.details[0]
 
 
 @pytest.mark.parametrize(
