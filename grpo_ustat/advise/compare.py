@@ -111,9 +111,13 @@ def _sentence(name: str, first: str, difference: Difference, is_binary: bool) ->
     if low > 0 or high < 0:
         word = "higher" if number > 0 else "lower"
         return (
-            f"The mean reward of {name} is {word} than the mean reward of {first}: {text}, {how}."
+            f"The mean reward of {name} is {word} than the mean reward of {first}: the difference "
+            f"is {text}, {how}."
         )
-    return f"The mean rewards of {name} and {first} do not differ significantly: {text}, {how}."
+    return (
+        f"The mean rewards of {name} and {first} do not differ significantly: the difference "
+        f"({name} minus {first}) is {text}, {how}."
+    )
 
 
 def _rows(names: Sequence[str], rewards: Sequence[RewardGroups], size: int | None) -> list[str]:

@@ -181,12 +181,12 @@ def _scoring_command(
     reward = [f"reward={request.reward}"] * (request.reward is not None)
     cut = [] if is_exact else ["study.cut_at=LENGTH"]
     model = "CHECKPOINT" if pairing is None else str(pairing.checkpoint)
-    theirs = "these completions" + " of at most LENGTH tokens" * bool(cut)
+    theirs = "these completions" + " (of at most LENGTH tokens)" * bool(cut)
     wrote = f"the model that wrote {theirs}"
     if pairing is None and step is not None:
-        wrote += f", after {step} updates"
+        wrote += f"; it had received {step} updates"
     elif pairing is not None and not pairing.is_exact:
-        wrote = f"the nearest checkpoint: {theirs} were written {pairing.between} it"
+        wrote = f"the nearest checkpoint; {theirs} were written {pairing.between} it"
     words = [*size, *reward, f"model={model}", *request.objective, *cut]
     return f"{command_line('advise', str(source), *words)}  # {wrote}"
 

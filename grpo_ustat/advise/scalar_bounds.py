@@ -171,11 +171,11 @@ def _bounds(
             for target in sizes
             if (found := zero_variance_bounds(target, {size: share}, mean)) is not None
         }
-        because = f"because {evidence.reason}"
+        because = f"The log shows this, because {evidence.reason}"
         if evidence.verdict == UNDECIDED:
-            because = f"which is assumed: {evidence.reason}"
+            because = f"The log does not show this, because {evidence.reason}"
         if len(bounds) == len(sizes):
-            return bounds, f"The bounds hold if every reward is 0 or 1, {because}."
+            return bounds, f"The bounds require that every reward is 0 or 1. {because}."
         if counts_zeros:
             return {}, (
                 "There are no bounds: for rewards of 0 and 1, the logged averages contradict each "
@@ -257,8 +257,8 @@ def _evidence_of_std(run: ScalarRun, rollouts: int | None) -> Evidence:
         if is_constant and 1 < typical <= 2 + STD_TOLERANCE:
             return Evidence(
                 SHOWN,
-                f"{name}^2 = m (1 - m) n / (n - 1) with the mean reward m at all {len(ratios)} "
-                "steps",
+                f"{name}^2 is m (1 - m) n / (n - 1) at all {len(ratios)} steps (m is the mean of "
+                "the n rewards), which is possible only for rewards of 0 and 1",
             )
         return Evidence(
             REFUTED,

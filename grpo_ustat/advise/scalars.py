@@ -212,9 +212,9 @@ def _bound_lines(run: ScalarRun, share: ZeroVariance) -> list[str]:
         if low < 1
     ]
     return [
-        "Share of groups with equal rewards at other group sizes, with bounds over all mixtures of "
-        f"prompt difficulties that agree with the logged averages: {', '.join(parts)}. The bounds "
-        "hold jointly with 95 % confidence.",
+        "Bounds on the share of groups with equal rewards at other group sizes: "
+        f"{', '.join(parts)}. The bounds cover every mixture of prompt difficulties that agrees "
+        "with the logged averages, and hold jointly with 95 % confidence.",
         f"Generated rollouts per rollout in a group with a gradient: {', '.join(useful)}.",
         *share.reasons,
     ]
@@ -450,7 +450,7 @@ def _step_difference(run: ScalarRun, other: ScalarRun) -> str:
     low, high = difference.low, difference.high
     word = "more than" if low > 0 or high < 0 else "within"
     return (
-        f"The mean rewards of {run.name} and {other.name} differ by {difference.estimate:+.3f} "
+        f"The mean reward of {run.name} minus that of {other.name} is {difference.estimate:+.3f} "
         f"[{low:+.3f}, {high:+.3f}] in steps {steps[0]:g} to {steps[-1]:g}, which is {word} the "
         "noise between steps. With one run of each setting, the variation between seeds is "
         "unknown, so this difference does not show which setting is better."
@@ -482,7 +482,7 @@ def _seed_difference(
         seeds = f"{len(a)} and {len(b)} seeds"
     decided = interval.low > 0 or interval.high < 0
     line = (
-        f"The mean rewards of {name} and {other_name} differ by {interval.estimate:+.3f} "
+        f"The mean reward of {name} minus that of {other_name} is {interval.estimate:+.3f} "
         f"[{interval.low:+.3f}, {interval.high:+.3f}] over {seeds} in steps {steps[0]:g} to "
         f"{steps[-1]:g}, which is {'more than' if decided else 'within'} the noise between seeds."
     )

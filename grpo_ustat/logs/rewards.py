@@ -350,18 +350,19 @@ def _counts_line(rewards: RewardGroups) -> str:
 
 def _variance_line(rewards: RewardGroups, prompts: int) -> str:
     """State the mean reward and the variances within and between prompts."""
-    within = "The mean variance of rewards within a prompt"
+    within = "The variance of the rewards of a prompt"
     if rewards.is_binary:
-        within += ", p(1 - p) at success rate p,"
+        within += ", p(1 - p) for success rate p,"
     if prompts == 1:
         group_means = [group.mean() for group in rewards.groups]
         variances = [group.var(ddof=1) for group in rewards.groups]
         return (
-            f"The mean reward is {np.mean(group_means):.3g}. {within} is {np.mean(variances):.3g}. "
+            f"The mean reward is {np.mean(group_means):.3g}. {within} is {np.mean(variances):.3g} on average. "
             "A single prompt does not show the variance between prompts."
         )
     return (
         f"The mean reward is {number_text(mean_reward(rewards))}. {within} is "
-        f"{number_text(within_variance(rewards))}. The variance of expected rewards between "
-        f"prompts is {number_text(between_variance(rewards))}. The 95 % intervals are over prompts."
+        f"{number_text(within_variance(rewards))} on average. The variance of expected rewards "
+        f"between prompts is {number_text(between_variance(rewards))}. The 95 % intervals are over "
+        "prompts."
     )

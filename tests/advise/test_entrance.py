@@ -239,7 +239,7 @@ def test_the_content_decides_and_not_the_name(tmp_path, form, name):
     path = tmp_path / name
     path.write_text(FORMS[form][1])
     if name == "log.parquet":
-        with pytest.raises(ConfigError, match="does not begin as a Parquet file"):
+        with pytest.raises(ConfigError, match="does not begin like a Parquet file"):
             advice_of(Request(path))
         return
     assert f"{P} prompts" in advice_of(Request(path)).details[0]

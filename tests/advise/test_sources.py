@@ -244,11 +244,11 @@ def test_the_study_of_a_converted_file_has_the_step_that_stands_in_it(tmp_path):
     "files, checkpoints, chosen, model, said",
     [
         ((38, 39, 40), (20, 40), 40, "checkpoint-40",
-         "# the nearest checkpoint: these completions of at most LENGTH tokens were written 1 "
+         "# the nearest checkpoint; these completions (of at most LENGTH tokens) were written 1 "
          "update before"),
         ((20, 21, 22, 23), (20,), 21, "checkpoint-20", "# the model that wrote these completions"),
         ((40, 41), (20, 40), 41, "checkpoint-40", "# the model that wrote these completions"),
-        ((9, 10), (), 10, "CHECKPOINT", "of at most LENGTH tokens, after 9 updates"),
+        ((9, 10), (), 10, "CHECKPOINT", "of at most LENGTH tokens); it had received 9 updates"),
     ],
 )  # fmt: skip
 def test_a_folder_of_trl_names_the_file_and_the_checkpoint_that_convert_names(
@@ -310,7 +310,7 @@ def test_rollouts_of_every_framework_are_converted_first(tmp_path, name, place):
     text = " ".join(advice.details)
     assert "2 prompts with 5 completions each" in text and "The mean reward is 0.35 " in text
     if name != "trl":
-        assert advice.details[0].startswith(f"{name}: 10 of 10 rows of ")
+        assert advice.details[0].startswith(f"{name}: 10 of 10 rows in ")
     assert advice.next.startswith(f"grpo-ustat advise {source}") or name == "trl"
 
 
