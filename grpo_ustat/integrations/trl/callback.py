@@ -148,10 +148,10 @@ class GradientNoiseCallback(TrainerCallback):
 
     The callback adds these metrics to TRL's metrics, with the prefix `grpo_ustat/`:
 
-    - `c1`, `c2`, `c3`, `grad_sq`, `gstar`, `noise_scale` (in rollouts, at the run's group size),
-      `noise_scale_best` (at G*) and `zero_variance` (share of groups with equal rewards). They are
-      averages over the windows in the second half of the steps so far, and over at least four
-      windows.
+    - `c1`, `c2`, `c3`, `grad_sq` (||grad J||^2), `gstar`, `noise_scale` (in rollouts, at the run's
+      group size), `noise_scale_best` (at G*) and `zero_variance` (share of groups with equal
+      rewards). They are averages over the windows in the second half of the steps so far, and over
+      at least four windows.
     - `step/...`: the constants of the latest window alone.
     - `loss/...`: the relative efficiency of the run's loss.
     - `audit/ratio`, `audit/cosine`: comparison of the applied and the declared gradient.

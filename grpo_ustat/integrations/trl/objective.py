@@ -187,10 +187,15 @@ class OwnLoss:
                 f"{loss}: {self.groups} groups do not determine the relative efficiency"
                 f"{self._noise()}."
             )
-        direction = "unbiased" if self.unbiased else f"cos {_two_digits(self.cosine)}"
+        direction = "Its direction is unbiased"
+        if not self.unbiased:
+            direction = (
+                "The cosine between its expected update and this gradient is "
+                f"{_two_digits(self.cosine)}"
+            )
         return (
-            f"{loss}: relative efficiency {_two_digits(self.efficiency.efficiency_same_g)} against "
-            f"the unbiased gradient{self.compared}, direction {direction}."
+            f"{loss} has relative efficiency {_two_digits(self.efficiency.efficiency_same_g)} "
+            f"against the unbiased gradient{self.compared}. {direction}."
         )
 
     def smaller_sizes(self) -> str:
@@ -210,8 +215,8 @@ class OwnLoss:
             f"{_two_digits(x)} in groups of {g}" for g, x in self._finite_sizes.items()
         )
         return (
-            f"Relative efficiency of smaller groups with your loss, against groups of "
-            f"{self.group_size}: {each}; {verdict}."
+            f"With your loss, the relative efficiency of smaller groups against groups of "
+            f"{self.group_size} is {each}; {verdict}."
         )
 
     def numbers(self) -> dict[str, float]:
