@@ -160,7 +160,7 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"step": [1, 2] * 24}, "holds steps 1 to 2, each from another policy"),
+        ({"step": [1, 2] * 24}, "has rows of steps 1 to 2, and another policy wrote each"),
         (
             {"second_reward": [1.0] * 48},
             "several columns of rewards, accuracy_reward, second_reward",

@@ -1,8 +1,8 @@
 """Complete groups of completions from a TRL generation batch, with rewards.
 
 TRL returns the rows of a generation batch in rank order, with the G completions of a prompt in
-consecutive rows. A group can begin on one rank and end on the next rank. TRL gathers the rewards
-from all ranks.
+consecutive rows. A group can begin on one rank and end on the next one, so the rows of all ranks
+must be gathered before they are divided into groups. TRL gathers the rewards itself.
 """
 
 from __future__ import annotations

@@ -168,10 +168,10 @@ class OwnLoss:
 
     @property
     def none_better(self) -> bool:
-        """True if the intervals show that every smaller size is worse, equal or hardly better.
+        """True if the intervals exclude that a smaller size is clearly better.
 
-        Hardly better is an advantage of at most `TOLERABLE_EXTRA_ERROR`. Sizes without an interval
-        are ignored.
+        A size would be clearly better if its relative efficiency exceeded 1 by more than
+        `TOLERABLE_EXTRA_ERROR`. Sizes without an interval are ignored.
         """
         if self.better is not None:
             return False

@@ -135,9 +135,9 @@ def mean_score_warning(share: Interval) -> list[str]:
         return []
     value, low, high = (100 * x for x in share)
     return [
-        f"The mean score is not 0: its square is {value:.1f} % [{low:.1f}, {high:.1f}] of "
-        "E||s||^2. Another policy therefore wrote these completions, and the applied gradient is "
-        "not the gradient of the sampled reward. Check dropout, the sampling arguments, and the "
-        "weights in the sampler. In groups of 2 or 3, the relative error of C2 and C3 is about "
-        "this share."
+        "The mean gradient of a completion's log-probability is not 0: its squared norm is "
+        f"{value:.1f} % [{low:.1f}, {high:.1f}] of the mean squared norm. Another policy therefore "
+        "wrote these completions, and the applied gradient is not the gradient of the sampled "
+        "reward. Check dropout, the sampling arguments, and the weights in the sampler. In groups "
+        "of 2 or 3, the relative error of C2 and C3 is about this share."
     ]
