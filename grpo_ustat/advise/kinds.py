@@ -34,7 +34,7 @@ READABLE = (
 
 
 class Kind(Enum):
-    """Kind of a source."""
+    """Kind of content that a path can have."""
 
     RUN = "run folder"
     POOL = "pool"

@@ -107,7 +107,7 @@ def _as_typed(text: str) -> str:
 def reward_advice(request: Request, kind: Kind) -> Advice:
     """Return advice from rollouts or rewards.
 
-    If the user names a model, it is the basis of a study of the rollouts; see `_scored_advice`.
+    If the user names a model, a study with this model is run; see `_scored_advice`.
     """
     if request.model is not None:
         return _scored_advice(request, kind)

@@ -39,8 +39,8 @@ EVALUATION = "of an evaluation"
 NOT_AS_WRITTEN = "its row is not as the framework writes it"
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
-# A logged prompt that ends as chat templates end shows that a template wrote it. The following
-# expressions recognise such ends. Special tokens are, for example, <|end|> and <end_of_turn>.
+# The following expressions recognise the end of a chat template in a logged prompt. It shows that a
+# template wrote the prompt. Special tokens are, for example, <|end|> and <end_of_turn>.
 SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"
 # Reasoning section that a template opens, or opens and closes, after the role.
 THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"
@@ -62,7 +62,7 @@ TEMPLATE_ENDS = [
         r"(?P<rest></?think>)\s*$",
     )
 ]
-# Names of the form {sample}_{rollout}_{output}.
+# Names that verl gives to rows, of the form {sample}_{rollout}_{output}.
 VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_(?P<output>\d+)")
 # Maximum number of characters in an id; longer values are treated as texts.
 MAX_ID_LENGTH = 200
@@ -348,7 +348,7 @@ def _slime(sample: Mapping[str, Any], file: File) -> Fields:
 
 
 def template_end(prompt: str) -> str:
-    r"""Return the last word of a prompt that a chat template wrote, or "" if none wrote it.
+    r"""Return the word with which a chat template ended a prompt; "" if no template wrote it.
 
     A chat template ends a prompt with a role such as `assistant`, alone on the last line or next to
     a special token.

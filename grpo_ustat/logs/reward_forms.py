@@ -23,7 +23,7 @@ from grpo_ustat.logs.turns import is_id
 
 Columns = Mapping[str, Sequence[Any]]
 
-# Columns that identify the prompt of a row, in this order.
+# Columns that identify the prompt of a row, in order of preference.
 GROUP_COLUMNS = (
     "prompt_id", "prompt", "group_id", "group", "question", "question_id", "problem_id", "task_id",
 )  # fmt: skip
@@ -201,7 +201,7 @@ def step_column(columns: Columns) -> str | None:
 
 
 def _has_a_row_per_prompt(columns: Columns, prompt: str) -> bool:
-    """Return True if no prompt has several rows in the same step."""
+    """Return True if each prompt has at most one row per step."""
     step = step_column(columns)
     steps = columns[step] if step else [None] * len(columns[prompt])
     rows = Counter(map(repr, zip(steps, columns[prompt], strict=True)))

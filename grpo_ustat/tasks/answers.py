@@ -115,7 +115,7 @@ def final_number(text: str, any_unit: bool = False) -> Decimal | None:
     Args:
         text: completion.
         any_unit: True to accept a number that is followed by words that are not in `UNITS`, such as
-            `#### 12 apples`. This is tried only if the text states no other number. Words that
+            `#### 12 apples`. This is tried only if no final number is found otherwise. Words that
             change the value are never accepted.
 
     On a marked line, spaces, `**`, `$...$`, `\(...\)`, `\[...\]` and a box around the number are

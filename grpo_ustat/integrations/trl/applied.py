@@ -166,7 +166,7 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
 
 
 def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
-    """Yield full gradients with FSDP1; each rank yields those of every `world`-th parameter.
+    """Yield full gradients with FSDP1; each rank yields every `world`-th gradient.
 
     All ranks must iterate to the end, because the gathering is collective. FSDP1 must be used with
     `use_orig_params=True`. Otherwise it stores the gradients of several parameters in one tensor,

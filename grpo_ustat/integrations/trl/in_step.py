@@ -127,7 +127,7 @@ class LayersInStep:
     def _gathered(self, layer: nn.Module) -> Iterator[None]:
         """Gather a layer's full weights for the block."""
         places, self._reserve = self._places[layer], []
-        # FSDP1 must not see the stand-ins, because it would write them back as changed weights.
+        # FSDP1 must not see the stand-ins, because it would mistake them for changed weights.
         for place in places:
             place.put(place.sharded)
         try:
@@ -159,7 +159,7 @@ class LayersInStep:
 
 
 class _Place:
-    """Attribute of a module that holds a trainable parameter, or a stand-in for the parameter.
+    """Place of a trainable parameter in a module, which a stand-in for the parameter can take.
 
     The stand-in has the shape of the parameter and takes no memory. Its values are NaN while the
     layer has no weights, so any computation with missing weights gives NaN.

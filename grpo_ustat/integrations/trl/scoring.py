@@ -50,11 +50,12 @@ UNCHECKED = (
 class GroupScorer:
     """Scorer for the groups of a `GRPOTrainer`.
 
-    The scores of the first two completions are checked against plain differentiation. If the model
-    has dropout, scores are computed with active dropout and with separate masks for each
-    completion, as in TRL's loss. The masks of different groups are independent, whichever ranks
-    score the groups. These masks are not the masks of the update, which are drawn later, but have
-    the same distribution. Only `update_scores` repeats the exact masks of the update.
+    The scores of two completions of the first group are checked against plain differentiation.
+
+    If the model has dropout, scores are computed with active dropout and with separate masks for
+    each completion, as in TRL's loss. The masks of different groups are independent, whichever
+    ranks score the groups. The masks of the update are drawn later, so they are different masks
+    with the same distribution. Only `update_scores` repeats the exact masks of the update.
 
     Args:
         trainer: trainer whose groups are scored.
@@ -370,8 +371,8 @@ def reason_of(error: Exception) -> str:
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Switch the model to evaluation mode, without autocast, within the block.
 
-    Modes and random states are restored afterwards. Code within the block must not use the `grad`
-    of parameters, because training accumulates gradients there.
+    Modes and random states are restored afterwards. The `grad` of parameters, in which training
+    accumulates its gradients, is not changed.
     """
     modes = {module: module.training for module in model.modules()}
     generators = random.getstate(), np.random.get_state()
@@ -400,7 +401,7 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def only_these(model: torch.nn.Module, pattern: str | None) -> Iterator[None]:
-    """Keep only parameters trainable whose names match a pattern; freeze the rest within the block.
+    """Freeze all parameters whose names do not contain a match of a pattern, within the block.
 
     If the pattern is None, all parameters stay trainable.
     """
