@@ -357,8 +357,9 @@ def _variance_line(rewards: RewardGroups, prompts: int) -> str:
         group_means = [group.mean() for group in rewards.groups]
         variances = [group.var(ddof=1) for group in rewards.groups]
         return (
-            f"The mean reward is {np.mean(group_means):.3g}. {within} is {np.mean(variances):.3g} on average. "
-            "A single prompt does not show the variance between prompts."
+            f"The mean reward is {np.mean(group_means):.3g}. {within} is "
+            f"{np.mean(variances):.3g} on average. A single prompt does not show the variance "
+            "between prompts."
         )
     return (
         f"The mean reward is {number_text(mean_reward(rewards))}. {within} is "
