@@ -1,1 +1,1 @@
-"""Advice to keep, raise or lower the group size, from a run, a log of rollouts, or rewards."""
+"""The command `advise`: advice on the group size from a run, a log of rollouts, or rewards."""

@@ -1,7 +1,7 @@
-"""`grpo-ustat advise PATH... [num_generations=8]`: say what a log shows about the group size.
+"""`grpo-ustat advise PATH... [num_generations=8]`: advise on the group size, from a log or a run.
 
-The content of a path decides what is read, not its name. Several paths are several runs, which are
-compared.
+The format of a log is recognised by its content, not by its file name. If several paths are given,
+each is a run, and the runs are compared.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from grpo_ustat.terminal.streams import tell, wrapped
 
 EXAMPLES = {
     "outputs/train/NAME/seed-0": "run or pool of this package",
-    "rollouts/ num_generations=8": "rollouts, as convert reads them",
-    "completions_00010.parquet model=CHECKPOINT": "measure them (needs [cli])",
+    "rollouts/ num_generations=8": "any log of rollouts that convert reads",
+    "completions_00010.parquet model=CHECKPOINT": "compute gradients (needs [cli])",
     "rewards.jsonl": 'lines {"prompt_id": "q1", "reward": 1}',
     "rewards.json": 'or {"prompt_id": "q1", "rewards": [1, 0]}',
-    "base.csv tuned.csv": "two runs, columns prompt_id,r0,r1,...",
-    "trainer_state.json": "TRL; metrics.jsonl of verl or prime-rl",
+    "base.csv tuned.csv": "two runs; columns prompt_id,r0,r1,...",
+    "trainer_state.json": "TRL, or metrics.jsonl (verl, prime-rl)",
     "wandb/run-20260101_120000-abc": "or an exported CSV, or wandb://ENTITY/PROJECT/RUN",
-    "runs/events.out.tfevents.1": "TensorBoard, as NeMo-RL writes",
+    "runs/events.out.tfevents.1": "TensorBoard (NeMo-RL)",
 }
 OPTION_MEANINGS = {
     "num_generations=8": "group size to assess; default: group size of the run",
     "rollouts=256": "completions per training step: prompts times num_generations",
-    "reward=COLUMN": "rewards: a column, a sum a=1,b=.5, or columns of completions r*",
-    "cluster=COLUMN": "prompts with equal values are correlated and count once",
+    "reward=COLUMN": "a reward column, a weighted sum a=1,b=.5, or columns r*",
+    "cluster=COLUMN": "prompts with equal values in it count as one prompt",
     "objective=NAME": "loss to assess, e.g. trl_dapo; default: loss of the training run",
-    "model=CHECKPOINT": "model that wrote the completions, used to score them",
+    "model=CHECKPOINT": "model that wrote the completions; their gradients are computed",
     "output_root=DIR": "root folder for the study that model= starts; default: outputs",
 }
 

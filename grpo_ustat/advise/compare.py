@@ -1,4 +1,4 @@
-"""Comparison of several runs by their rewards: a row each, and the differences of mean rewards."""
+"""Comparison of several runs by their rewards: a table of the runs, and differences of means."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from grpo_ustat.logs.rewards import (
 from grpo_ustat.pages.advice import DIFFERENT, UNKNOWN, Advice
 from grpo_ustat.terminal.streams import aligned
 
-# Difference of mean rewards for which the number of prompts is computed: one percentage point.
+# The output says how many prompts are needed to show this difference of mean rewards.
 POINT = 0.01
-# Width of the name of a run in characters, with which a row is at most 80 characters wide.
+# Maximum length of a run's name in the table, so that a row has at most 80 characters.
 NAME_WIDTH = 14
 
 
 def compared_advice(request: Request, kinds: Sequence[Kind]) -> Advice:
-    """Return a row per run, and whether each run differs from the first by more than noise."""
+    """Return a table with a row per run, and compare the mean reward of each run with the first."""
     sources = [request.source, *request.others]
     names = short_names(sources)
     logs = [
@@ -47,10 +47,10 @@ def compared_advice(request: Request, kinds: Sequence[Kind]) -> Advice:
         details += [f"{name}: {source}" for name, source in zip(names, sources, strict=True)]
     if size is not None:
         details.append(
-            f"The last column is the share of zero-variance groups of {size}, which give no "
-            "gradient."
+            f"The last column is the share of groups of {size} whose rewards are equal, so that "
+            "they give no gradient."
         )
-    # The intervals of all comparisons with the first run hold together with 95 %.
+    # Bonferroni correction: the intervals of all comparisons hold together with 95 % confidence.
     level = 1 - (1 - CONFIDENCE) / (len(rewards) - 1)
     means = [of_run.by_prompt(np.mean) for of_run in rewards]
     is_binary = all(of_run.is_binary for of_run in rewards)
@@ -59,7 +59,9 @@ def compared_advice(request: Request, kinds: Sequence[Kind]) -> Advice:
     for name, of_run in zip(names[1:], means[1:], strict=True):
         difference = reward_difference(means[0], of_run, level, is_binary)
         if difference is None:
-            sentences.append(f"{name} and {names[0]} cannot be compared: a run has one prompt.")
+            sentences.append(
+                f"{name} and {names[0]} cannot be compared: one of them has only one prompt."
+            )
             continue
         spreads.append(difference.spread)
         _, low, high = difference.interval
@@ -77,37 +79,45 @@ def compared_advice(request: Request, kinds: Sequence[Kind]) -> Advice:
     details += sentences[1:]
     needed = units_to_show(max(spreads), POINT, level) if max(spreads, default=0) > 0 else None
     if needed is not None:
-        unit = "one percentage point" if is_binary else f"a difference of {POINT}"
+        unit = "one percentage point" if is_binary else f"{POINT}"
         details.append(
-            f"To show {unit} in 4 of 5 such comparisons, score {needed} prompts in each run."
+            f"To detect a true difference of {unit} in 4 of 5 such comparisons, each run needs "
+            f"rewards for {needed} prompts."
         )
     details.append(
-        "The intervals are for new prompts, with these policies. They do not contain the spread "
-        "between training runs with other seeds; for it, name several seeds of each run as scalars."
+        "The intervals cover the variation from drawing other prompts for the same policies. They "
+        "do not cover the variation between training runs with other seeds. To see that variation, "
+        "name the scalar logs of several seeds of each run."
     )
     for name, log in zip(names, logs, strict=True):
         details += [f"{name}: {line}" for line in log.details]
     verdict = DIFFERENT if decided and all(decided) else UNKNOWN
-    following = "use the run with the higher mean reward, if a run with another seed agrees"
+    following = "use the run with the higher mean reward, if runs with another seed agree"
     if verdict == UNKNOWN:
         count = f"{needed} " * (needed is not None)
-        following = f"score {count}prompts that are the same in each run, and name these logs"
+        following = f"log rewards for {count}prompts, the same in each run, and name these logs"
     content = {"num_generations": size, "comparisons": numbers, "prompts_for_a_point": needed}
     return Advice(verdict, sentences[0], details, following, content)
 
 
 def _sentence(name: str, first: str, difference: Difference, is_binary: bool) -> str:
-    """State whether a run differs from the first run, with the interval."""
+    """State if the mean reward of a run differs from the first run's, with the difference."""
     scale, unit = (100, " percentage points") if is_binary else (1, "")
     number, low, high = (scale * value for value in difference.interval)
     text = f"{number:+.3g}{unit} [{low:+.3g}, {high:+.3g}]"
     how = "not paired, because the prompts differ"
     if difference.pairs:
-        how = f"paired by {difference.pairs} prompts"
+        how = f"paired over {difference.pairs} prompts"
     if low > 0 or high < 0:
         word = "higher" if number > 0 else "lower"
-        return f"The mean reward of {name} is {word} than that of {first}: {text}, {how}."
-    return f"The mean rewards of {name} and {first} are not shown to differ: {text}, {how}."
+        return (
+            f"The mean reward of {name} is {word} than the mean reward of {first}: the difference "
+            f"is {text}, {how}."
+        )
+    return (
+        f"The mean rewards of {name} and {first} do not differ significantly: the difference "
+        f"({name} minus {first}) is {text}, {how}."
+    )
 
 
 def _rows(names: Sequence[str], rewards: Sequence[RewardGroups], size: int | None) -> list[str]:

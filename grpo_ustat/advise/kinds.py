@@ -22,10 +22,10 @@ from grpo_ustat.runs.files import CODE, CONFIG, RESULT, natural_order
 from grpo_ustat.terminal.streams import single_line
 
 POOL = "pool.json"
-# A key that only configurations of this package have.
+# Key that identifies a configuration of this package; other programs' configurations lack it.
 OUR_CONFIG = re.compile(r"^launch:", re.MULTILINE)
 ZIP = b"PK\x03\x04"
-# Most names of columns in a message.
+# Maximum number of column names that an error message lists.
 MAX_NAMES = 8
 READABLE = (
     "a run folder, a pool, a log of rollouts or of scalars (docs/measuring.md), or rewards: "
@@ -34,7 +34,7 @@ READABLE = (
 
 
 class Kind(Enum):
-    """Kind of a source."""
+    """Kind of content that a path can have."""
 
     RUN = "run folder"
     POOL = "pool"
@@ -42,13 +42,13 @@ class Kind(Enum):
     ROLLOUTS = "log of rollouts"
     # Folder with completions that TRL or `train` logged.
     COMPLETIONS = "folder of completions"
-    # Table with rewards; it may also have prompts and completions that `mse` can score.
+    # Table with rewards. If it also has prompts and completions, `mse` can read it.
     REWARDS = "rewards by prompt"
     SCALARS = "log of scalars"
 
 
 def kind_of(source: Path) -> Kind:
-    """Return the kind of a file, a folder or an address of W&B; raise an error if it has none."""
+    """Return the kind of a file, a folder or an address of W&B; raise an error if none fits."""
     address = address_of(source)
     if is_scalar_address(address):
         return Kind.SCALARS
@@ -74,10 +74,11 @@ def completions_in(folder: Path) -> list[Path]:
 
 @contextmanager
 def as_rollouts(source: Path) -> Iterator[tuple[Path, Format] | None]:
-    """Yield the format of rollouts, and a path whose name ends as the format's files do.
+    """Yield a path of rollouts and their format, or None if `convert` cannot read the source.
 
-    The path is the source itself, or a link to a file whose name hides its format. The value is
-    None if the source contains no rollouts that `convert` reads.
+    The readers need the usual file suffix of the format. If the name of the source has another
+    suffix, the path is a temporary link to the source with the right suffix. Otherwise the path is
+    the source itself.
     """
     framework = format_of(source)
     suffix = "" if framework or source.is_dir() else _suffix_by_content(source)
@@ -97,7 +98,7 @@ def _kind_of_folder(source: Path) -> Kind:
     if (source / POOL).is_file():
         return Kind.POOL
     if (source / CONFIG).is_file():
-        # Other programs that use Hydra, such as verl, have no such key.
+        # Run folders of other programs that use Hydra, such as verl, lack the key.
         ours = OUR_CONFIG.search((source / CONFIG).read_text(errors="replace"))
         if not ours and format_of(source):
             return Kind.ROLLOUTS
@@ -116,7 +117,7 @@ def _kind_of_folder(source: Path) -> Kind:
         raise ConfigError(f"{source} is part of a run: name the run folder, {run}")
     if is_scalar_log(source):
         return Kind.SCALARS
-    # A folder with several runs, for example, is named in the error of the reader.
+    # The reader's own error can be more helpful, for example if the folder has several runs.
     try:
         read_scalars(source)
     except ConfigError as error:
@@ -126,7 +127,7 @@ def _kind_of_folder(source: Path) -> Kind:
 
 
 def _run_around(place: Path) -> Path | None:
-    """Return the run folder of this package that contains a place."""
+    """Return the run folder of this package that contains a path; None if there is none."""
     from grpo_ustat.runs.record import run_around
 
     return run_around(place)
@@ -137,7 +138,7 @@ def _kind_of_file(source: Path) -> Kind:
         return Kind.RUN
     with as_rollouts(source) as rollouts:
         if rollouts is not None:
-            # `mse` scores a file of TRL as it is.
+            # `mse` can read a TRL log without a conversion.
             is_table = rollouts[1].name == "trl" and rollouts[0] == source
             return Kind.REWARDS if is_table else Kind.ROLLOUTS
     names = _column_names(source)
@@ -151,9 +152,12 @@ def _kind_of_file(source: Path) -> Kind:
             return Kind.REWARDS
         if names and "log_history" not in str(error) and not _is_damaged(str(error)):
             shown = ", ".join(sorted(names)[:MAX_NAMES]) + ", ..." * (len(names) > MAX_NAMES)
-            raise ConfigError(f"{source} has columns {shown}; readable are {READABLE}") from error
+            raise ConfigError(
+                f"{source} has columns {shown}, which are not a known format. Readable are "
+                f"{READABLE}"
+            ) from error
         if not names and not is_parquet(source):
-            # Empty, compressed and binary files are named here.
+            # This raises a clearer error for an empty, compressed or binary file.
             text_of_file(source)
             if "is not a log of scalars" in str(error):
                 raise ConfigError(f"{source} is not a log: name {READABLE}") from error
@@ -161,12 +165,12 @@ def _kind_of_file(source: Path) -> Kind:
 
 
 def _is_damaged(message: str) -> bool:
-    """Return True if a message says that a file is a damaged log of scalars."""
+    """Return True if an error message of the reader means a damaged log of scalars."""
     return "complete JSON" in message or "damaged" in message
 
 
 def _suffix_by_content(source: Path) -> str:
-    """Return the end of the names of files with such content; empty if it is unknown."""
+    """Guess the file suffix from the first bytes of a file; empty if they are not known."""
     with source.open("rb") as file:
         head = file.read(64)
     if is_parquet(source):
@@ -177,7 +181,7 @@ def _suffix_by_content(source: Path) -> str:
 
 
 def _column_names(source: Path) -> set[str]:
-    """Return the names of a table's columns; empty if the file does not begin as a table."""
+    """Return the names of a table's columns; empty if the beginning of the file is no table."""
     if is_parquet(source):
         from pyarrow import parquet
 

@@ -13,7 +13,7 @@ from grpo_ustat.config.schema import ConfigError, did_you_mean
 OPTION_NAMES = (
     "num_generations", "rollouts", "reward", "cluster", "model", "objective", "output_root",
 )  # fmt: skip
-# Start of an address of a run of W&B, which is not a path.
+# Beginning of the address of a Weights & Biases run. Such an address is not a path.
 ONLINE = "wandb://"
 
 
@@ -21,7 +21,8 @@ ONLINE = "wandb://"
 class Request:
     """Parsed command line of `advise`."""
 
-    # Run folder, pool folder, log of rollouts or scalars, file of rewards, or folder of logs.
+    # Path to read: a run folder, a pool folder (stored completions of `mse`), a log of rollouts or
+    # scalars, a file of rewards, or a folder of logs.
     source: Path
     # Group size to assess; None for the group size of the run.
     num_generations: int | None = None
@@ -29,22 +30,22 @@ class Request:
     rollouts: int | None = None
     # Column of a log that contains the rewards.
     reward: str | None = None
-    # Checkpoint or model name that scores the rollouts of a log.
+    # Checkpoint or model name with which the gradients of a log's rollouts are computed.
     model: str | None = None
-    # Overrides for the loss to assess: preset, fields and baseline.
+    # Configuration overrides of the loss to assess: its preset, its fields and its baseline.
     objective: Sequence[str] = ()
-    # Further overrides for `mse`.
+    # Other configuration overrides of the `mse` study that this command starts.
     overrides: Sequence[str] = ()
     # Root folder for a study that this command starts.
     output_root: str = "outputs"
-    # Column whose values mark correlated prompts.
+    # Column that marks correlated prompts: prompts with equal values in it are correlated.
     cluster: str | None = None
-    # Further sources, which are compared with the first.
+    # Paths of further runs, which are compared with the first.
     others: Sequence[Path] = ()
 
     @property
     def address(self) -> str:
-        """The source as it was typed; a path would lose a slash of wandb://."""
+        """The source as it was typed; as a `Path`, wandb:// would have only one slash."""
         return address_of(self.source)
 
 
@@ -62,9 +63,9 @@ def address_of(source: Path) -> str:
 def parse_request(words: Sequence[str]) -> Request:
     """Parse the words of the command line.
 
-    The words are sources and options: `num_generations=`, `rollouts=`, `reward=`, `cluster=`,
-    `model=`, `output_root=`, and `objective=` and `baseline=` with their fields. If `model=` is
-    given, overrides of `mse` are also allowed.
+    A word is a source or an option. The options are those of `OPTION_NAMES`, `baseline=`, and
+    fields such as `objective.epsilon=`. If `model=` is given, configuration overrides of `mse` are
+    also allowed.
     """
     values: dict[str, Any] = {}
     sources, overrides, objective = [], [], []
@@ -86,7 +87,7 @@ def parse_request(words: Sequence[str]) -> Request:
         elif key.startswith(("model.", "study.", "prompt", "budget.", "launch.")):
             overrides.append(word)
         elif "/" in word:
-            # A path may contain "=" and may not exist.
+            # This is a path with "=" in it. If it does not exist, a later error says so.
             sources.append(word)
         else:
             hint = did_you_mean(key, OPTION_NAMES)
@@ -99,10 +100,14 @@ def parse_request(words: Sequence[str]) -> Request:
     if repeated := next((x for x in sources if sources.count(x) > 1), None):
         raise ConfigError(f"{repeated} is named twice: name each run once")
     if overrides and "model" not in values:
-        raise ConfigError(f"{overrides[0]} applies only to scoring a log: add model=CHECKPOINT")
+        raise ConfigError(
+            f"{overrides[0]} has an effect only if a model computes the gradients of a log: add "
+            "model=CHECKPOINT"
+        )
     if "model" in values and len(sources) > 1:
         raise ConfigError(
-            f"model={values['model']} scores one log, but {len(sources)} are named: name one"
+            f"model={values['model']} can compute the gradients of only one log, but "
+            f"{len(sources)} logs are named: name one"
         )
     source, *others = map(Path, sources)
     return Request(source, **values, objective=objective, overrides=overrides, others=others)

@@ -1,4 +1,8 @@
-"""Advice from logged rollouts or rewards: from scores if a model is named, else from rewards."""
+"""Advice from logged rollouts or rewards.
+
+If the user names the model that wrote the rollouts, the gradients of the rollouts are computed in a
+study, and the advice is from this study. Otherwise it is only from the rewards.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +45,19 @@ MORE_LOGS = "also log completions, as TRL does with log_completions=True, and us
 
 @dataclass(frozen=True)
 class RewardLog:
-    """Rewards of a source, and what the source says about the rollouts."""
+    """Rewards of a source, and further facts that the source contains."""
 
     rewards: RewardGroups
     # Number of rollouts per step in the run that wrote the source; None if unknown.
     rollouts: int | None = None
-    # Lines on what was read and what was left out.
+    # Printed lines that say what was read and what was left out.
     details: list[str] = field(default_factory=list)
     # Result of the conversion; None if the source is a table of rewards.
     conversion: Conversion | None = None
 
 
 def read_log(request: Request, kind: Kind) -> RewardLog:
-    """Read the rewards of a source, after a conversion if `convert` reads its format."""
+    """Read the rewards of a source; a log of rollouts is first converted to a Parquet file."""
     source = request.source
     if kind is Kind.COMPLETIONS:
         chosen, line = _chosen_log(request)
@@ -77,7 +81,10 @@ def read_log(request: Request, kind: Kind) -> RewardLog:
 
 
 def _converted(request: Request, target: Path) -> tuple[Conversion, Format]:
-    """Convert the rollouts of a source to a Parquet file; errors name what `advise` accepts."""
+    """Convert the rollouts of a source to a Parquet file.
+
+    Error messages of `convert` are reworded, so that they name options of `advise`.
+    """
     source = request.source
     with as_rollouts(source) as rollouts:
         assert rollouts is not None
@@ -93,12 +100,15 @@ def _converted(request: Request, target: Path) -> tuple[Conversion, Format]:
 
 
 def _as_typed(text: str) -> str:
-    """Replace the option `--reward` of `convert` with that of `advise`."""
+    """Replace the option `--reward X` of `convert` with `reward=X`, the option of `advise`."""
     return text.replace("--reward ", "reward=")
 
 
 def reward_advice(request: Request, kind: Kind) -> Advice:
-    """Return advice from rollouts or rewards; a model that the user names scores the rollouts."""
+    """Return advice from rollouts or rewards.
+
+    If the user names a model, a study with this model is run; see `_scored_advice`.
+    """
     if request.model is not None:
         return _scored_advice(request, kind)
     log = read_log(request, kind)
@@ -111,9 +121,9 @@ def reward_advice(request: Request, kind: Kind) -> Advice:
             f"The run that wrote this log has n = {log.rollouts} rollouts per training step."
         )
     details.append(
-        "The best group size G* = 1 + sqrt(C3/C1) depends on how much the gradients of different "
-        "prompts differ (C1) and on how noisy the gradient of one prompt is (C3). Rewards do not "
-        "determine C1 and C3"
+        "The best group size is G* = 1 + sqrt(C3/C1). C1 measures how much the gradients of "
+        "different prompts differ, and C3 measures how noisy the gradient of one prompt is. "
+        "Rewards do not determine C1 and C3"
         + (", nor the relative efficiency of your loss." if request.objective else ".")
     )
     if group_size is None:
@@ -123,7 +133,7 @@ def reward_advice(request: Request, kind: Kind) -> Advice:
         share = expected_zero_variance(rewards, group_size)
         if share is not None:
             sentence += (
-                f" At this size, {share_text(share)} of the groups have zero variance and give no "
+                f" At this size, {share_text(share)} of the groups have equal rewards and give no "
                 "gradient."
             )
     following, remarks = _next_of_log(request, source, log)
@@ -132,7 +142,10 @@ def reward_advice(request: Request, kind: Kind) -> Advice:
 
 
 def _next_of_log(request: Request, source: Path, log: RewardLog) -> tuple[str, list[str]]:
-    """Return the command that measures the model which wrote a log, and lines on its checkpoint."""
+    """Return the next step for a log, usually a command, and remarks on the checkpoint in it.
+
+    The command computes the gradients of the log with the model that wrote it.
+    """
     conversion, names = log.conversion, set(log.rewards.columns)
     if conversion is not None:
         model = "CHECKPOINT" if conversion.pairing is None else str(conversion.pairing.checkpoint)
@@ -155,31 +168,35 @@ def _next_of_log(request: Request, source: Path, log: RewardLog) -> tuple[str, l
 def _scoring_command(
     request: Request, source: Path, pairing: Pairing | None, step: int | None, is_exact: bool
 ) -> str:
-    """Return the command that scores the rollouts of a source with the model that wrote them.
+    """Return the command that computes gradients of rollouts with the model that wrote them.
 
     Args:
-        step: number of updates of that model, if no checkpoint is known.
+        request: command line of the user, whose options are repeated.
+        source: log with the rollouts.
+        pairing: checkpoint that wrote the rollouts, or is near to them; None if none is known.
+        step: number of updates before the rollouts were written; shown if no checkpoint is known.
         is_exact: True if the source shows which completions were cut by length.
     """
     size = [f"num_generations={request.num_generations}"] * (request.num_generations is not None)
     reward = [f"reward={request.reward}"] * (request.reward is not None)
     cut = [] if is_exact else ["study.cut_at=LENGTH"]
     model = "CHECKPOINT" if pairing is None else str(pairing.checkpoint)
-    theirs = "these completions" + " of at most LENGTH tokens" * bool(cut)
+    theirs = "these completions" + " (of at most LENGTH tokens)" * bool(cut)
     wrote = f"the model that wrote {theirs}"
     if pairing is None and step is not None:
-        wrote += f", after {step} updates"
+        wrote += f"; it had received {step} updates"
     elif pairing is not None and not pairing.is_exact:
-        wrote = f"the nearest checkpoint: {theirs} were written {pairing.between} it"
+        wrote = f"the nearest checkpoint; {theirs} were written {pairing.between} it"
     words = [*size, *reward, f"model={model}", *request.objective, *cut]
     return f"{command_line('advise', str(source), *words)}  # {wrote}"
 
 
 def _chosen_log(request: Request) -> tuple[Path, str]:
-    """Return one of the logs in a folder, and a line that names it.
+    """Choose one of the logs in a folder; return it with a line that names it.
 
-    The log is the one written the fewest updates away from the requested model or, if no model is
-    requested, from a checkpoint of the run. If several logs are equally near, it is the last one.
+    If the user named a model, the chosen log is the one written the fewest updates away from it. If
+    not, it is the log that is nearest to a checkpoint of the run. If several logs are equally near,
+    the last of them is chosen.
     """
     logs = completions_in(request.source)
     steps = list(checkpoints_of(run_folder_of(logs[-1])))
@@ -187,21 +204,21 @@ def _chosen_log(request: Request) -> tuple[Path, str]:
         typed = checkpoint_step(request.model)
         steps = [] if typed is None else [typed]
     chosen = last_paired(logs, steps)
-    place = f"the last of {len(logs)} logs in {request.source}"
+    place = f"the last log in {request.source} (logs there: {len(logs)})"
     if chosen != logs[-1]:
-        place = f"the log nearest to a checkpoint, of {len(logs)} logs in {request.source}"
+        place = f"the log nearest to a checkpoint in {request.source} (logs there: {len(logs)})"
     line = f"This advice is from {chosen.name}, {place}."
     states = sorted(request.source.glob(f"checkpoint-*/{TRAINER_STATE}"), key=natural_order)
     if states and request.model is None:
-        line += f" For the scalars of all steps, name {states[-1]}."
+        line += f" For advice from the scalars of all steps, name {states[-1]} instead."
     return chosen, line
 
 
 def _scored_advice(request: Request, kind: Kind) -> Advice:
-    """Run `mse` on the rollouts of a source, scored by the model that the user names."""
+    """Run `mse` on the rollouts of a source, with gradients under the model that the user names."""
     if lacking := [name for name in ("torch", "hydra") if not is_installed(name)]:
         raise ConfigError(
-            f"model={request.model} scores completions, which needs {lacking[0]}: "
+            f"computing gradients with model={request.model} needs {lacking[0]}: "
             f"{install_line('cli')}"
         )
     from grpo_ustat.advise.runs import study_now
@@ -215,8 +232,8 @@ def _scored_advice(request: Request, kind: Kind) -> Advice:
         source, details = _stored_rollouts(request)
     if source.suffix != ".parquet":
         raise ConfigError(
-            f"{source}: a model can score only Parquet logs with prompts and completions; leave "
-            "out model= for advice from rewards only"
+            f"{source}: model= needs a Parquet log with prompts and completions; leave out model= "
+            "for advice from rewards only"
         )
     words = [f"model={request.model}", f"pool={source}", *request.objective, *request.overrides]
     advice = study_now(words, replace(request, source=source))
@@ -227,9 +244,9 @@ def _scored_advice(request: Request, kind: Kind) -> Advice:
 
 
 def _stored_rollouts(request: Request) -> tuple[Path, list[str]]:
-    """Convert the rollouts of a source to a file that a study can name; return it and its lines.
+    """Convert the rollouts of a source to a file for a study; return its path and printed lines.
 
-    The file's name contains a digest of its content, so that a log that has grown is another file.
+    The file name contains a digest of the content. If the log grows, a new file is written.
     """
     folder = Path(request.output_root) / "advise"
     with tempfile.TemporaryDirectory() as temporary:

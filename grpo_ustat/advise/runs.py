@@ -1,4 +1,7 @@
-"""Advice from the folder of a study or training run, or from a pool of scored completions."""
+"""Advice from the folder of a study or training run, or from a pool.
+
+A pool is a folder with the completions of a study and their scores (gradients).
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,12 @@ from grpo_ustat.runs.files import CONFIG, RESULT
 from grpo_ustat.runs.record import RunRecord
 
 OF_THE_UNBIASED = (
-    "This advice is for the unbiased leave-one-out gradient. To measure the best G for your loss:"
+    "This advice is for the unbiased leave-one-out gradient. The following command measures the "
+    "best G for your loss:"
 )
-# Settings that `mse` refuses.
+# Loss settings that `mse` refuses, because stored scores do not contain their effect.
 NOT_IN_A_POOL = ("objective.entropy_coef", "objective.top_entropy_quantile")
-# Minimum number of monitored steps for an interval.
+# Minimum number of measured steps for an interval.
 MIN_STEPS = 4
 POOL = "pool.json"
 
@@ -59,7 +63,7 @@ def run_advice(request: Request) -> Advice:
     if run.command == "mse":
         return study_advice(run, request)
     raise ConfigError(
-        f"{source} is a run of gap, without a group size to assess: name a run of mse or train"
+        f"{source} is a run of gap, which has no group size to assess: name a run of mse or train"
     )
 
 
@@ -75,7 +79,7 @@ def study_advice(run: RunRecord, request: Request) -> Advice:
     pool = request.source if request.source.is_file() else run.config.get("pool")
     theirs = step_rollouts(Path(pool)) if pool and Path(pool).is_file() else None
     if theirs is not None and group_size is not None:
-        # An update consists of whole groups.
+        # An update consists of whole groups, so n is rounded down to a multiple of the size.
         theirs = theirs // group_size * group_size or None
     asked = request.rollouts or theirs or rollouts_in_groups(group_size, study.rollouts)
     rollouts = divisible_rollouts(asked) if group_size is None else asked
@@ -86,7 +90,10 @@ def study_advice(run: RunRecord, request: Request) -> Advice:
     verdict, sentence, numbers = group_size_advice(scaling.law, scaling.gstar, group_size, rollouts)
     details = [best_size_sentence(study)]
     if rollouts != asked:
-        details.append(f"Only num_generations = {asked} divides n = {asked}.")
+        details.append(
+            f"The advice is for another n, because only num_generations = {asked} divides n = "
+            f"{asked}."
+        )
     if verdict != UNKNOWN:
         details.append(other_sizes(scaling.law.costs(rollouts)))
     details += filter(None, [noise_sentence(study, rollouts, group_size)])
@@ -96,7 +103,10 @@ def study_advice(run: RunRecord, request: Request) -> Advice:
         again = [*policy_overrides(run.config), *request.objective, f"pool={run.folder / 'pool'}"]
         details.append(f"{OF_THE_UNBIASED} {command_line('mse', *again)}")
     if request.rollouts is None and theirs is not None:
-        details.append(f"n = {theirs} is the step size of the training run that wrote {pool}.")
+        details.append(
+            f"n = {theirs} is the number of rollouts per step of the training run that wrote "
+            f"{pool}."
+        )
     details.append(interval_note(study))
     following = next_step(study, rollouts)
     if verdict == "keep" and group_size is not None:
@@ -105,10 +115,11 @@ def study_advice(run: RunRecord, request: Request) -> Advice:
 
 
 def training_advice(run: RunRecord, request: Request) -> Advice:
-    """Return advice from the constants that the gradient monitor measured late in training.
+    """Return advice from the constants C1, C2 and C3 that a training run measured.
 
-    Constants from the second half of the monitored steps are used. Without constants, the advice
-    reports only the share of zero-variance groups.
+    The advice uses the steps in the second half of training, so that it describes late policies.
+    If the run did not measure the constants, or at too few steps, the advice reports only the share
+    of zero-variance groups.
     """
     group_size = request.num_generations or run.config["group_size"]
     rollouts = request.rollouts or run.config["budget"]["rollouts"]
@@ -127,12 +138,13 @@ def training_advice(run: RunRecord, request: Request) -> Advice:
     verdict, sentence, numbers = group_size_advice(law, gstar, group_size, rollouts)
     best, low, high = (numbers[name] for name in ("gstar", "gstar_low", "gstar_high"))
     ends = f"[{low or 1:.1f}, {'no upper end' if high is None else f'{high:.1f}'}]"
-    about = "not enough data" if best is None else f"{best:.1f}"
+    about = "unknown (not enough data)" if best is None else f"about {best:.1f}"
     details = [
-        f"The best G is about {about} {ends}, from {len(recent)} monitored steps between "
-        f"{recent[0]['step']} and {recent[-1]['step']}.",
+        f"The best G is {about} {ends}. The run measured its gradient at {len(recent)} of the "
+        f"steps from {recent[0]['step']} to {recent[-1]['step']}.",
         *filter(None, [training_noise_sentence(run.metrics, group_size, rollouts)]),
-        "The 95 % intervals are over steps, for the average over the policies of these steps.",
+        "All estimates are averages over the policies at these steps; their 95 % intervals reflect "
+        "the variation between steps.",
     ]
     if request.objective or _measurable_loss(run):
         details.append(f"{OF_THE_UNBIASED} {_measure_checkpoint(run, request.objective)}")
@@ -150,25 +162,33 @@ def training_advice(run: RunRecord, request: Request) -> Advice:
 
 
 def _without_monitor(run: RunRecord, group_size: int, steps: int, recent_steps: int) -> Advice:
-    """Return advice for a training run without enough measured constants."""
+    """Return advice for a training run that measured the constants at too few steps, or never.
+
+    Args:
+        run: training run.
+        group_size: group size to assess.
+        steps: number of steps at which the constants were measured.
+        recent_steps: number of these steps in the second half of training.
+    """
     shares = [row["frac_reward_zero_std"] for row in run.metrics if "frac_reward_zero_std" in row]
     reason = "this run did not measure its gradient"
     details = [
-        "Train with monitor.gradient_mse_every=10, or measure the model with the command below."
+        "To measure the gradient, train with monitor.gradient_mse_every=10, or run the command "
+        "below."
     ]
     if steps:
         reason = "this run measured its gradient in too few steps"
         details = [
-            f"The run has {steps} monitored steps, {recent_steps} of them in the second half, but "
-            f"{MIN_STEPS} are needed there. Train longer, monitor more often, or measure the model "
-            "with the command below."
+            f"The run measured its gradient at {steps} steps. {recent_steps} of them are in the "
+            f"second half of training, where {MIN_STEPS} are needed. Train longer, measure more "
+            "often (monitor.gradient_mse_every), or run the command below."
         ]
     if shares:
         recent = shares[-10:]
         details.append(
-            f"Zero-variance groups (frac_reward_zero_std) in the last {len(recent)} steps: "
-            f"{100 * np.mean(recent):.0f} % of groups of {group_size}. They give no gradient, but "
-            "their share does not show how much larger groups would help."
+            f"In the last {len(recent)} steps, {100 * np.mean(recent):.0f} % of the groups of "
+            f"{group_size} had equal rewards (frac_reward_zero_std). Such groups give no gradient, "
+            "but their share does not show how much larger groups would help."
         )
     sentence = (
         "There is not enough data to advise keeping or changing num_generations = "
@@ -184,9 +204,13 @@ def _measurable_loss(run: RunRecord) -> list[str]:
 
 
 def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
-    """Return the command that measures the newest checkpoint of a run, by default with its loss.
+    """Return the `mse` command for the newest checkpoint of a run.
 
-    Without a checkpoint, the command measures the model from which the run starts.
+    If there is no checkpoint, the command is for the model from which the run starts.
+
+    Args:
+        run: training run.
+        loss: configuration overrides of the loss to measure; empty for the run's own loss.
     """
     overrides = [*policy_overrides(run.config), *(loss or _measurable_loss(run))]
     checkpoints = sorted(
@@ -200,7 +224,10 @@ def _measure_checkpoint(run: RunRecord, loss: Sequence[str] = ()) -> str:
 
 
 def pool_advice(request: Request) -> Advice:
-    """Return advice from a pool folder: from its study, or from a new study of the pool."""
+    """Return advice from a pool folder.
+
+    If a finished study belongs to the pool, its result is used. If not, a new study is run.
+    """
     folder = request.source
     for near in (folder.parent, folder):
         if (near / CONFIG).is_file() and (near / RESULT).is_file():
@@ -219,13 +246,13 @@ def pool_advice(request: Request) -> Advice:
         raise ConfigError(f"the pool {folder} contains no completions yet")
     if "file" in draws:
         raise ConfigError(
-            f"{folder} was scored from a log of rollouts: name the log and model=CHECKPOINT"
+            f"{folder} was made from a log of rollouts: name the log and model=CHECKPOINT"
         )
     functions = draws.get("reward_funcs") or [TASK]
     if any(name.startswith("local:") for name in functions):
         raise ConfigError(
-            f"{folder} has rewards of {as_typed(functions)}, whose files are not in the pool: run "
-            f"mse with the same reward_funcs and pool={folder}"
+            f"{folder} has rewards of {as_typed(functions)}, but the files of these functions are "
+            f"not in the pool: run mse with the same reward_funcs and pool={folder}"
         )
     sizes = [
         f"pool={folder}", f"study.questions={len(ends)}", f"seed={draws['seed']}",
@@ -236,14 +263,17 @@ def pool_advice(request: Request) -> Advice:
     if functions != [TASK]:
         advice.details.insert(
             0,
-            f"This advice is for reward_funcs={as_typed(functions)} with weight 1 each. For other "
+            f"This advice is for reward_funcs={as_typed(functions)}, each with weight 1. For other "
             f"weights, run mse with pool={folder} and reward_weights.",
         )
     return advice
 
 
 def study_now(overrides: Sequence[str], request: Request) -> Advice:
-    """Run `mse` in a separate process, which prints progress to standard error; read its result."""
+    """Run `mse` in a separate process, and return the advice from its result.
+
+    The process prints its progress to standard error.
+    """
     digest = hashlib.blake2b("\n".join(overrides).encode(), digest_size=5).hexdigest()
     folder = Path(request.output_root) / "advise" / f"{request.source.stem}-{digest}"
     words = [*overrides, f"hydra.run.dir={folder}"]
@@ -255,7 +285,7 @@ def study_now(overrides: Sequence[str], request: Request) -> Advice:
 
 
 def _check_sizes(group_size: int | None, rollouts: int) -> None:
-    """Refuse a group size that is larger than the step."""
+    """Refuse a group size that is larger than the number of rollouts per step."""
     if group_size is not None and group_size > rollouts:
         raise ConfigError(
             f"num_generations={group_size} is larger than rollouts={rollouts}: a step needs at "

@@ -1,4 +1,4 @@
-"""Advice from the scalars that a trainer logged: bounds, shares, and the lines that are missing."""
+"""Advice from the scalars that a trainer logged, and hints on scalars that are missing."""
 
 from __future__ import annotations
 
@@ -34,25 +34,24 @@ from grpo_ustat.pages.advice import DIFFERENT, UNKNOWN, Advice
 from grpo_ustat.records import Array
 from grpo_ustat.terminal.streams import aligned, excerpt
 
-# Difference of mean rewards for which numbers of seeds are computed: one percentage point.
+# The output says how many seeds are needed to show this difference of mean rewards.
 POINT = 0.01
-# Maximum number of first common steps whose gradient norms are compared between two runs, because
-# the policies of the runs drift apart.
+# The gradient norms of two runs are compared only at this many first steps, because the policies of
+# the runs drift apart later.
 MAX_COMPARED_STEPS = 50
 SEED = re.compile(r"[-_. ]?seed[-_=. ]?(\d+)", re.IGNORECASE)
-# Switch with which a trainer writes its rollouts, and the files that `advise` then reads.
+# For each trainer: the setting with which it writes its rollouts, and the path to give to `advise`.
 DUMPS = {
     TRL: ("log_completions=True", "OUTPUT_DIR/completions"),
     VERL: ("trainer.rollout_data_dir=DIR", "DIR"),
     PRIME_RL: ("the file monitor, which is on by default", "OUTPUT_DIR/rollouts"),
     NEMO_RL: ("its logger, which is on by default", "LOG_DIR/train_data_step100.jsonl"),
 }
-# Settings that would log a missing scalar, by field and trainer.
+# Hint for a scalar that is missing in a log, by field and trainer.
 SETTINGS = {
     "zero_variance": {
-        TRL: "TRL logs frac_reward_zero_std since version 0.18: update it.",
-        VERL: "verl logs no share of zero-variance groups: set trainer.rollout_data_dir=DIR and "
-        "name DIR.",
+        TRL: "TRL logs frac_reward_zero_std from version 0.18 on: update TRL.",
+        VERL: "verl does not log it: set trainer.rollout_data_dir=DIR and name DIR.",
         PRIME_RL: "prime-rl logs solved_none and solved_all of each agent in train/agg/all.",
         NEMO_RL: "NeMo-RL logs train/baseline_reward/pct_0 and pct_1 from GRPO.",
     },
@@ -65,8 +64,8 @@ SETTINGS = {
     "clip_ratio": {
         TRL: "TRL logs clip_ratio/region_mean for loss_type grpo, bnpo, dr_grpo, dapo and luspo.",
         VERL: "verl logs actor/pg_clipfrac.",
-        PRIME_RL: "prime-rl logs no clip ratio; its mismatch_kl compares sampler and trainer.",
-        NEMO_RL: "NeMo-RL logs train/probs_ratio and probs_ratio_clamped, but no clip ratio.",
+        PRIME_RL: "prime-rl does not log it; its mismatch_kl compares sampler and trainer.",
+        NEMO_RL: "NeMo-RL logs only train/probs_ratio and probs_ratio_clamped.",
     },
     "kl": {
         TRL: "TRL logs kl if beta is above 0.",
@@ -77,7 +76,7 @@ SETTINGS = {
 MEANINGS = {
     "zero_variance": "share of zero-variance groups",
     "truncated": "share of completions cut by length",
-    "clip_ratio": "clip ratio",
+    "clip_ratio": "share of clipped tokens",
     "kl": "KL divergence from the reference model",
 }
 
@@ -89,8 +88,8 @@ def scalar_advice(
 
     Args:
         runs: scalars of the runs.
-        num_generations: group size of the runs whose log does not have it.
-        rollouts: rollouts per step of the runs whose log does not have it.
+        num_generations: group size that the user typed, for logs that do not contain it.
+        rollouts: number of rollouts per step that the user typed.
     """
     if not runs:
         raise ConfigError("no run was given: name a log of scalars")
@@ -101,7 +100,7 @@ def scalar_advice(
 
 
 def _with_typed(run: ScalarRun, num_generations: int | None) -> ScalarRun:
-    """Add the typed group size; refuse a size that differs from the size in the log."""
+    """Add the group size that the user typed; refuse it if the log contains another size."""
     logged = run.num_generations
     if num_generations is not None and logged not in (None, num_generations):
         raise ConfigError(
@@ -118,9 +117,11 @@ def _single_advice(run: ScalarRun, rollouts: int | None) -> Advice:
     numbers: dict[str, Any] = {
         "num_generations": run.num_generations, "rollouts": rollouts or run.rollouts
     }  # fmt: skip
-    sentence = "Scalars do not show which num_generations is best."
+    sentence = "Scalars alone do not show which num_generations is best."
     if run.num_generations:
-        sentence = f"Scalars do not show whether num_generations = {run.num_generations} is good."
+        sentence = (
+            f"Scalars alone do not show whether num_generations = {run.num_generations} is good."
+        )
     if share is not None:
         sentence += f" {_share_sentence(run, share)}"
         numbers |= _share_numbers(share)
@@ -134,36 +135,42 @@ def _single_advice(run: ScalarRun, rollouts: int | None) -> Advice:
 
 def _origin(run: ScalarRun) -> str:
     """Describe the log: trainer, steps and fields."""
-    trainer = run.trainer or "a trainer whose names several trainers use"
+    trainer = run.trainer or "a trainer that its scalar names do not identify"
     averaged = ""
     if (run.steps_per_row or 1) > 1:
         averaged = f", each an average of {run.steps_per_row} steps"
     return (
-        f"Read {len(run.steps)} rows of {trainer}, steps {run.steps[0]:g} to {run.steps[-1]:g}"
-        f"{averaged}: {', '.join(run.logged_names.values())}."
+        f"The log has {len(run.steps)} rows of {trainer}, steps {run.steps[0]:g} to "
+        f"{run.steps[-1]:g}{averaged}. These scalars were read: "
+        f"{', '.join(run.logged_names.values())}."
     )
 
 
 def _share_sentence(run: ScalarRun, share: ZeroVariance) -> str:
-    """State the zero-variance share of the recent steps, and its cost in rollouts."""
+    """State the zero-variance share of the recent steps, and the rollouts that it wastes."""
     steps = f"steps {share.steps[0]} to {share.steps[1]}"
     size = f" of {run.num_generations}" if run.num_generations else ""
     if run.num_generations and share.size != run.num_generations:
-        # The leave-one-out baseline is the mean of the other rewards.
+        # A leave-one-out baseline is the mean of the other G - 1 rewards of the group. It is 0 or 1
+        # if all of them are 0 or all are 1.
         return (
-            f"In {steps}, {share_text(share.share)} of the leave-one-out baselines were 0 or 1: if "
-            f"every reward is 0 or 1, this is the share of zero-variance groups of {share.size}."
+            f"In {steps}, {share_text(share.share)} of the leave-one-out baselines were 0 or 1. If "
+            f"every reward is 0 or 1, this is the share of groups of {share.size} whose rewards "
+            "are equal."
         )
     if share.conditional:
         return (
-            f"In {steps}, {share_text(share.share)} of the groups{size} had only rewards 0 or only "
-            "rewards 1 and gave no gradient."
+            f"In {steps}, all rewards were 0 or all were 1 in {share_text(share.share)} of the "
+            f"groups{size}, which gave no gradient."
         )
     estimate, low, high = share.share
     cost = ""
     if estimate < 1:
         ends = f"[{1 / (1 - low):.1f}, {_generated(high)}]"
-        cost = f", so a useful rollout costs {1 / (1 - estimate):.1f} {ends} generated ones"
+        cost = (
+            f". The run generated {1 / (1 - estimate):.1f} {ends} rollouts for each rollout in a "
+            "group with a gradient"
+        )
     return (
         f"In {steps}, {share_text(share.share)} of the groups{size} had equal rewards and gave no "
         f"gradient{cost}."
@@ -171,12 +178,12 @@ def _share_sentence(run: ScalarRun, share: ZeroVariance) -> str:
 
 
 def _generated(share: float) -> str:
-    """Format the number of generated rollouts per useful one."""
+    """Format the number of generated rollouts per rollout in a group with a gradient."""
     return f"{1 / (1 - share):.1f}" if share < 1 else "no upper end"
 
 
 def _share_numbers(share: ZeroVariance) -> dict[str, Any]:
-    """Return the share and its bounds for programs."""
+    """Return the share and its bounds as entries of the JSON output."""
     estimate, low, high = share.share
     return {
         "zero_variance_share": estimate, "zero_variance_share_low": low,
@@ -190,8 +197,8 @@ def _bound_lines(run: ScalarRun, share: ZeroVariance) -> list[str]:
     """State the bounds at other group sizes, with their assumptions."""
     if share.size is None:
         return [
-            "The log does not have the group size, so nothing follows for other sizes: type "
-            "num_generations=8, for example."
+            "The log does not contain the group size, so nothing follows for other sizes. Add the "
+            "group size to the command, for example num_generations=8."
         ]
     if not share.bounds:
         return share.reasons
@@ -205,27 +212,28 @@ def _bound_lines(run: ScalarRun, share: ZeroVariance) -> list[str]:
         if low < 1
     ]
     return [
-        "Zero-variance share at other sizes, for every mixture of prompt difficulties that agrees "
-        f"with the logged averages (95 % jointly): {', '.join(parts)}.",
-        f"Generated rollouts per useful one: {', '.join(useful)}.",
+        "Bounds on the share of groups with equal rewards at other group sizes: "
+        f"{', '.join(parts)}. The bounds cover every mixture of prompt difficulties that agrees "
+        "with the logged averages, and hold jointly with 95 % confidence.",
+        f"Generated rollouts per rollout in a group with a gradient: {', '.join(useful)}.",
         *share.reasons,
     ]
 
 
 def _useful_lines(run: ScalarRun) -> list[str]:
-    """State the number of generated batches per trained batch under dynamic sampling."""
+    """State how many batches dynamic sampling generated per trained batch."""
     batches = run.values("generated_batches")
     if not len(batches):
         return []
     recent = batches[-max(MIN_ROWS, len(batches) // 2) :]
     return [
-        f"Dynamic sampling generated {recent.mean():.2g} batches for each trained batch in the "
-        f"last {len(recent)} steps ({run.logged_names['generated_batches']})."
+        f"In the last {len(recent)} steps, dynamic sampling generated {recent.mean():.2g} batches "
+        f"per trained batch ({run.logged_names['generated_batches']})."
     ]
 
 
 def _scalar_lines(run: ScalarRun) -> list[str]:
-    """State the other scalars of the recent steps."""
+    """State the recent mean rewards, truncation, clipping, KL divergences and gradient norms."""
     lines = []
     if reward := _mean_text(run, "reward"):
         lines.append(f"Mean reward: {reward}.")
@@ -244,7 +252,7 @@ def _scalar_lines(run: ScalarRun) -> list[str]:
         zero = int((norms == 0).sum())
         lines.append(
             f"The gradient norm is 0 in {zero} of {len(norms)} rows"
-            + (", where the policy did not change." if zero else ".")
+            + (". At these steps the policy did not change." if zero else ".")
         )
     if clipped := _mean_text(run, "clip_ratio", percent=True):
         lines.append(f"Clipped tokens: {clipped}.")
@@ -256,7 +264,7 @@ def _scalar_lines(run: ScalarRun) -> list[str]:
 
 
 def _mean_text(run: ScalarRun, name: str, percent: bool = False) -> str:
-    """Format the mean of a field over the recent steps; empty if it is not logged."""
+    """Format the mean of a field over the recent steps; empty if the field is not logged."""
     rows = recent_rows(run, name)
     if not len(rows):
         return ""
@@ -280,7 +288,7 @@ def _percent(share: float) -> str:
 
 
 def _missing_lines(run: ScalarRun) -> list[str]:
-    """Name what the log lacks, and the setting of its trainer that would log it."""
+    """Name the scalars that the log lacks, and the way to make its trainer log them."""
     lines = []
     for name, meaning in MEANINGS.items():
         if name in run.fields:
@@ -291,15 +299,15 @@ def _missing_lines(run: ScalarRun) -> list[str]:
         if setting:
             lines.append(f"Not in this log: {meaning}. {setting}")
     lines.append(
-        "Noise scale: scalars of one batch size do not show it. grpo_ustat.watch(model, optimizer) "
-        "measures it in any PyTorch trainer, and a second run from the same model with another "
-        "batch size shows it if both logs are named."
+        "The noise scale is unknown, because scalars of one batch size do not show it. There are "
+        "two ways to get it: call grpo_ustat.watch(model, optimizer) in any PyTorch trainer, or "
+        "train a second run from the same model with another batch size and name both logs."
     )
     return lines
 
 
 def _next_command(run: ScalarRun) -> str:
-    """Return the command that measures what the scalars do not show."""
+    """Return the command that gives an answer which scalars cannot give."""
     folder = Path(run.source) if "://" not in run.source else None
     if folder is not None:
         near = [folder, folder.parent, folder.parent.parent]
@@ -311,11 +319,11 @@ def _next_command(run: ScalarRun) -> str:
     if run.trainer not in DUMPS:
         return f"{command_line('mse', 'model=CHECKPOINT')}  # measures the gradient of a checkpoint"
     switch, place = DUMPS[run.trainer]
-    return f"{command_line('advise', place)}  # rollouts, which {run.trainer} writes with {switch}"
+    return f"{command_line('advise', place)}  # {run.trainer} writes these rollouts with {switch}"
 
 
 def _joint_advice(runs: Sequence[ScalarRun], rollouts: int | None) -> Advice:
-    """Return the advice for several runs: their differences, and the noise scale if it is known."""
+    """Return the advice for several runs: their differences, and the noise scale if known."""
     details, decided = _difference_lines(runs)
     noise = _noise_lines(runs, rollouts)
     for run in runs:
@@ -324,7 +332,7 @@ def _joint_advice(runs: Sequence[ScalarRun], rollouts: int | None) -> Advice:
             details.append(f"{run.name}: {_share_sentence(run, share)}")
         details += [f"{run.name}: {note}" for note in run.notes]
     numbers = [_row_numbers(run, rollouts) for run in runs]
-    sentence = details.pop(0) if details else "The runs have no mean reward in common."
+    sentence = details.pop(0) if details else "The runs have no common scalar of the mean reward."
     following = "train further seeds of both settings and name all of their logs"
     if decided:
         following = _next_command(runs[0])
@@ -341,8 +349,9 @@ def _rows(runs: Sequence[ScalarRun], numbers: Sequence[Mapping[str, Any]]) -> li
         table.append([excerpt(run.name, NAME_WIDTH), row["steps"], reward, share, cut])
     return [
         *aligned(table),
-        "Each row has means over the last half of the run's steps, with 95 % intervals over steps: "
-        "the share of zero-variance groups, and the share of completions cut by length.",
+        "Each row has means over the last half of the run's steps, with 95 % intervals over steps. "
+        "`zero variance` is the share of groups with equal rewards; `cut` is the share of "
+        "completions cut by length.",
     ]
 
 
@@ -355,7 +364,7 @@ def _cell(interval: Sequence[float] | None, layout: str) -> str:
 
 
 def _row_numbers(run: ScalarRun, rollouts: int | None) -> dict[str, Any]:
-    """Return the numbers of a run for the table and for programs."""
+    """Return the numbers of a run for the table and for the JSON output."""
     rows = recent_rows(run, "reward") if "reward" in run.fields else np.zeros(0, dtype=np.int64)
     reward = None
     if len(rows):
@@ -375,10 +384,12 @@ def _row_numbers(run: ScalarRun, rollouts: int | None) -> dict[str, Any]:
 
 
 def _difference_lines(runs: Sequence[ScalarRun]) -> tuple[list[str], bool]:
-    """State the differences of mean rewards and whether they exceed the noise.
+    """State the differences of mean rewards between settings, with their intervals.
+
+    Runs whose names differ only in the seed belong to one setting.
 
     Returns:
-        The sentences, and whether a difference between settings with several seeds is decided.
+        The sentences, and True if a difference between settings with several seeds is significant.
     """
     settings: dict[str, dict[str, ScalarRun]] = {}
     for place, run in enumerate(runs):
@@ -403,7 +414,7 @@ def _difference_lines(runs: Sequence[ScalarRun]) -> tuple[list[str], bool]:
 
 
 def _setting_and_seed(name: str, place: int) -> tuple[str, str]:
-    """Split the name of a run into its setting and its seed; a name without seed is a setting."""
+    """Split the name of a run into its setting and its seed; without a seed, it is all setting."""
     found = SEED.search(name)
     if found is None:
         return f"{name}", f"run {place}"
@@ -411,7 +422,7 @@ def _setting_and_seed(name: str, place: int) -> tuple[str, str]:
 
 
 def _common_rewards(runs: Sequence[ScalarRun]) -> tuple[Array, list[Array]]:
-    """Return the last half of the common steps, and the mean rewards of each run at them."""
+    """Return the last half of the common steps, and the mean rewards of each run at these steps."""
     series = [
         {
             float(step): float(value)
@@ -432,24 +443,24 @@ def _step_difference(run: ScalarRun, other: ScalarRun) -> str:
     steps, (values, others) = _common_rewards([run, other])
     if len(steps) < MIN_ROWS:
         return (
-            f"{run.name} and {other.name} have {len(steps)} common steps with a mean reward, and "
+            f"{run.name} and {other.name} have {len(steps)} common steps with a mean reward, but "
             f"{MIN_ROWS} are needed to compare them."
         )
     difference = steps_mean(values - others, share=False)
     low, high = difference.low, difference.high
-    word = "more than" if low > 0 or high < 0 else "not more than"
+    word = "more than" if low > 0 or high < 0 else "within"
     return (
-        f"The mean rewards of {run.name} and {other.name} differ by {difference.estimate:+.3f} "
+        f"The mean reward of {run.name} minus that of {other.name} is {difference.estimate:+.3f} "
         f"[{low:+.3f}, {high:+.3f}] in steps {steps[0]:g} to {steps[-1]:g}, which is {word} the "
-        "noise of their steps. One run of each setting does not show how much seeds differ, so "
-        "this is no statement about the settings."
+        "noise between steps. With one run of each setting, the variation between seeds is "
+        "unknown, so this difference does not show which setting is better."
     )
 
 
 def _seed_difference(
     name: str, first: dict[str, ScalarRun], other_name: str, other: dict[str, ScalarRun]
 ) -> tuple[str, bool]:
-    """Compare two settings by their seeds, paired if they share seeds."""
+    """Compare two settings that have several seeds; paired by seed if they share two or more."""
     steps, values = _common_rewards([*first.values(), *other.values()])
     if not len(steps):
         return f"{name} and {other_name} have no common steps with a mean reward.", False
@@ -471,9 +482,9 @@ def _seed_difference(
         seeds = f"{len(a)} and {len(b)} seeds"
     decided = interval.low > 0 or interval.high < 0
     line = (
-        f"The mean rewards of {name} and {other_name} differ by {interval.estimate:+.3f} "
+        f"The mean reward of {name} minus that of {other_name} is {interval.estimate:+.3f} "
         f"[{interval.low:+.3f}, {interval.high:+.3f}] over {seeds} in steps {steps[0]:g} to "
-        f"{steps[-1]:g}, which is {'more than' if decided else 'not more than'} the noise of seeds."
+        f"{steps[-1]:g}, which is {'more than' if decided else 'within'} the noise between seeds."
     )
     if not decided:
         line += f" {_seeds_sentence(spread, factor)}"
@@ -481,7 +492,9 @@ def _seed_difference(
 
 
 def _seeds_sentence(spread: float, factor: int) -> str:
-    """State the number of seeds with which one percentage point is shown in 4 of 5 comparisons.
+    """State the number of seeds that is needed to show a difference of one percentage point.
+
+    With this number, 4 of 5 comparisons show the difference.
 
     Args:
         spread: standard deviation between seeds, or of the differences between paired seeds.
@@ -489,8 +502,8 @@ def _seeds_sentence(spread: float, factor: int) -> str:
     """
     seeds = units_to_show(spread, POINT, sets=factor)
     return (
-        f"To show one percentage point ({POINT}) in 4 of 5 such comparisons, train {seeds} seeds "
-        "of each setting."
+        f"To detect a true difference of one percentage point ({POINT}) in 4 of 5 such "
+        f"comparisons, train {seeds} seeds of each setting."
     )
 
 
@@ -502,14 +515,14 @@ def _spread_lines(runs: Sequence[ScalarRun]) -> list[str]:
     means = np.array([value.mean() for value in values])
     spread = float(means.std(ddof=1))
     return [
-        f"The mean rewards of {len(runs)} seeds in steps {steps[0]:g} to {steps[-1]:g} are "
-        f"{means.mean():.3f} on average, with a standard deviation of {spread:.3f} between seeds. "
+        f"In steps {steps[0]:g} to {steps[-1]:g}, the mean reward of the {len(runs)} seeds is "
+        f"{means.mean():.3f}. The standard deviation between seeds is {spread:.3f}. "
         f"{_seeds_sentence(spread, 2)}"
     ]
 
 
 def _noise_lines(runs: Sequence[ScalarRun], typed: int | None) -> list[str]:
-    """State the noise scale from gradient norms at two batch sizes, where two runs have them."""
+    """State the noise scale for pairs of runs whose gradient norms have different batch sizes."""
     lines = []
     for place, run in enumerate(runs):
         for other in runs[place + 1 :]:
@@ -519,8 +532,8 @@ def _noise_lines(runs: Sequence[ScalarRun], typed: int | None) -> list[str]:
                 continue
             if VERL in (run.trainer, other.trainer):
                 lines.append(
-                    "Noise scale: verl averages actor/grad_norm over the mini-batches of a step, "
-                    "so runs with two batch sizes do not show it."
+                    "The noise scale is unknown, because verl averages actor/grad_norm over the "
+                    "mini-batches of a step."
                 )
                 continue
             if line := _noise_sentence(run, other):
@@ -529,7 +542,10 @@ def _noise_lines(runs: Sequence[ScalarRun], typed: int | None) -> list[str]:
 
 
 def _noise_sentence(run: ScalarRun, other: ScalarRun) -> str:
-    """State the noise scale from E||g||^2 = ||grad J||^2 + V / n at two values of n."""
+    """State the noise scale of two runs with different numbers of rollouts n.
+
+    The equation E||g||^2 = ||grad J||^2 + V / n at two values of n gives ||grad J||^2 and V.
+    """
     size = run.num_generations
     if size is None or run.rollouts is None or other.rollouts is None:
         return ""
@@ -554,13 +570,13 @@ def _noise_sentence(run: ScalarRun, other: ScalarRun) -> str:
     }
     scale = noise_scale_from_norms(norms, size)["noise_scale"]
     if not math.isfinite(scale.estimate) or not math.isfinite(scale.low):
-        text = "is not decided"
+        text = "is not determined"
     else:
         high = f"{scale.high:.0f}" if math.isfinite(scale.high) else "no upper end"
         text = f"is {scale.estimate:.0f} [{scale.low:.0f}, {high}] rollouts"
     return (
         f"The noise scale {text}, from the gradient norms of {run.name} (n = {run.rollouts}) and "
-        f"{other.name} (n = {other.rollouts}) at {len(steps)} common steps up to {steps[-1]:g}. "
-        "This requires that both runs start from the same model, use the same loss and stay close "
-        "to each other up to there."
+        f"{other.name} (n = {other.rollouts}) at {len(steps)} common steps up to step "
+        f"{steps[-1]:g}. This is valid only if both runs started from the same model, used the "
+        "same loss and had similar policies up to this step."
     )

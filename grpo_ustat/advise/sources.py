@@ -1,4 +1,4 @@
-"""Advice from whatever a path holds; the content of the path decides what it can say."""
+"""Choice of the kind of advice: the content of the paths decides what advice is possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.pages.advice import Advice
 from grpo_ustat.runs.files import RESULT
 
-# Options that apply only to some kinds of sources.
+# Kinds of sources that have rewards by prompt, so that `reward=` and `cluster=` apply.
 REWARD_KINDS = (Kind.COMPLETIONS, Kind.REWARDS, Kind.ROLLOUTS)
 
 
@@ -38,20 +38,24 @@ def advice_of(request: Request) -> Advice:
     if all(kind is Kind.RUN for kind in kinds):
         runs = f"runs=[{','.join(map(str, sources))}]"
         raise ConfigError(
-            f"{len(sources)} run folders: {command_line('report', runs)} compares them; advise "
-            "compares logs of rollouts, rewards and scalars"
+            f"advise compares only logs of rollouts, rewards or scalars, but {len(sources)} run "
+            f"folders are named: compare them with {command_line('report', runs)}"
         )
     shown = ", ".join(
         f"{address_of(x)} ({kind.value})" for x, kind in zip(sources, kinds, strict=True)
     )
-    raise ConfigError(f"{shown}: to compare runs, name a log of the same kind for each")
+    raise ConfigError(
+        f"logs of different kinds cannot be compared: {shown}. Name a log of the same kind for "
+        "each run"
+    )
 
 
 def _from_one(request: Request, kind: Kind) -> Advice:
     """Return advice from a single source that is not a log of scalars."""
     if kind in REWARD_KINDS:
         return reward_advice(request, kind)
-    # Imported here: these need the packages of the study, and a log does not.
+    # Imported here, because this module needs the packages of a study, such as torch. Advice from a
+    # log must work without them.
     from grpo_ustat.advise.runs import pool_advice, run_advice
 
     if kind is Kind.POOL:
@@ -68,7 +72,7 @@ def _from_scalars(request: Request) -> Advice:
 
     if request.model is not None:
         raise ConfigError(
-            f"model={request.model} scores completions, but {request.address} has only scalars: "
+            f"model={request.model} needs completions, but {request.address} has only scalars: "
             "name a log of rollouts, or leave out model="
         )
     _check_options(request, Kind.SCALARS)

@@ -1,9 +1,10 @@
 """Recorder that writes the tokens of verl's rollouts to Parquet files next to verl's dumps.
 
-verl imports this module if `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record` is set.
-With `trainer.rollout_data_dir`, verl writes texts without special tokens to `K.jsonl` at step K.
-This module writes the tokens of the same rows to `K.parquet`, which `grpo-ustat convert` reads. See
-docs/verl.md.
+If `trainer.rollout_data_dir` is set, verl writes the completions of step K as texts to `K.jsonl`.
+These texts have no special tokens, so the exact tokens cannot be recovered. This module writes the
+tokens of the same rows to `K.parquet`, which `grpo-ustat convert` reads. To activate it, set the
+environment variable `VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record`, and verl
+imports the module. See docs/verl.md.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ SCHEMA = pyarrow.schema([
     ("old_log_probs", pyarrow.list_(pyarrow.float64())),
     ("min_global_steps", pyarrow.int64()), ("max_global_steps", pyarrow.int64()),
 ])  # fmt: skip
-# Pattern of the uid of a padding row.
+# verl fills up batches with padding rows; their `uid` matches this pattern.
 PADDING = re.compile(r"pad(\d+|[0-9a-f]{32})")
 # Log-probabilities from the sampler, and from the trainer before its update.
 PER_TOKEN = ("rollout_log_probs", "old_log_probs")
-# First and last version of the weights that wrote a row; a version is the N of global_step_N.
+# First and last version of the weights that wrote a row, because asynchronous training can update
+# the weights during a row. A version is the N of the checkpoint folder global_step_N.
 VERSIONS = ("min_global_steps", "max_global_steps")
 FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_scores", *PER_TOKEN)
 
@@ -43,8 +45,9 @@ FIELDS = ("uid", "prompts", "responses", "loss_mask", "response_mask", "rm_score
 def rows_of_queue(batch: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `KVBatchMeta` of verl's trainer, with tensors in a TransferQueue.
 
-    `response_mask` in a yielded row is the agent loop's mask, which verl stores as `loss_mask`.
-    verl's own `response_mask` can also exclude off-policy tokens.
+    `response_mask` in a yielded row is the mask of the agent loop, which is 1 for the tokens that
+    the policy wrote. verl stores this mask as `loss_mask`. verl's own `response_mask` can also be 0
+    for off-policy tokens.
     """
     queue = import_module("transfer_queue")
     data = queue.kv_batch_get(
@@ -106,7 +109,7 @@ def recorded(
 ) -> Callable[..., None]:
     """Wrap a trainer's `_log_rollout_data` so that it also writes tokens.
 
-    An error is printed and does not end training; verl still writes its dump.
+    If writing fails, the error is printed, training continues, and verl still writes its dump.
     """
 
     @functools.wraps(method)
@@ -135,7 +138,7 @@ _patched = []
 for _module, _name, _rows in _TRAINERS:
     try:
         _trainer = getattr(import_module(_module), _name)
-    # The first module needs transfer_queue.
+    # The first module exists only in newer versions of verl and needs transfer_queue.
     except ImportError:
         continue
     _trainer._log_rollout_data = recorded(_trainer._log_rollout_data, _rows)

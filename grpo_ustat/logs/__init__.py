@@ -1,1 +1,1 @@
-"""Read rollouts that other programs logged: file formats, a common row type, and conversion."""
+"""Readers for rollouts and scalars that other programs logged, and the conversion of rollouts."""

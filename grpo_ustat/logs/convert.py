@@ -1,4 +1,7 @@
-"""Convert a framework's rows to one Parquet file, and count the rows that are left out."""
+"""Conversion of the rollouts that a framework logged to one Parquet file.
+
+The file has the rows of one policy. Rows that cannot be used are left out and counted by reason.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,8 @@ COLUMNS = (
 )  # fmt: skip
 
 BIAS = (
-    "rows were left out because of their content: if this depends on the reward, the accuracy and "
-    "gradient of the remaining rows are biased"
+    "some rows were left out because of their content: if the content of such rows depends on the "
+    "reward, the accuracy and gradient of the remaining rows are biased"
 )
 NO_SCORED_TOKEN = "loss_mask is 0 on every token"
 TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
@@ -54,7 +57,7 @@ TYPE_NOUNS = {str: "text", list: "messages", type(None): "null"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion, which keeps the rows of one policy."""
+    """Result of a conversion: counts of rows, and remarks."""
 
     # Name of the framework.
     name: str
@@ -66,19 +69,20 @@ class Conversion:
     rollouts: int
     # Number of different prompts in the written rows.
     groups: int
-    # True if the token ids are logged.
+    # True if the log has token ids, so that no text must be tokenised again.
     exact: bool
     # Number of rows that were left out, by reason.
     reasons: Counter[str]
-    # Position of the first row that was left out, by reason.
+    # For each reason, the position of the first row that was left out.
     example: dict[str, str]
     # Remarks for the user.
     notes: tuple[str, ...] = ()
-    # Number of rollouts per training step in the run; None: not logged.
+    # Number of rollouts per training step in the run; None if it is not logged.
     step_rollouts: int | None = None
-    # Largest number of completions for any prompt.
+    # Number of completions of the prompt with the most completions.
     largest: int = 0
-    # File with the kept rows and the nearest checkpoint; None if the run has no checkpoint.
+    # File with the kept rows, and the checkpoint nearest to the policy that wrote them; None if the
+    # run has no checkpoint.
     pairing: Pairing | None = None
 
     @property
@@ -88,18 +92,22 @@ class Conversion:
 
     def lines(self) -> list[str]:
         """Return lines for the user: number of kept rows, reasons for left-out rows, remarks."""
-        tokens = "token-exact" if self.exact else "texts, to be tokenised again: inexact"
+        tokens = (
+            "The log has token ids (token-exact)"
+            if self.exact
+            else "The log has only texts; tokenising them again may give other tokens (inexact)"
+        )
         lines = [
-            f"{self.name}: {self.kept} of {self.rows} rows of {self.files} files taken, "
-            f"{self.groups} prompts; {tokens}."
+            f"{self.name}: {self.kept} of {self.rows} rows in {self.files} files were kept, with "
+            f"{self.groups} prompts. {tokens}."
         ]
         if self.rollouts < self.kept:
             lines.append(
-                f"  the rows are turns of {self.rollouts} rollouts: the score of a rollout is the "
-                "sum of the scores of its rows"
+                f"  the rows are turns of {self.rollouts} rollouts: the gradient of a rollout's "
+                "log-probability is the sum over its turns"
             )
         for reason, count in self.reasons.most_common():
-            lines.append(f"  {count} left out: {reason} (first: {self.example[reason]})")
+            lines.append(f"  {count} rows left out: {reason} (first: {self.example[reason]})")
         if self.pairing is not None:
             lines.append(f"  {self.pairing.line()}")
         lines += [f"  {note}" for note in self.notes]
@@ -107,13 +115,13 @@ class Conversion:
             lines.append(f"  a training step of this run has {self.step_rollouts} rollouts")
         if not self.is_for_mse:
             lines.append(
-                f"  no prompt has the {MIN_COMPLETIONS} completions for mse: only advise can "
-                "use the rewards"
+                f"  no prompt has the {MIN_COMPLETIONS} completions that mse needs: only advise "
+                "can use the file, for its rewards"
             )
         elif self.groups < MIN_PROMPTS:
             lines.append(
                 f"  there is only one prompt, as in TRL's default batch on one GPU: to find the "
-                f"best G, log {MIN_PROMPTS} or more"
+                f"best G, log {MIN_PROMPTS} or more prompts per batch"
             )
         return lines
 
@@ -121,11 +129,10 @@ class Conversion:
 def convert(source: Path, framework: Format, target: Path, options: Options) -> Conversion:
     """Read a framework's files and write the rows that a study can use.
 
-    The rows that are left out are counted by reason. Rows are left out if the framework did not
-    train on them, or if they cannot be used, for example because of an infinite reward or a lone
-    surrogate. Rows that are turns of one rollout are kept or left out together. `sieve` leaves out
-    copies, batches that were written again, rows of other runs and other policies, groups with
-    several prompts, and prompts with few completions.
+    A row is left out if the framework did not train on it, or if its content cannot be used, for
+    example because its reward is infinite. `sieve` also leaves out copies, batches that were
+    written a second time, rows of other runs and other policies, groups with several prompts, and
+    prompts with few completions. Rows that are turns of one rollout are kept or left out together.
 
     Args:
         source: file or folder to read.
@@ -141,12 +148,12 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     if not paths:
         pattern = framework.pattern.rpartition("/")[2]
         raise ConfigError(
-            f"{source} contains no {pattern}, the files of {framework.name}: name the folder that "
-            "contains them, or another format with --from"
+            f"{source} contains no {pattern} files, which {framework.name} writes: name the folder "
+            "that contains them, or another format with --from"
         )
     paths, misnamed = split_by_name(source, framework, paths)
     notes = [
-        f"not read: {path}, because {framework.name} writes no file with such a name"
+        f"not read: {path}, because {framework.name} does not write files with such names"
         for path in misnamed
     ]
     notes += [f"not read: {path}, which is packed: unpack it" for path in packed]
@@ -159,7 +166,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
         if row.untrained.startswith(EVALUATION) or row.fault.startswith(NOT_AS_WRITTEN):
             row.left_out = row.untrained or row.fault
     rows = _joined_turns(source, sieve.without_copies(sieve.remaining_rows(rollouts)))
-    # From here on, the turns of a rollout are one item.
+    # From here on, a rollout of several turns is one item.
     items = [*(row for row in rollouts if row.left_out), *rows]
     for row in rows:
         row.fault = row.fault or _fault(row)
@@ -176,7 +183,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
     usable = [row for group in groups for row in group]
     left_out = [row for row in items if row.left_out]
     reasons = Counter(row.left_out for row in left_out for _ in row.turns)
-    # Reversed, so that the dictionary keeps the first row with each reason.
+    # The order is reversed, so that the first row with each reason overwrites the later ones.
     example = {row.left_out: f"{row.path} {row.place}" for row in reversed(left_out)}
     if not usable:
         if options.reward and all(reason.startswith("--reward") for reason in reasons):
@@ -202,7 +209,7 @@ def convert(source: Path, framework: Format, target: Path, options: Options) -> 
 
 
 def _check(target: Path, options: Options) -> None:
-    """Check target and group size before any file is read, and create the target's folder."""
+    """Check the target and the group size before any file is read; create the target's folder."""
     if target.suffix != ".parquet":
         raise ConfigError(f"{target} does not end in .parquet: name a Parquet file to write")
     if target.exists():
@@ -250,7 +257,7 @@ def _rollouts_of(
 
 
 def _joined_turns(source: Path, rows: Sequence[Rollout]) -> list[Rollout]:
-    """Join rows that are turns of one rollout; rollouts of each run and policy are identified."""
+    """Join rows that are turns of one rollout, separately for each run and policy."""
     policies: dict[tuple[str, str | None], list[Rollout]] = {}
     for row in rows:
         policies.setdefault((row.run, row.policy_version), []).append(row)
@@ -279,7 +286,7 @@ def _joined_turns(source: Path, rows: Sequence[Rollout]) -> list[Rollout]:
 def _fault(rollout: Rollout) -> str:
     """Return the reason why a rollout is unusable; empty if it is usable.
 
-    A turn in which the policy wrote no token that counts is usable if another turn has such tokens.
+    A turn may have no token that counts in the loss, if another turn of the rollout has some.
     """
     faults = [_row_fault(row) for row in rollout.turns]
     if "" in faults:
@@ -324,10 +331,10 @@ def _row_fault(rollout: Rollout) -> str:
 def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
     """Make all rows have the same fields and types, which `mse` requires.
 
-    All remaining prompts have the same type (text or messages), and all remaining completions also
-    have one type. Rows with a less common type are left out. Token ids and log-probabilities are
-    each present in all rows or in none. If at least half of the rows have such a field, the rows
-    without it are left out. If fewer rows have the field, it is dropped.
+    Prompts are either texts or lists of messages, and so are completions. If rows differ in this
+    type, the rows with the less common type are left out. Token ids and log-probabilities can be
+    missing in some rows. If at least half of the rows have such a field, the rows without it are
+    left out. If fewer rows have the field, it is dropped from all rows.
     """
     for name in ("prompt", "completion"):
         types = [{TYPE_NOUNS[type(getattr(x, name))] for x in row.turns} for row in rows]
@@ -342,7 +349,7 @@ def _equally_logged(rows: list[Rollout], notes: list[str]) -> list[Rollout]:
         lacking = [row for row in rows if any(getattr(x, name) is None for x in row.turns)]
         if 0 < len(lacking) <= len(rows) / 2:
             for row in lacking:
-                row.left_out = f"it has no {name}, but other rows have"
+                row.left_out = f"it has no {name}, but other rows have it"
             rows = sieve.remaining_rows(rows)
         elif 0 < len(lacking) < len(rows):
             notes.append(f"{name} not written: {len(lacking)} of {len(rows)} rows lack it")
@@ -356,9 +363,10 @@ def _write(
 ) -> None:
     """Write the rows to a Parquet file, and omit columns that are empty in all rows.
 
-    If rollouts have several turns, each turn is a row, with its number and the rollout's name and
-    reward. The file's metadata contains the number of rollouts per step and the update count of the
-    policy that wrote the rows. `advise` and `mse` read both numbers.
+    If rollouts have several turns, each turn is a row. It has its turn number, and the name and the
+    reward of the rollout. The file's metadata contains two numbers that `advise` and `mse` read:
+    the number of rollouts per training step, and the number of updates of the policy that wrote the
+    rows.
     """
     import pyarrow
     from pyarrow import parquet
@@ -388,7 +396,8 @@ def _write(
     columns = {
         name: values for name, values in columns.items() if any(x is not None for x in values)
     }
-    # If this column is missing, a completion counts as ended if it has the end-of-sequence token.
+    # The column is dropped if some values are unknown. Readers then count a completion as ended if
+    # it has the end-of-sequence token.
     if any(value is None for value in columns.get("ended", ())):
         del columns["ended"]
     table = pyarrow.table(columns)

@@ -1,6 +1,6 @@
-"""Identify the rollout formats of twelve frameworks by file names and fields, and parse their rows.
+"""Rollout formats of twelve frameworks: recognition by file names and fields, and parsing of rows.
 
-The formats match the frameworks' code of August 2026.
+The formats are those that the frameworks' code of August 2026 writes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import json_lines, natural_order, parsed_row
 from grpo_ustat.terminal.streams import single_line
 
-# Columns that are in every file that `convert` writes.
+# Every file that `convert` writes has these columns.
 OUTPUT_COLUMNS = {"prompt_id", "reward"}
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
 EVALUATION = "of an evaluation"
-# The messages below add the error in parentheses.
+# Beginning of a message; the error follows in parentheses.
 NOT_AS_WRITTEN = "its row is not as the framework writes it"
 EVALUATION_FOLDER = re.compile(r"(^|[_.-])(val|valid|validation|eval|evaluation)([_.-]|$)")
 TRAINING_FOLDER = re.compile(r"(^|[_.-])(train|training|rollouts?)([_.-]|$)")
-# Special tokens, such as <|end|> and <end_of_turn>.
+# The following expressions recognise the end of a chat template in a logged prompt. It shows that a
+# template wrote the prompt. Special tokens are, for example, <|end|> and <end_of_turn>.
 SPECIAL_TOKEN = r"(?:<[|｜][^<>\s]+>|<\w+_\w+>|\[[|｜]\w+[|｜]\])"
-# Reasoning section that a template opens, or opens and closes.
+# Reasoning section that a template opens, or opens and closes, after the role.
 THOUGHTS = r"\s*(?:<think>\s*(?:</think>\s*)?)?$"
 OPENING_ROLE = r"^(?:system|developer|user)"
 TEMPLATE_ENDS = [
@@ -52,18 +53,18 @@ TEMPLATE_ENDS = [
         # Role before a special token (Llama, Phi-4), or inside a special token (Phi-3, Zephyr).
         rf"(?P<rest>(?:assistant|model){SPECIAL_TOKEN}){THOUGHTS}",
         rf"(?P<rest>(?i:[<\[][|｜]assistant[|｜][>\]])){THOUGHTS}",
-        # Role directly after the question because a special token was removed. Llama puts a blank
-        # line after the role. Phi-4 and gpt-oss are recognised if the text begins with another
-        # role.
+        # Role directly after the question, because the special token between them was removed.
+        # Llama's template has a blank line after the role. The templates of Phi-4 and gpt-oss are
+        # recognised only if the text also begins with a role.
         rf"[^\s/'\"(-](?P<rest>assistant)\n\n{THOUGHTS}",
         rf"{OPENING_ROLE}.*[^\s/'\"(-](?P<rest>assistant){THOUGHTS}",
         rf"{OPENING_ROLE}\s*\n.*(?P<rest>assistant){THOUGHTS}",
         r"(?P<rest></?think>)\s*$",
     )
 ]
-# Names of the form {sample}_{rollout}_{output}.
+# Names that verl gives to rows, of the form {sample}_{rollout}_{output}.
 VERL_NAME = re.compile(r"(?P<rollout>(?P<sample>.*)_\d+)_(?P<output>\d+)")
-# Maximum number of characters in an id; longer values are taken as texts.
+# Maximum number of characters in an id; longer values are treated as texts.
 MAX_ID_LENGTH = 200
 FIELD_TYPES = {
     "group": str, "step": str | None, "sample": str | None, "ended": bool | None,
@@ -74,16 +75,16 @@ FIELD_TYPES = {
 
 
 class File:
-    """File that is being read, with its rows and the information in its path."""
+    """File that is being read: its rows, and the information in its path."""
 
     def __init__(self, path: Path, options: Options):
         self.path, self.options = path, options
-        # Position of the row that is being parsed.
+        # Position of the row that is being parsed, for messages.
         self.place = ""
-        # State after the previous line, for formats whose lines depend on the previous line.
+        # Values that a parser keeps from the previous line, if the meaning of a line depends on it.
         self.before = dict[str, Any]()
         self.absolute_path = absolute(path)
-        # The folder path is used as the name of the run.
+        # The path of the folder is the name of the run.
         self.run, self.stem = str(self.absolute_path.parent), path.stem
 
     @cached_property
@@ -97,11 +98,11 @@ class File:
 
         try:
             return torch.load(self.path, weights_only=True, map_location="cpu")
-        # torch raises many kinds of errors for damaged files and for files with other data.
+        # torch raises many types of errors for damaged files and for files with other data.
         except Exception as error:
             raise DamagedFile(
-                f"{self.path} has more than plain data ({single_line(error, 120)}), so reading "
-                "this pickle might run code: save dictionaries of lists"
+                f"{self.path} has other objects than plain data ({single_line(error, 120)}), so "
+                "reading this pickle might run code: save dictionaries of lists"
             ) from error
 
     def rows(self) -> Iterator[tuple[str, Any]]:
@@ -124,7 +125,7 @@ class File:
 
     @cached_property
     def rewards(self) -> tuple[list[str], dict[str, float]]:
-        """Names of columns that may contain rewards, and default weights of the reward columns."""
+        """Names of columns that may contain rewards, and the default weights of these columns."""
         rows = self.content
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         names, nulls = reward_columns(columns, TRL_COLUMNS)
@@ -133,10 +134,10 @@ class File:
 
     @property
     def is_evaluation(self) -> bool:
-        """True if the file is in a folder for evaluation.
+        """True if the name of a parent folder says that the file is from an evaluation.
 
-        The nearest parent folder with a word for evaluation or training in its name decides. The
-        search ends at the parent of the source.
+        The nearest parent folder whose name has a word such as `eval` or `train` decides. The
+        search ends at the parent of the folder that the user named.
         """
         source, folder = self.options.source, self.absolute_path.parent
         top = folder if source is None or source.is_file() else absolute(source)
@@ -147,7 +148,8 @@ class File:
         return False
 
 
-# Fields of a Rollout. Field `rewards` is a pair: values by name, and default weights by name.
+# Fields of a Rollout, before it is made. The additional field `rewards` is a pair: reward values by
+# name, and default weights by name.
 Fields = dict[str, Any]
 
 
@@ -156,16 +158,17 @@ class Format:
     """Format in which a framework writes rollouts."""
 
     name: str
-    # Function that returns the fields of the rollouts in a row, as a list if there may be several.
+    # Function that parses a row into the fields of a rollout, or into a list if a row of the format
+    # can have several rollouts.
     parse: Callable[[Any, File], Fields | list[Fields]] = field(repr=False)
     # Glob pattern of the framework's files below a source folder.
     pattern: str
-    # Regular expression for the end of a file's path, which excludes copies and earlier attempts
-    # with different names, such as 5_old.jsonl; empty if the pattern suffices.
+    # Regular expression that the end of a file's path must match. It excludes files that users
+    # renamed, such as 5_old.jsonl. Empty if the pattern suffices.
     path_end: str = ""
-    # Fields that identify a row as the framework's; empty if the file name identifies the format.
+    # A row with all of these fields is in this format; empty if the file name alone decides.
     fields: frozenset[str] = frozenset()
-    # Remark for the user.
+    # Remark on the format, shown to the user.
     note: str = ""
     # True if the framework leaves null rewards out of the sum of rewards.
     skips_null: bool = False
@@ -173,8 +176,8 @@ class Format:
     def read(self, path: Path, options: Options) -> Iterator[Rollout]:
         """Yield the rollouts of a file.
 
-        A row in a different format becomes a rollout with a fault. The row is therefore counted,
-        and reading continues with the next row.
+        A row in another format becomes a rollout with a fault, so that it is counted and reading
+        continues.
         """
         file = File(path, options)
         for place, row in file.rows():
@@ -241,8 +244,8 @@ def _trl(row: Mapping[str, Any], file: File) -> Fields:
 def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
     """Parse a line of `log_batched_dict_as_jsonl`, which is one completion.
 
-    A value may be wrapped in a list with one item. A sequence contains prompt, completion and
-    padding, and a mask marks the generated tokens. Groups are not logged, but completions of the
+    A value may be wrapped in a list with one item. `token_ids` has prompt, completion and padding,
+    and `token_loss_mask` is 1 for generated tokens. Groups are not logged, but completions of the
     same prompt are on consecutive lines, and `idx` numbers the lines. With dynamic sampling, the
     row's reward is in `filtered_rewards`.
     """
@@ -267,10 +270,9 @@ def _nemo_rl(packed: Mapping[str, Any], file: File) -> Fields:
 def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
     """Parse a line of `FileMonitor.log_episodes`, which is one episode.
 
-    The format is that of verifiers: each trace is a tree of nodes, and the policy wrote the nodes
-    marked as sampled. The reward is a weighted sum of rewards. Folder `all` contains all received
-    rollouts, and folder `effective` contains the rollouts that were trained on. Each launch of a
-    run has its own run id.
+    An episode has traces in the format of verifiers; see `traces`. The reward is a weighted sum of
+    rewards. The folder `all` has all rollouts that the trainer received, and the folder `effective`
+    has the rollouts on which it trained. A run that is launched several times has several run ids.
     """
     parts = file.absolute_path.parts
     rollouts = [k for k, part in enumerate(parts) if part == "rollouts"]
@@ -284,9 +286,7 @@ def _prime_rl(episode: Mapping[str, Any], file: File) -> list[Fields]:
         untrained=EVALUATION if is_evaluation else "",
     )  # fmt: skip
     if not episode["traces"]:
-        return [
-            common | {"untrained": common["untrained"] or "it failed before it wrote any trace"}
-        ]
+        return [common | {"untrained": common["untrained"] or "it failed before it wrote a trace"}]
     return [
         common | trace_fields(trace, episode, common["untrained"], f" trace {k}")
         | ({"sample": str(trace["id"])} if trace.get("id") else
@@ -320,9 +320,9 @@ def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _slime(sample: Mapping[str, Any], file: File) -> Fields:
-    """Parse a sample from a `--save-debug-rollout-data` pickle, read with `weights_only=True`.
+    """Parse a sample from a pickle that slime writes with `--save-debug-rollout-data`.
 
-    slime's `save_debug_rollout_data` puts `eval_` before the number in names of evaluation files.
+    In the names of evaluation files, slime puts `eval_` before the number.
     """
     before, number = file.stem.rstrip("0123456789"), file.content.get("rollout_id")
     tokens, group = list(sample["tokens"]), sample["group_index"]
@@ -348,9 +348,10 @@ def _slime(sample: Mapping[str, Any], file: File) -> Fields:
 
 
 def template_end(prompt: str) -> str:
-    r"""Return the word with which a chat template ended a prompt, or "" if no template wrote it.
+    r"""Return the word with which a chat template ended a prompt; "" if no template wrote it.
 
-    A chat template puts this word alone on the last line or next to a special token.
+    A chat template ends a prompt with a role such as `assistant`, alone on the last line or next to
+    a special token.
 
     >>> template_end("user\nHow many?\nassistant\n"), template_end("Who is the assistant")
     ('assistant', '')
@@ -359,7 +360,7 @@ def template_end(prompt: str) -> str:
 
 
 def _rollout_ids(name: str) -> dict[str, str | int]:
-    """Return the part of verl's row name that all outputs of a rollout share, and the output."""
+    """Split verl's name of a row into the name of its rollout and the number of the turn."""
     match = VERL_NAME.fullmatch(name)
     return {"uid": match["rollout"], "turn": int(match["output"])} if match else {"uid": name}
 
@@ -367,14 +368,14 @@ def _rollout_ids(name: str) -> dict[str, str | int]:
 def _verl(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a row from {global_steps}.jsonl in `trainer.rollout_data_dir`.
 
-    verl logs texts without special tokens, so rows are never token-exact. If a chat template wrote
-    the prompt, the logged prompt also differs from the prompt that the model read. Files in
-    `trainer.validation_data_dir` have the same format.
+    verl logs texts without special tokens, so the exact tokens are unknown. If a chat template
+    wrote the prompt, the logged prompt also differs from the prompt that the model read, and the
+    file is refused. Files in `trainer.validation_data_dir` have the same format.
     """
     step, uid = str(row.get("step", file.stem)), str(row.get("uid") or "")
     if rest := template_end(row["input"]):
         raise ConfigError(
-            f"{file.path} {file.place}: the prompt ends in {rest}, so a chat template wrote it; "
+            f"{file.path} {file.place}: the prompt ends in {rest}, so a chat template wrote it. "
             "verl logs no special tokens, so the model read a different text: log tokens with "
             "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
             "(docs/verl.md)"
@@ -392,8 +393,8 @@ def _verl(row: Mapping[str, Any], file: File) -> Fields:
 def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a row from {global_steps}.parquet, which `integrations.verl_record` writes.
 
-    The row is one completion, with the first and the last `global_step` of the weights that wrote
-    it. If verl keeps the sampler's log-probabilities, the row contains them.
+    The row is one completion. It has the first and the last `global_step` of the weights that wrote
+    it, and the sampler's log-probabilities if verl keeps them.
     """
     first, last = row["min_global_steps"], row["max_global_steps"]
     return dict(
@@ -410,8 +411,8 @@ def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
 def _areal(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a row that AReaL appended to rollout/{version}/{task_id}.jsonl.
 
-    Texts contain special tokens, and AReaL logs their lengths. Evaluations are in eval-rollout/. A
-    resumed run numbers its tasks from the start again.
+    Texts include special tokens. Evaluations are in eval-rollout/. A resumed run numbers its tasks
+    from 0 again, so one file can have rows of several attempts.
     """
     run, head, tail = (
         file.absolute_path.parent.parent,
@@ -429,7 +430,7 @@ def _areal(row: Mapping[str, Any], file: File) -> Fields:
 
 
 def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Fields]:
-    """Parse a line that ms-swift appended to its log: one list per column.
+    """Parse a line that ms-swift appended to its log; each column is a list with a value per row.
 
     A line with the same step as the previous line is from an evaluation. A line with an earlier
     step is from a resumed run.
@@ -472,12 +473,14 @@ FORMATS = {
         Format(
             "trl", _trl, "**/completions*.parquet", r"/completions_\d{5,}\.parquet",
             frozenset({"prompt", "completion", "step"}), skips_null=True,
-            note="with one update per batch, checkpoint K - 1 wrote file K; record logs the step",
+            note="if each batch is used for one update, checkpoint K - 1 wrote file K; the reward "
+            "function record logs the exact step",
         ),
         Format(
             "nemo_rl", _nemo_rl, "**/train_data_step*.jsonl", r"/train_data_step\d+\.jsonl",
             frozenset({"token_ids", "token_loss_mask", "input_lengths", "rewards"}),
-            note="finish reasons are not logged: a completion with the end token has ended",
+            note="finish reasons are not logged: a completion counts as ended if it has the end "
+            "token",
         ),
         Format(
             "prime_rl", _prime_rl, "**/traces.jsonl",
@@ -490,7 +493,7 @@ FORMATS = {
         ),
         Format(
             "rllm", _rllm, "**/episode_*.json", fields=frozenset({"trajectories", "task"}),
-            note="rLLM logs messages, and token ids only in some rollout engines",
+            note="rLLM always logs messages, but token ids only with some rollout engines",
         ),
         Format(
             "open_instruct", _open_instruct, "**/*_rollouts_*.jsonl", r"_rollouts_\d{6,}\.jsonl",
@@ -499,11 +502,12 @@ FORMATS = {
         Format(
             "verl_record", _verl_record, "**/*.parquet", r"/\d+\.parquet",
             frozenset({"uid", "prompt_ids", "completion_ids", "response_mask", "score"}),
-            note="global_step_20 wrote 21.parquet; verl.model_merger makes a model of it",
+            note="checkpoint global_step_20 wrote 21.parquet; verl.model_merger turns the "
+            "checkpoint into a model",
         ),
         Format(
             "verl", _verl, "**/*.jsonl", r"/\d+\.jsonl", frozenset({"input", "output", "score"}),
-            note="texts without special tokens",
+            note="verl logs texts without special tokens",
         ),
         Format(
             "areal", _areal, "**/*.jsonl", r"/\d+/(\d+|[0-9a-f-]{32,36})\.jsonl",
@@ -525,7 +529,7 @@ FORMATS = {
 def absolute(path: Path) -> Path:
     """Return the absolute path without resolving symbolic links.
 
-    The links are kept because folder names in the path may indicate an evaluation.
+    The folder names as the user typed them may say that a file is from an evaluation.
     """
     return Path(os.path.abspath(path))
 
@@ -565,10 +569,10 @@ def packed_files(source: Path, formats: Iterable[Format]) -> list[Path]:
 def files_of(source: Path, framework: Format) -> Sequence[Path]:
     """Find the files of a framework: the source itself, or files below it if it is a folder.
 
-    A source file is returned if its name or its fields match the format. In a folder, only files
-    with matching names are considered, in natural order. A file is returned if its first row has
-    the fields of the format or cannot be read. If no file has these fields, all files with matching
-    names are returned.
+    If the source is a file, it is returned if its name or its fields match the format. If it is a
+    folder, only files with matching names are considered, in natural order. A file is returned if
+    its first row has the fields of the format, or if it cannot be read. If no file has these
+    fields, all files with matching names are returned.
     """
     if source.is_file():
         is_named = source.match(framework.pattern.rpartition("/")[2])
@@ -587,9 +591,9 @@ def files_of(source: Path, framework: Format) -> Sequence[Path]:
 def split_by_name(
     source: Path, framework: Format, paths: Sequence[Path]
 ) -> tuple[Sequence[Path], Sequence[Path]]:
-    """Separate the files with names that the framework uses from all other files.
+    """Separate the files whose names the framework uses from all other files.
 
-    A single file may have any name.
+    If there is only one file, its name is not checked.
     """
     if not framework.path_end or len(paths) < 2:
         return paths, []
@@ -605,7 +609,7 @@ def split_by_name(
 
 
 def format_of(source: Path) -> Format | None:
-    """Return the format that matches name and fields of a file at or below `source`, or None."""
+    """Return the format that fits the name and fields of a file at or below `source`, or None."""
     for framework in FORMATS.values():
         for path in files_of(source, framework):
             fields = first_fields(path)
@@ -617,7 +621,8 @@ def format_of(source: Path) -> Format | None:
 def first_fields(path: Path) -> set[str] | None:
     """Return the names of the fields in the first row of a file; None if it cannot be read.
 
-    A pickle is not loaded. Its bytes are searched for the names of slime's fields.
+    A pickle is not loaded, because loading may run code. Its bytes are searched for the names of
+    slime's fields.
     """
     fields: Iterable[str] = ()
     try:

@@ -1,8 +1,8 @@
-"""Pair a file of completions with a checkpoint, and count the updates between them.
+"""Pairing of a file of completions with the checkpoint that wrote it or is nearest to it.
 
-After K updates TRL writes completions_K. This file contains the batch that was sampled after K - 1
-updates. For example, the policy in checkpoint-500 wrote the completions in completions_00501. In
-verl, the policy in global_step_(K-1) wrote the completions in K.jsonl.
+TRL writes the file completions_K after K updates, but the completions in it were sampled after
+K - 1 updates. For example, the policy in checkpoint-500 wrote the completions in completions_00501.
+In verl, the policy in global_step_(K-1) wrote the completions in K.jsonl.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True)
 class Pairing:
-    """Completions file, and the checkpoint that is nearest to the policy that wrote the file."""
+    """Completions file, with the checkpoint nearest to the policy that wrote it."""
 
+    # Name of the file.
     file: str
     # Number of updates that the policy had received when it wrote the rows.
     policy_step: int
@@ -47,8 +48,9 @@ class Pairing:
     def line(self) -> str:
         """Return a line that names the file and the checkpoint.
 
-        If a different policy wrote the file, the line also gives the number of updates between the
-        two policies and, if they help, TRL settings that avoid the mismatch.
+        If another policy than the checkpoint wrote the file, the line also gives the number of
+        updates between the two policies. If TRL's settings cause the mismatch, it names settings
+        that avoid it.
         """
         name = self.checkpoint.name
         if self.is_exact:
@@ -62,7 +64,7 @@ class Pairing:
             return line
         file = -(-save_steps // logging_steps) * logging_steps
         return (
-            f"{line}; to log a checkpoint's completions, use logging_steps=1, or save_steps="
+            f"{line}; to log the completions of a checkpoint, use logging_steps=1, or save_steps="
             f"{file - 1} (checkpoint-{file - 1} writes completions_{file:05d})"
         )
 
@@ -102,7 +104,7 @@ def updates_away(policy_step: int | None, checkpoints: Collection[int]) -> int:
 
 def run_folder_of(path: Path) -> Path:
     """Return the folder of the TRL run that wrote a file; the run's checkpoints are in it."""
-    # Path.resolve would follow symbolic links, and their targets may have different names.
+    # The path is not resolved, because the target of a symbolic link may be in another folder.
     folder = Path(os.path.abspath(path)).parent
     return folder.parent if folder.name == "completions" else folder
 
@@ -119,10 +121,10 @@ def updates_between(policy_step: int, checkpoint_step: int) -> str:
 
 
 def logged_policy_step(path: Path) -> int | None:
-    """Return the update count of the policy that wrote a Parquet file, or None if unknown.
+    """Return the number of updates of the policy that wrote a Parquet file, or None if unknown.
 
-    The first source that is present is used: the metadata that `convert` writes, the `policy_step`
-    column that `record` logs in TRL, or the number in TRL's file name minus one.
+    The number is read from the first of these that is present: the metadata that `convert` writes,
+    the column `policy_step` that `record` logs in TRL, or the number in TRL's file name minus one.
     """
     from pyarrow import parquet
 
@@ -153,7 +155,7 @@ def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
 
     Args:
         files: one or more files, in training order.
-        checkpoints: update counts of the checkpoints.
+        checkpoints: numbers of updates of the checkpoints.
     """
     if not checkpoints:
         return files[-1]
@@ -163,10 +165,10 @@ def last_paired(files: Sequence[Path], checkpoints: Collection[int]) -> Path:
 
 
 def model_to_name(path: Path) -> str:
-    """Return the `model=` override that selects the policy that wrote a Parquet file.
+    """Return the `model=` override for the policy that wrote a Parquet file.
 
-    If no checkpoint is known to be that policy, the override contains the placeholder FOLDER and a
-    description of the checkpoint to use.
+    If no checkpoint of that policy is known, the result has the placeholder FOLDER and describes
+    the checkpoint that is needed.
     """
     pairing, step, version = pairing_of_file(path), logged_policy_step(path), _version(path)
     if pairing is not None and pairing.is_exact:
@@ -179,7 +181,7 @@ def model_to_name(path: Path) -> str:
 
 
 def _version(path: Path) -> str | None:
-    """Return the `policy_version` of a Parquet file; None unless all rows have the same version."""
+    """Return the `policy_version` of a Parquet file; None if rows have several versions or none."""
     from pyarrow import parquet
 
     try:
@@ -191,9 +193,9 @@ def _version(path: Path) -> str | None:
 
 
 def checkpoint_step(model: str) -> int | None:
-    """Parse the update count of a checkpoint from its path; return None if no folder has a number.
+    """Parse the number of updates from the path of a checkpoint; None if the path has none.
 
-    For verl's merged models, the number is in the name of a parent folder.
+    For merged models of verl, the number is in the name of a parent folder.
 
     >>> checkpoint_step("out/checkpoint-500/"), checkpoint_step("global_step_8/actor/huggingface")
     (500, 8)
@@ -203,15 +205,15 @@ def checkpoint_step(model: str) -> int | None:
 
 
 def other_policy_sentence(path: Path, model: str) -> str:
-    """Return a warning if the scoring checkpoint did not write the completions, else ""."""
+    """Return a warning if `model` is another policy than the one that wrote a file, else ""."""
     written, scoring = logged_policy_step(path), checkpoint_step(model)
     if written is None or scoring is None or written == scoring:
         return ""
     return (
-        f"WARNING: these completions were written {updates_between(written, scoring)} the policy "
-        f"that scores them: checkpoint-{written} wrote {path.name}, and the model is checkpoint-"
-        f"{scoring}. All numbers here use scores of another policy's completions, and these scores "
-        "are not 0 on average."
+        f"WARNING: these completions were written {updates_between(written, scoring)} the model "
+        f"whose gradients are computed: checkpoint-{written} wrote {path.name}, and the model is "
+        f"checkpoint-{scoring}. The estimators assume that the mean gradient of a completion's "
+        "log-probability is 0, but it is not 0 if another policy wrote the completions."
     )
 
 

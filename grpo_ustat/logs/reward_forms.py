@@ -1,10 +1,10 @@
-"""Forms in which rewards by prompt are written: a row per completion, lists, or a column each.
+"""Three forms in which files contain rewards by prompt.
 
     {"prompt_id": "q1", "reward": 1.0}             a row per completion
     {"prompt_id": "q1", "rewards": [1.0, 0.0]}     a row per prompt with the list of its rewards
     prompt_id,r0,r1                                a row per prompt with a column per completion
 
-The names of the columns and the values decide which form it is; a table that fits several forms is
+The form is recognised by the column names and the values. A table that fits several forms is
 refused.
 """
 
@@ -23,20 +23,21 @@ from grpo_ustat.logs.turns import is_id
 
 Columns = Mapping[str, Sequence[Any]]
 
-# Columns that identify the prompt of a row, in this order.
+# Columns that identify the prompt of a row, in order of preference.
 GROUP_COLUMNS = (
     "prompt_id", "prompt", "group_id", "group", "question", "question_id", "problem_id", "task_id",
 )  # fmt: skip
-# Further names of the column that identifies the prompt in a table with a row per prompt. In a
-# table with a row per completion they may number the rows.
+# Further columns that identify the prompt, but only in a table with a row per prompt. In a table
+# with a row per completion, these columns may number the rows instead.
 ROW_COLUMNS = ("problem", "task", "example_id", "instance_id", "uid", "id", "qid", "idx", "index")
-# Columns with the step or the policy that wrote a row; the first one that exists is used.
+# Columns with the training step of a row, or the policy that wrote it; the first one that exists is
+# used.
 STEP_COLUMNS = (
     "step", "global_step", "global_steps", "training_step", "iteration", "policy_version",
     "policy_step",
 )  # fmt: skip
 LIST_COLUMNS = ("rewards", "reward", "scores", "score")
-# Names of a column per completion, such as r0, reward_3 or completion 12.
+# Numbered column names, such as r0, reward_3 or completion 12; each may be a completion.
 NUMBERED = re.compile(r"(?P<stem>.*?)[\s_.\-\[(]*(?P<number>\d+)[\])]?")
 STEMS = re.compile(
     r"|r|s|g|k|c|a|(mean_)?(rewards?|scores?|completions?|samples?|rollouts?|responses?|attempts?|"
@@ -58,12 +59,13 @@ class Form:
     kind: str
     # Column that identifies the prompt.
     prompt: str
-    # Columns with rewards. In `rows`, a completion's reward is the sum with these weights.
+    # Columns with rewards, and their weights. In the form `rows`, a completion's reward is the
+    # weighted sum of the columns.
     weights: Mapping[str, float]
 
     @property
     def name(self) -> str:
-        """Names of the columns with rewards, for messages."""
+        """Text that names the columns with rewards, for messages."""
         names = list(self.weights)
         if self.kind == "wide" and len(names) > 2:
             return f"{names[0]} to {names[-1]}"
@@ -77,8 +79,8 @@ def form_of(path: Path, columns: Columns, reward: str | None) -> Form:
     Args:
         path: file with the table, for messages.
         columns: values by column name.
-        reward: what the user typed: a column, a weighted sum of columns such as `right=1,form=.5`,
-            several columns of completions such as `a,b,c`, or `r*`. None: not given.
+        reward: text that the user typed, None if there is none: a column, a weighted sum of columns
+            such as `right=1,form=.5`, or the columns of the completions such as `a,b,c` or `r*`.
     """
     if reward is not None and reward not in columns:
         return _typed_form(path, columns, reward)
@@ -116,8 +118,8 @@ def _typed_form(path: Path, columns: Columns, reward: str) -> Form:
         names = [name for name in names if name not in GROUP_COLUMNS + ROW_COLUMNS + STEP_COLUMNS]
         if len(names) < 2:
             raise ConfigError(
-                f"{path}: reward={reward} fits {len(names)} columns of {', '.join(columns)}: name "
-                "at least two"
+                f"{path}: reward={reward} matches {len(names)} of the columns "
+                f"{', '.join(columns)}, but at least two are needed"
             )
         return Form("wide", _prompt_column(path, columns, of_rows=False), dict.fromkeys(names, 1.0))
     if "," not in reward and "=" not in reward:
@@ -131,7 +133,7 @@ def _typed_form(path: Path, columns: Columns, reward: str) -> Form:
 
 
 def _wide_form(path: Path, columns: Columns, numbered: Mapping[str, list[str]]) -> Form:
-    """Return the form with a column per completion, if the table cannot be anything else."""
+    """Return the form with a column per completion; refuse a table that may have another form."""
     prompt = _prompt_column(path, columns, of_rows=False)
     families = {stem: names for stem, names in numbered.items() if STEMS.fullmatch(stem.lower())}
     shown = "; ".join(f"{names[0]} to {names[-1]}" for names in numbered.values())
@@ -154,7 +156,10 @@ def _wide_form(path: Path, columns: Columns, numbered: Mapping[str, list[str]]) 
 
 
 def _numbered(columns: Columns) -> dict[str, list[str]]:
-    """Return the numeric columns whose names end in a number, at least two for each name."""
+    """Find families of numeric columns whose names differ only in a number at the end.
+
+    The keys are the names without the number. Each family has at least two columns.
+    """
     families: dict[str, dict[int, str]] = {}
     for name, values in columns.items():
         match = NUMBERED.fullmatch(name)
@@ -196,7 +201,7 @@ def step_column(columns: Columns) -> str | None:
 
 
 def _has_a_row_per_prompt(columns: Columns, prompt: str) -> bool:
-    """Return True if no prompt has several rows in the same step."""
+    """Return True if each prompt has at most one row per step."""
     step = step_column(columns)
     steps = columns[step] if step else [None] * len(columns[prompt])
     rows = Counter(map(repr, zip(steps, columns[prompt], strict=True)))

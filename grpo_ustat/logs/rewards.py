@@ -1,4 +1,7 @@
-"""Statistics that need only rewards: zero-variance groups by group size, and reward variances."""
+"""Statistics that need only rewards: reward variances, and shares of zero-variance groups.
+
+A group has zero variance if all of its rewards are equal. It then gives no gradient.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from grpo_ustat.logs.tables import read_table
 from grpo_ustat.logs.turns import check_turn_numbers, one_row_per_rollout
 from grpo_ustat.records import MAX_REWARD, Array, is_number
 
-# Columns whose values decide which prompts are the same, before the column of prompt ids.
+# Columns that identify a prompt by its content. If one exists, it is used to find repeated prompts
+# instead of the column of prompt ids.
 CONTENT_COLUMNS = ("prompt", "prompt_ids")
 # Group sizes of the table of shares.
 SIZES = (2, 4, 8, 16, 32, 64)
@@ -37,9 +41,9 @@ MIN_PROMPTS = 20
 
 @dataclass(frozen=True)
 class RewardGroups:
-    """Rewards of completions in groups, each of one prompt and one step."""
+    """Rewards of completions, in groups with the same prompt and the same step."""
 
-    # Name of the columns with the rewards.
+    # Name of the column with the rewards, or of several columns.
     column: str
     # Finite rewards of each group, at least two per group.
     groups: Sequence[Array]
@@ -48,9 +52,9 @@ class RewardGroups:
     # Names of all columns in the file.
     columns: Sequence[str] = ()
     # Key of each group's prompt, or of its cluster of prompts. Groups with equal keys are
-    # correlated. Empty: every group has another prompt.
+    # correlated. If empty, all groups have different prompts.
     prompts: Sequence[str] = ()
-    # Different steps or policies that wrote the groups, in the order of the file.
+    # Distinct steps (or policies) at which groups were written, in the order of the file.
     steps: Sequence[Any] = ()
     # Name of the column with the steps; empty if there is none.
     step_name: str = ""
@@ -59,13 +63,13 @@ class RewardGroups:
 
     @property
     def group_size(self) -> int | None:
-        """Number of completions of every group; None if the groups differ."""
+        """Number of completions per group; None if groups have different sizes."""
         sizes = {len(group) for group in self.groups}
         return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def completions(self) -> int:
-        """Number of completions."""
+        """Total number of completions."""
         return sum(map(len, self.groups))
 
     @property
@@ -74,7 +78,7 @@ class RewardGroups:
         return all(map(is_binary, self.groups))
 
     def by_prompt(self, statistic: Callable[[Array], float], least: int = 2) -> dict[str, float]:
-        """Average a statistic of groups over the groups of each prompt.
+        """Compute a statistic of each group, and average it over the groups of each prompt.
 
         Args:
             statistic: function of the rewards of a group.
@@ -88,7 +92,7 @@ class RewardGroups:
         return {prompt: float(np.mean(of_prompt)) for prompt, of_prompt in values.items()}
 
     def independent(self, size: int) -> int:
-        """Return the number of disjoint groups of `size` completions that every prompt has."""
+        """Return how many disjoint groups of `size` completions every prompt has at least."""
         prompts = self.prompts or range(len(self.groups))
         counts: dict[Any, int] = {}
         for prompt, group in zip(prompts, self.groups, strict=True):
@@ -102,11 +106,12 @@ def read_rewards(path: Path, column: str | None = None, cluster: str | None = No
 
     Args:
         path: Parquet, JSON or CSV file in one of the forms of `reward_forms`.
-        column: column of rewards, or several; see `form_of`. None: `reward` or `rewards` if it
-            exists, otherwise the only numeric column that is not a known column of a log, or the
-            numbered columns.
-        cluster: column whose values mark correlated prompts, such as variants of one problem. None:
-            prompts with different texts (or ids, if there is no text) are independent.
+        column: column of rewards, or several; see `form_of`. If None, the column `reward` or
+            `rewards` is used. If neither exists, it is the only numeric column that is not a known
+            column of a log, or the numbered columns.
+        cluster: column that marks correlated prompts, such as variants of one problem: prompts with
+            equal values are correlated. If None, prompts with different texts (or different ids, if
+            there is no text) are independent.
     """
     columns = read_table(path, GROUP_COLUMNS + ROW_COLUMNS)
     form = form_of(path, columns, column)
@@ -128,7 +133,7 @@ def read_rewards(path: Path, column: str | None = None, cluster: str | None = No
     for row, key in enumerate(keys):
         if prompts[row] is None or columns[content][row] is None:
             name = form.prompt if prompts[row] is None else content
-            raise ConfigError(f"{path} row {row} (from 0): {name} is null: correct or drop it")
+            raise ConfigError(f"{path} row {row} (from 0): {name} is null: correct or drop the row")
         if isinstance(prompts[row], list) and not _is_prompt(prompts[row]):
             raise ConfigError(
                 f"{path} row {row} (from 0): {form.prompt} is a list, {prompts[row]!r:.40}: "
@@ -151,8 +156,8 @@ def read_rewards(path: Path, column: str | None = None, cluster: str | None = No
     kept = [key for key, group in groups.items() if len(group) > 1]
     if not kept:
         raise ConfigError(
-            f"{path}: no {form.prompt} has two completions among {count} rows: log groups of two "
-            "or more"
+            f"{path}: every {form.prompt} in the {count} rows has only one completion: log two or "
+            "more completions per prompt"
         )
     different_steps = list(dict.fromkeys(map(_plain, steps))) if step_name else []
     return RewardGroups(
@@ -162,7 +167,7 @@ def read_rewards(path: Path, column: str | None = None, cluster: str | None = No
 
 
 def _key(value: Any) -> str:
-    """Return a text that is equal for equal values."""
+    """Return a text for a value; equal values have equal texts."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -172,12 +177,12 @@ def _is_prompt(values: list[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that can be hashed."""
+    """Return a value itself if it can be hashed, and otherwise its text."""
     return value if isinstance(value, str | int | float | None) else _key(value)
 
 
 def _list_of_rewards(path: Path, row: int, name: str, value: Any) -> list[Any]:
-    """Return the list of rewards in a row; raise an error if it is none."""
+    """Return the list of rewards in a row; raise an error if the value is not a list."""
     if isinstance(value, list):
         return value
     parts = f" with parts {', '.join(map(str, value))}" if isinstance(value, dict) else ""
@@ -222,10 +227,11 @@ def mean_reward(rewards: RewardGroups) -> Interval:
 
 
 def within_variance(rewards: RewardGroups) -> Interval:
-    """Return the variance of a prompt's rewards, the mean of p (1 - p) for rewards of 0 and 1.
+    """Return the variance of the rewards of one prompt, averaged over prompts.
 
-    The estimate is unbiased. For rewards of 0 and 1, twice the variance is the probability that two
-    completions differ, so its interval is that of a probability.
+    For rewards of 0 and 1, this is the mean of p (1 - p), where p is the success probability of a
+    prompt. The estimate is unbiased. For such rewards, twice the variance is the probability that
+    two completions have different rewards, so the interval is computed as for a probability.
     """
     values_P = np.array([*rewards.by_prompt(lambda group: group.var(ddof=1)).values()])
     if rewards.is_binary:
@@ -235,12 +241,15 @@ def within_variance(rewards: RewardGroups) -> Interval:
 
 
 def between_variance(rewards: RewardGroups) -> Interval:
-    """Return the variance over prompts of the expected reward, by a jackknife over prompts.
+    """Return the variance of the expected reward between prompts, with a jackknife interval.
 
-    The variance of the prompts' mean rewards also contains the noise of these means, which is
-    subtracted. There must be at least two prompts, and the interval is NaN for fewer than 20. In
-    simulations (prompts' probabilities from four beta distributions, 8 completions, 300 samples per
-    case) the intervals cover .89 to .99 for 20 to 150 prompts, and .83 for 10.
+    The observed mean rewards of the prompts vary more than the expected rewards, because they have
+    sampling noise. The estimate subtracts this noise. There must be at least two prompts; the
+    interval is NaN for fewer than 20.
+
+    The coverage of the intervals was simulated with success probabilities from four beta
+    distributions, 8 completions per prompt and 300 samples per case. It was .89 to .99 for 20 to
+    150 prompts, and .83 for 10 prompts.
     """
     means = rewards.by_prompt(np.mean)
     means_P = np.array([*means.values()])
@@ -248,7 +257,7 @@ def between_variance(rewards: RewardGroups) -> Interval:
     for prompt in rewards.prompts or means:
         counts[prompt] += 1
     noise = rewards.by_prompt(lambda group: group.var(ddof=1) / len(group))
-    # The mean of a prompt is an average over its groups.
+    # The mean of a prompt is an average over its groups, so its noise falls with their number.
     noise_P = np.array([noise[prompt] / counts[prompt] for prompt in means])
     count = len(means_P)
     estimate = max(0.0, float(means_P.var(ddof=1) - noise_P.mean()))
@@ -257,7 +266,8 @@ def between_variance(rewards: RewardGroups) -> Interval:
     sums, squares, noises = (x.sum() - x for x in (means_P, means_P**2, noise_P))
     delete_one_P = (squares - sums**2 / (count - 1)) / (count - 2) - noises / (count - 1)
     variance = float(jackknife_variance(delete_one_P))
-    # A few prompts with extreme means determine the variance of a skewed distribution.
+    # If the distribution is skewed, a few prompts with extreme means determine the variance. The
+    # interval then has fewer degrees of freedom.
     carriers = tails(np.ones((1, count)), [delete_one_P[None]]).carriers
     dof = max(min(carriers, count) - 1, 1.0)
     return positive_interval(estimate, variance, dof).within(0, math.inf)
@@ -303,55 +313,57 @@ def reward_lines(rewards: RewardGroups, group_size: int | None) -> list[str]:
     lines = [_counts_line(rewards)]
     if parts:
         lines.append(
-            "Zero-variance groups (frac_reward_zero_std), which give no gradient: "
-            f"{', '.join(parts)}."
+            "Share of groups whose rewards are all equal, so that they give no gradient "
+            f"(frac_reward_zero_std), by group size: {', '.join(parts)}."
         )
     lines.append(_variance_line(rewards, prompts))
     if len(rewards.steps) > 1:
         first, last = rewards.steps[0], rewards.steps[-1]
         lines.append(
             f"The rewards are from {len(rewards.steps)} policies ({rewards.step_name} {first} to "
-            f"{last}): all numbers are averages over these policies."
+            f"{last}). All numbers are averages over these policies."
         )
     return lines
 
 
 def _counts_line(rewards: RewardGroups) -> str:
-    """State the numbers of prompts, groups and completions, and what is left out."""
+    """State the number of prompts, groups and completions, and how many prompts are left out."""
     lengths = [len(group) for group in rewards.groups]
     span = f"{min(lengths)}"
     if min(lengths) != max(lengths):
         span = f"{min(lengths)} to {max(lengths)}"
     prompts, groups = len(rewards.by_prompt(np.mean)), len(rewards.groups)
     if prompts == groups:
-        line = f"{groups} prompts with {span} completions each"
+        line = f"The data are {groups} prompts with {span} completions each"
     else:
         line = (
-            f"{groups} groups of {span} completions from {prompts} different prompts; a repeated "
-            "prompt counts once in the intervals"
+            f"The data are {groups} groups of {span} completions from {prompts} different prompts "
+            "(a prompt with several groups counts once in the intervals)"
         )
-    line += f", rewards of {rewards.column}"
+    line += f"; the rewards are from {rewards.column}"
     if rewards.single:
         line += f"; {rewards.single} prompts with only one completion are left out"
     if rewards.empty:
-        line += f"; {rewards.empty} empty cells are no completions"
+        line += f"; {rewards.empty} empty cells do not count as completions"
     return f"{line}."
 
 
 def _variance_line(rewards: RewardGroups, prompts: int) -> str:
     """State the mean reward and the variances within and between prompts."""
-    within = "The reward variance within prompts"
+    within = "The variance of the rewards of a prompt"
     if rewards.is_binary:
-        within += ", the mean of p(1 - p),"
+        within += ", p(1 - p) for success rate p,"
     if prompts == 1:
         group_means = [group.mean() for group in rewards.groups]
         variances = [group.var(ddof=1) for group in rewards.groups]
         return (
-            f"The mean reward is {np.mean(group_means):.3g}. {within} is {np.mean(variances):.3g}; "
-            "a single prompt does not show the variance between prompts."
+            f"The mean reward is {np.mean(group_means):.3g}. {within} is "
+            f"{np.mean(variances):.3g} on average. A single prompt does not show the variance "
+            "between prompts."
         )
     return (
         f"The mean reward is {number_text(mean_reward(rewards))}. {within} is "
-        f"{number_text(within_variance(rewards))}; the variance of expected rewards between "
-        f"prompts is {number_text(between_variance(rewards))}. The 95 % intervals are over prompts."
+        f"{number_text(within_variance(rewards))} on average. The variance of expected rewards "
+        f"between prompts is {number_text(between_variance(rewards))}. The 95 % intervals are over "
+        "prompts."
     )

@@ -4,14 +4,15 @@ A table may come from `convert`, TRL, our own training or a user. There are two 
 
 - Token-exact tables, such as those that `grpo-ustat convert` writes, have the columns `prompt_id`,
   `prompt_ids`, `completion_ids` (token ids including the end-of-sequence token), `reward` and
-  `ended`. They may have `loss_mask` (1 on tokens that the policy wrote), `logprobs` (one
-  log-probability of the sampler per token) and `policy_version`.
+  `ended`. Optional columns are `loss_mask` (1 on tokens that the policy wrote), `logprobs` (the
+  sampler's log-probability of each token) and `policy_version`.
 - Tables like TRL's completions log have `prompt` and `completion`, which are texts or conversations
-  (lists of messages with `role` and `content`), and one column of rewards. They may have `step`,
-  `advantage` and the columns of our own completions.parquet.
+  (lists of messages with `role` and `content`), and one column of rewards. Optional columns are
+  `step`, `advantage` and the columns of our own completions.parquet.
 
 Several rows may be turns of one rollout; see `turns`. `convert` writes such rows with the columns
-`rollout_id` and `turn`. Rows are numbered from 0. `import_rollouts` describes how `mse` uses them.
+`rollout_id` and `turn`. Rows are numbered from 0. `import_rollouts` describes how `mse` uses a
+table.
 """
 
 from __future__ import annotations
@@ -45,44 +46,45 @@ KNOWN_COLUMNS = (
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids")
 # Key in the Parquet metadata that `convert` writes.
 STEP_ROLLOUTS = "grpo_ustat.step_rollouts"
-# Minimum number of prompts: a single prompt does not show how gradients differ between prompts.
+# Minimum number of prompts. A single prompt does not show how gradients differ between prompts.
 MIN_PROMPTS = 2
-# Minimum number of completions per prompt: unbiased estimators need three, and the jackknife leaves
-# one out.
+# Minimum number of completions per prompt. The unbiased estimators need three, and the jackknife
+# leaves one more out.
 MIN_COMPLETIONS = 4
 
 
 class DamagedFile(ConfigError):
-    """Error for a file that cannot be read at all; other files may still be readable."""
+    """Error for a file that cannot be read; other files of the same log may still be readable."""
 
 
 @dataclass
 class Rollout:
-    """A completion as it was logged, or a rollout of several turns: its first turn and the others.
+    """Rollout as it was logged: a single completion, or several turns.
 
+    A rollout of several turns is represented by its first turn; `later` has the remaining turns.
     The fields describe the first turn, except `reward`, `ended`, `untrained` and `fault`, which
-    describe the rollout.
+    describe the whole rollout.
     """
 
     path: Path
     # Position in the file, such as `line 3`, for use in messages.
     place: str
-    # Name of the group in the framework, unique within a run and a policy.
+    # Name of the group of completions in the framework, unique within a run and a policy.
     group: str = ""
-    # NaN if the row has no reward.
+    # Reward of the rollout; NaN if the row has none.
     reward: float = math.nan
-    # Identifier of the training run: its folder, plus whatever distinguishes several runs in that
-    # folder.
+    # Identifier of the training run: its folder, and a suffix if the folder has several runs.
     run: str = ""
-    # Training step that used the completion; None: not logged.
+    # Training step that used the completion; None if it is not logged.
     step: str | None = None
-    # Name that the framework gave the row within its run; None: no name.
+    # Name that the framework gave the row within its run; None if it gave no name.
     sample: str | None = None
-    # Set of rows, such as a step, that the framework appends to a file together. If a row name
-    # occurs twice in a batch, a resumed run has written the batch again. None: the framework does
-    # not append to files, or it never repeats a name.
+    # Name of the batch (such as a step) whose rows the framework appends to a file together. If a
+    # row name occurs twice in a batch, a resumed run has written the batch a second time. None if
+    # the framework does not append to files, or never repeats a name.
     batch: str | None = None
-    # True if the file contains all received rows and another file contains the rows trained on.
+    # True if this file has all rows that the trainer received, while another file has the rows on
+    # which it trained.
     arrived: bool = False
     # Reason why the framework did not train on the row; empty if it did.
     untrained: str = ""
@@ -92,34 +94,36 @@ class Rollout:
     left_out: str = ""
     # Remark for the user, shown if the row is kept.
     note: str = ""
-    # Token ids including the end-of-sequence token; None: only texts were logged.
+    # Token ids including the end-of-sequence token; None if only texts were logged.
     prompt_ids: list[int] | None = None
     completion_ids: list[int] | None = None
-    # 1 on completion tokens that the policy wrote; None: the policy wrote all tokens.
+    # 1 on completion tokens that the policy wrote; None if the policy wrote all tokens.
     loss_mask: list[int] | None = None
-    # The sampler's log-probabilities of the completion tokens; None: not logged.
+    # The sampler's log-probabilities of the completion tokens; None if they are not logged.
     logprobs: list[float] | None = None
-    # True if the completion has an end-of-sequence token, False if it was truncated; None: not
-    # logged.
+    # True if the completion has an end-of-sequence token, False if it was truncated; None if this
+    # is not logged.
     ended: bool | None = None
-    # Length in tokens including the end-of-sequence token, if only texts were logged; None: not
-    # logged.
+    # Length of the completion in tokens, including the end-of-sequence token. It is used if only
+    # texts were logged; None if it is not logged.
     length: int | None = None
-    # Version of the weights that wrote the completion; None: not logged.
+    # Version of the weights that wrote the completion; None if it is not logged.
     policy_version: str | None = None
-    # Number of updates that led to these weights since the start of training; None: unknown.
+    # Number of updates before these weights since the start of training; None if unknown.
     policy_step: int | None = None
-    # Text or list of messages; None: not logged. Completions read from a table are texts. If the
+    # Text or list of messages; None if not logged. Completions read from a table are texts. If the
     # table has token ids, its prompts are also texts.
     prompt: Any = None
     completion: Any = None
-    # Short texts and whole numbers in the row, keyed by field; some of the values may be ids.
+    # Short texts and whole numbers in the row, keyed by field. Some of them may be the id of a
+    # rollout, by which `turns` recognises rows of one rollout.
     possible_ids: dict[str, str | int] = field(default_factory=dict)
-    # Advantage or list of advantages by token, as logged; None: not logged.
+    # Logged advantage, or list of advantages by token; None if it is not logged.
     advantage: Any = None
-    # Name of a rollout of several turns; None: a single turn.
+    # Name of a rollout of several turns; None for a single turn.
     rollout_id: str | None = None
-    # Later turns of the rollout. The score of a rollout is the sum of the scores of its turns.
+    # Later turns of the rollout. The score of a rollout (gradient of its log-probability) is the
+    # sum of the scores of its turns.
     later: list[Rollout] = field(default_factory=list)
 
     @property
@@ -135,19 +139,21 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Options:
-    """Options for reading logs; they supply information that a framework does not log."""
+    """Options for reading logs: information that the framework does not log, and choices."""
 
     # Number of completions per prompt, used if rows do not name their group.
     group_size: int | None = None
-    # Name of the reward to use if rows have several, or a weighted sum, such as `right=1,form=0.5`.
+    # Name of the reward to use if rows have several, or a weighted sum such as `right=1,form=0.5`.
     reward: str | None = None
-    # Version of the policy whose rollouts are kept; None: the last version.
+    # Version of the policy whose rollouts are kept; if None, `sieve.of_one_policy` chooses one.
     version: str | None = None
     # File or folder to read; set by `convert`.
     source: Path | None = None
 
     def weights(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the weight of each requested reward; do not parse a request that is in `names`.
+        """Return the weight of each reward that `reward` names.
+
+        If the whole text is one of `names`, it is that single reward, even if it has a comma.
 
         >>> Options(reward="right,form=0.5").weights(["right", "form"])
         {'right': 1.0, 'form': 0.5}
@@ -190,15 +196,16 @@ def reward_of(
 
     Args:
         values: rewards by name.
-        options: reading options; `reward` gives the weights.
-        default_weights: weights by name, used if there is no `--reward`.
+        options: reading options, with the weights that the user gave with `--reward`.
+        default_weights: weights by name, used without `--reward`.
         skips_null: True if the framework leaves null rewards out of the sum.
 
     Returns:
         The fields `reward` and `note` of a `Rollout`, or its `fault` if there is no reward.
     """
     rewards = dict(values)
-    # `--reward` may also name a key of a dictionary; a column with the same name takes precedence.
+    # A reward may be a dictionary, and `--reward` may name one of its keys. A column with the same
+    # name takes precedence.
     if options.reward is not None:
         for keys in [value for value in values.values() if isinstance(value, dict)]:
             rewards |= {key: x for key, x in keys.items() if isinstance(rewards.get(key, {}), dict)}
@@ -251,8 +258,9 @@ def default_weights(
 ) -> dict[str, float]:
     """Return weight 1 for the only column of rewards.
 
-    The result is empty if `--reward` is given or if all rewards are null. If there is no column of
-    rewards, a ValueError is raised, and the reader treats the row as one in another format.
+    The result is empty if the user gave `--reward`, or if all rewards are null. If there is no
+    column of rewards, a ValueError is raised. The reader then treats the row as a row of another
+    format.
     """
     if options.reward is not None or (nulls and not names):
         return {}
@@ -268,7 +276,7 @@ def default_weights(
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read all rollouts of a table that are from one policy, in table order.
+    """Read the rollouts of a table, in table order; refuse a table with rows of several policies.
 
     Rows that are turns of one rollout become one `Rollout`.
     """
@@ -277,27 +285,27 @@ def read_rollouts(path: Path) -> list[Rollout]:
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
     if turns is not None:
         columns[rewards] = shared_rewards(path, turns, columns[rewards], columns)
-    # In the completions that a study writes, all steps are null.
+    # All steps are null in the completions that a study of this package writes.
     if set(columns.get("step", ())) == {None}:
         del columns["step"]
     steps = columns.get("step", [0])
     _refuse(path, "step", ["is null" if step is None else None for step in steps])
     if len(set(steps)) > 1:
         raise ConfigError(
-            f"{path} holds steps {min(steps)} to {max(steps)}, each from another policy: keep the "
-            f"rows of one step, such as {max(steps)}"
+            f"{path} has rows of steps {min(steps)} to {max(steps)}, and another policy wrote each "
+            f"step: keep the rows of one step, such as {max(steps)}"
         )
     versions = sorted(set(map(str, columns.get("policy_version", ()))))
     if len(versions) > 1:
         raise ConfigError(
-            f"{path} holds rollouts of {len(versions)} policies, policy_version {versions[0]} to "
-            f"{versions[-1]}: a study measures one policy, so keep the rows of one policy"
+            f"{path} has rollouts of {len(versions)} policies (policy_version {versions[0]} to "
+            f"{versions[-1]}), but a study measures one policy: keep the rows of one policy"
         )
     ended = [value for value in columns.get("ended", ()) if value is not None]
     if wrong := [value for value in ended if not isinstance(value, bool)]:
         raise ConfigError(
-            f"{path}: column ended holds {type(wrong[0]).__name__}, not true (the end token was "
-            "written) or false (the completion was truncated): write booleans"
+            f"{path}: column ended has a value of type {type(wrong[0]).__name__}: write true (the "
+            "end token was written) or false (the completion was truncated)"
         )
     count = len(columns[rewards])
     if is_exact:
@@ -313,7 +321,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
             pairs = zip(columns[name], columns["completion_ids"], strict=True)
             _refuse(path, name, [per_token_fault(value, len(ids)) for value, ids in pairs])
         logprobs = columns.get("logprobs", ())
-        # If only some rows have log-probabilities, the policy that wrote the other rows is unknown.
+        # Log-probabilities show which policy wrote a row. Either all rows have them, or none.
         if any(logprobs):
             nulls = [
                 "is null, but other rows have values" if value is None else None
@@ -346,10 +354,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def joined(rows: Sequence[Rollout], turns: Turns) -> list[Rollout]:
-    """Join rows that are turns of one rollout, in the order in which each rollout begins.
+    """Join rows that are turns of one rollout; rollouts are in the order of their first rows.
 
-    Without turn numbers the turns are in the order of the rows, or in the order of the lengths of
-    their prompts if each prompt extends the previous one. Rewards are those of `shared_rewards`.
+    The turns of a rollout are in the order of their turn numbers. Without numbers, they are sorted
+    by the lengths of their prompts if each prompt extends the previous one, and are otherwise in
+    the order of the rows. The reward of the rollout must already be in its rows; see
+    `turns.shared_rewards`.
     """
     rollouts: dict[int, Rollout] = {}
     joint = turns.rows()
@@ -382,7 +392,10 @@ def _in_order_of_prompts(rows: list[Rollout]) -> list[Rollout]:
 
 
 def _check_texts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Raise an error if the turns of a rollout repeat one prompt instead of what was read."""
+    """Raise an error if all turns of a rollout have the same prompt.
+
+    The prompt of a turn must be the whole text that the model read, including earlier turns.
+    """
     for rollout in rollouts:
         if rollout.later and all(row.prompt == rollout.prompt for row in rollout.later):
             raise ConfigError(
@@ -395,8 +408,8 @@ def _check_texts(path: Path, rollouts: Sequence[Rollout]) -> None:
 def check_columns(path: Path) -> None:
     """Raise an error if a Parquet file lacks a column that a study of rollouts needs.
 
-    Only columns outside KNOWN_COLUMNS are read. If some of them may contain ids, the prompts are
-    read too.
+    To save time, only columns outside KNOWN_COLUMNS are read. If some of them may contain ids, the
+    prompts are read too.
     """
     from pyarrow import parquet
 
@@ -439,12 +452,13 @@ def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:
         missing.append("a numeric column of rewards")
     if missing:
         raise ConfigError(
-            f"{path} cannot be scored; missing: {', and '.join(missing)}; found "
-            f"{', '.join(columns)}: add them, or let grpo-ustat convert read the framework's files"
+            f"{path} cannot be used by a study; missing: {', and '.join(missing)}; found "
+            f"{', '.join(columns)}: add the missing columns, or let grpo-ustat convert read the "
+            "framework's files"
         )
     if len(names) > 1:
         raise ConfigError(
-            f"{path} has several columns of rewards, {', '.join(names)}, and a study uses one: "
+            f"{path} has several columns of rewards, {', '.join(names)}, but a study uses one: "
             "drop the others, or add them up with their weights: grpo-ustat convert --reward "
             f"{','.join(f'{name}=1' for name in names)}"
         )
@@ -457,15 +471,16 @@ def _refuse(path: Path, field: str, faults: Sequence[str | None]) -> None:
     if rows:
         more = f", and {len(rows) - 1} more rows are faulty" if len(rows) > 1 else ""
         raise ConfigError(
-            f"{path} row {rows[0]} (from 0): {field} {faults[rows[0]]}{more}: correct or drop them"
+            f"{path} row {rows[0]} (from 0): {field} {faults[rows[0]]}{more}: correct or drop the "
+            "rows"
         )
 
 
 def step_rollouts(path: Path) -> int | None:
     """Return the number of rollouts per step in the run that wrote a file; None if unknown.
 
-    The number is read from the metadata that `convert` writes. Without this metadata, the rows of
-    the last step are counted, because TRL logs whole batches.
+    The number is read from the metadata that `convert` writes. Without this metadata, the file is
+    taken as a log of TRL, which logs whole batches, and the rows of its last step are counted.
     """
     from pyarrow import parquet
 
@@ -475,8 +490,8 @@ def step_rollouts(path: Path) -> int | None:
         if noted is not None:
             return int(noted)
         if not {"step", "advantage"} <= set(schema.names) or "completion_index" in schema.names:
-            # A log with completion_index is from `grpo-ustat train`, which logs only some groups
-            # per step.
+            # A log with completion_index is from `grpo-ustat train`, which logs only some groups of
+            # a step, so their number is not the number of rollouts.
             return None
         steps = parquet.read_table(path, columns=["step"])["step"].to_pylist()
     except (OSError, ValueError):
@@ -527,7 +542,10 @@ def prompt_fault(value: Any) -> str | None:
 
 
 def completion_fault(value: Any) -> str | None:
-    """Return the reason why a value is not text or a single assistant message; None if it is."""
+    """Return the reason why a study cannot use a value as the completion; None if it can.
+
+    A completion is a text or a single message of the assistant.
+    """
     if isinstance(value, str):
         return None
     fault = _conversation_fault(value)

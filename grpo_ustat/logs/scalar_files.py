@@ -1,11 +1,11 @@
 """Readers of the files in which trainers and trackers store scalars.
 
-Each reader yields rows `(step, values)` in the order in which they were written. A value is what
-the file holds, so it may be a text or a list; `scalars` checks the values that it uses.
+Each reader returns rows `(step, values)` in the order in which they were written. A value can be of
+any type that the file contains, such as a text or a list; `scalars` checks the values that it uses.
 
-Event files of TensorBoard and run files of W&B are read here, without their packages: both are
-sequences of protocol buffers, of which a scalar needs few fields. W&B 0.31 has no reader in Python
-that a program could call, and `[logs]` has neither package.
+Event files of TensorBoard and run files of W&B are read without the packages of these trackers,
+which the extra `[logs]` does not install. Both files are sequences of protocol buffers, and only a
+few fields of them are needed for scalars. W&B 0.31 has no Python function that reads its run files.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from grpo_ustat.terminal.streams import single_line
 
 Row = tuple[Any, Mapping[str, Any]]
 # Columns and keys that contain the step, in order of preference. TRL logs `train/global_step` to
-# W&B, whose own step counts calls.
+# W&B, which is preferred to W&B's own `_step`, a count of logging calls.
 STEP_NAMES = ("train/global_step", "step", "Step", "global_step", "_step")
-# Beginning of a run file of W&B: a block header, then the format's name and version.
+# A run file of W&B begins with these bytes and a version.
 WANDB_MAGIC = b":W&B"
 WANDB_BLOCK, WANDB_HEADER = 32_768, 7
-# Names of tensor types that may hold a scalar: float, double.
+# Layouts for `struct` of the tensor types that may hold a scalar, float and double, by type number.
 TENSOR_TYPES = {1: "<f", 2: "<d"}
-# A larger record holds an image or a histogram, whose checksum is not computed.
+# The checksum of a larger record is not checked, to save time: it holds an image or a histogram.
 MAX_CHECKED_RECORD = 4096
-# A scalar event has about 60 bytes; a length beyond this limit comes from a damaged file.
+# A scalar event has about 60 bytes. A record longer than this limit shows that a file is damaged.
 MAX_RECORD = 2**30
 
 
 @dataclass
 class RawScalars:
-    """Rows of one run, as they were written."""
+    """Rows of one run as they were written, with its name and settings."""
 
     rows: list[Row]
     # Name that the tracker gave to the run; empty if the file has none.
@@ -60,13 +60,13 @@ def trainer_state(path: Path, content: Mapping[str, Any]) -> RawScalars:
     settings = {
         name: content[name] for name in ("logging_steps",) if isinstance(content.get(name), int)
     }
-    # The last row repeats the last step and has the run's totals.
+    # The last row has totals of the run and no scalars of a step. It is left out.
     rows = [(row.get("step"), row) for row in history if "train_runtime" not in row]
     return RawScalars(rows, settings=settings)
 
 
 def json_line_scalars(path: Path, rows: Sequence[Mapping[str, Any]]) -> RawScalars:
-    """Read JSON lines: verl's `{"step", "data": {...}}`, or a step and its values side by side."""
+    """Read JSON lines: verl's `{"step": 1, "data": {...}}`, or objects with step and values."""
     result: list[Row] = []
     for place, row in enumerate(rows):
         name = next((name for name in STEP_NAMES if name in row), None)
@@ -78,7 +78,7 @@ def json_line_scalars(path: Path, rows: Sequence[Mapping[str, Any]]) -> RawScala
 
 
 def json_rows(path: Path, text: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Parse JSON lines; an unfinished last line is left out with a note.
+    """Parse JSON lines; an unfinished last line is left out, with a note for the user.
 
     Returns:
         The rows, and the notes.
@@ -104,13 +104,13 @@ def json_rows(path: Path, text: str) -> tuple[list[dict[str, Any]], list[str]]:
 def csv_scalars(path: Path, text: str) -> list[RawScalars]:
     """Read a CSV table with a column of steps.
 
-    Columns are metrics, or `RUN - METRIC` in a chart that was exported from W&B, which may have
-    several runs. W&B adds `RUN - METRIC__MIN` and `__MAX`; they differ from the value if the export
-    has fewer rows than the run.
+    The name of a column is a metric. In a chart that was exported from W&B it is `RUN - METRIC`,
+    and the chart may have several runs. W&B adds columns `RUN - METRIC__MIN` and `__MAX`. They
+    differ from each other if each row of the export averages several steps.
     """
-    # An unfinished last cell could be read as another number.
+    # A last line without a line end is left out, because its last number may be cut off.
     whole, end, rest = text.rpartition("\n")
-    unfinished = ["The last line has no end and was left out."] * bool(rest.strip())
+    unfinished = ["The last line has no line end and was left out."] * bool(rest.strip())
     try:
         table = [row for row in csv.reader(io.StringIO(whole + end), strict=True) if any(row)]
     except csv.Error as error:
@@ -123,8 +123,9 @@ def csv_scalars(path: Path, text: str) -> list[RawScalars]:
         raise ConfigError(f"{path} has two columns {twice!r:.60}: keep one of them")
     if set(names) == {"Wall time", "Step", "Value"}:
         raise ConfigError(
-            f"{path} was downloaded from TensorBoard and does not name its metric: name the folder "
-            "of event files instead, or rename the column Value to the metric's name"
+            f"{path} was downloaded from TensorBoard, and its column Value does not say which "
+            "metric it is: name the folder of event files instead, or rename the column Value to "
+            "the metric's name"
         )
     steps = [name for name in names if name in STEP_NAMES] or [
         name for name in names if name.endswith("global_step") and " - " not in name
@@ -136,7 +137,7 @@ def csv_scalars(path: Path, text: str) -> list[RawScalars]:
     for number, row in enumerate(body):
         if len(row) != len(names):
             raise ConfigError(
-                f"{path} row {number + 1} has {len(row)} cells, and the header has {len(names)}: "
+                f"{path} row {number + 1} has {len(row)} cells, but the header has {len(names)}: "
                 "export the table again"
             )
     step_index = names.index(steps[0])
@@ -157,13 +158,13 @@ def csv_scalars(path: Path, text: str) -> list[RawScalars]:
         prefix = f"{run} - " if run else ""
         if any(_is_averaged(names, body, prefix + metric) for metric in columns.values()):
             result[-1].notes.append(
-                "W&B exported averages of several steps in each row (__MIN and __MAX differ)."
+                "Each row is an average of several steps in W&B's export (__MIN and __MAX differ)."
             )
     return result
 
 
 def _is_averaged(names: list[str], body: list[list[str]], name: str) -> bool:
-    """Return True if the minimum and the maximum of a row of an exported chart differ."""
+    """Return True if the minimum and the maximum of a metric differ in a row of W&B's export."""
     ends = [f"{name}__MIN", f"{name}__MAX"]
     if not set(ends) <= set(names):
         return False
@@ -172,7 +173,7 @@ def _is_averaged(names: list[str], body: list[list[str]], name: str) -> bool:
 
 
 def _cell(text: str) -> Any:
-    """Return a number, or the text if it is none."""
+    """Return a cell as a number, or as text if it is not a number."""
     try:
         return float(text) if "_" not in text else text
     except ValueError:
@@ -185,7 +186,7 @@ def is_event_file(head: bytes) -> bool:
 
 
 def event_scalars(path: Path) -> RawScalars:
-    """Read the scalars of a TensorBoard event file (records of TFRecord, protobuf `Event`)."""
+    """Read the scalars of a TensorBoard event file: TFRecords with a protobuf `Event` each."""
     data, position, rows = path.read_bytes(), 0, []
     notes = []
     while position < len(data):
@@ -212,7 +213,7 @@ def event_scalars(path: Path) -> RawScalars:
 
 
 def _event_rows(record: bytes) -> list[Row]:
-    """Return the scalars of an event; other events have none."""
+    """Return the scalars of an event; the list is empty if the event has no scalars."""
     step, values = 0, {}
     for number, value in _fields(record):
         if number == 2 and isinstance(value, int):
@@ -225,7 +226,7 @@ def _event_rows(record: bytes) -> list[Row]:
 
 
 def _summary_value(content: bytes) -> dict[str, float]:
-    """Return the tag and the scalar of a `Summary.Value`; nothing if it is no scalar."""
+    """Return the scalar of a `Summary.Value`, keyed by its tag; empty if it is not a scalar."""
     tag, scalar = "", None
     for number, value in _fields(content):
         if number == 1 and isinstance(value, bytes):
@@ -238,7 +239,7 @@ def _summary_value(content: bytes) -> dict[str, float]:
 
 
 def _tensor_scalar(content: bytes) -> float | None:
-    """Return the only number of a `TensorProto`; None if it has another type or shape."""
+    """Return the number in a `TensorProto`; None if it is not a single float or double."""
     kind, data = 0, b""
     for number, value in _fields(content):
         if number == 1 and isinstance(value, int):
@@ -277,7 +278,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return an integer of variable length, and the position behind it."""
+    """Return the varint (integer of variable length) at a position, and the position after it."""
     result = shift = 0
     while True:
         if position >= len(data) or shift > 63:
@@ -292,7 +293,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @cache
 def _crc_table() -> tuple[int, ...]:
-    """Compute the table of CRC-32C (Castagnoli), with the reflected polynomial."""
+    """Compute the lookup table of CRC-32C (Castagnoli), with the reflected polynomial."""
     table = []
     for byte in range(256):
         crc = byte
@@ -312,10 +313,10 @@ def _masked_crc(data: bytes) -> int:
 
 
 def wandb_scalars(path: Path) -> RawScalars:
-    """Read history, name and settings from a run file of W&B, online or offline.
+    """Read history, name and settings from a run file of W&B, of an online or an offline run.
 
-    The file is a log of blocks with checksums, as in LevelDB; each record is a protobuf
-    `wandb_internal.Record`.
+    The file is a sequence of blocks with checksums, in the format of LevelDB's log. Each record is
+    a protobuf `wandb_internal.Record`.
     """
     raw = RawScalars([])
     for record in _wandb_records(path, raw.notes):
@@ -337,7 +338,7 @@ def wandb_scalars(path: Path) -> RawScalars:
 
 
 def _read_wandb_run(content: bytes, raw: RawScalars) -> None:
-    """Add the name and the settings of a `RunRecord`."""
+    """Add the name and the settings of a `RunRecord` to `raw`."""
     for number, value in _fields(content):
         if number == 4 and isinstance(value, bytes):
             raw.settings |= flat_settings(_wandb_items(value))
@@ -346,7 +347,7 @@ def _read_wandb_run(content: bytes, raw: RawScalars) -> None:
 
 
 def _wandb_items(content: bytes) -> dict[str, Any]:
-    """Return the items of a history or of settings: names joined by dots, values from JSON."""
+    """Return the items of a history or of settings; nested names are joined by dots."""
     items: dict[str, Any] = {}
     for number, item in _fields(content):
         if number != 1 or not isinstance(item, bytes):
@@ -363,9 +364,9 @@ def _wandb_items(content: bytes) -> dict[str, Any]:
 
 
 def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
-    """Yield the records of a W&B run file; add a note if the end is missing."""
+    """Yield the records of a W&B run file; add a note if the end of the file is missing."""
     data = path.read_bytes()
-    unfinished = f"The end of {path.name} is missing: the run is active or was killed."
+    unfinished = f"The end of {path.name} is missing: the run still writes to it, or was killed."
     position, record = WANDB_HEADER, b""
     while position < len(data):
         rest = WANDB_BLOCK - position % WANDB_BLOCK
@@ -414,7 +415,7 @@ def online_scalars(path: str) -> RawScalars:
         rows = [dict(row) for row in run.scan_history()]
         name, settings = str(run.name), flat_settings(dict(run.config))
     except Exception as error:
-        # The package raises errors of several unrelated types, for example of `requests`.
+        # The package raises errors of several unrelated types, for example from `requests`.
         raise ConfigError(f"wandb://{path} cannot be read: {single_line(error, 200)}") from error
     steps = [next((row[key] for key in STEP_NAMES if key in row), None) for row in rows]
     return RawScalars(list(zip(steps, rows, strict=True)), name, settings)

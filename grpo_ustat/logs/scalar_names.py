@@ -1,7 +1,8 @@
-"""Names of scalars in the logs of trainers, and the fields that they mean.
+"""Names of scalars in the logs of trainers, and the common field that each name means.
 
-A name may contain `{name}` for a part that depends on the run, such as a reward function. The last
-column states where the name was read: in the newest source of mid-2026 unless it says otherwise.
+A name may contain a placeholder such as `{name}` for a part that depends on the run, for example
+the name of a reward function. The column `source` names the source file of the trainer in which the
+name was found. The source files are the newest of mid-2026 unless an entry says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Name(NamedTuple):
     trainer: str
     name: str
     source: str
-    # Factor from the logged number to the field's unit.
+    # Factor by which the logged number is multiplied to get the unit of the field.
     factor: float = 1.0
 
 
@@ -32,7 +33,7 @@ _PRIME, _PRIME_TRAIN = "prime_rl/orchestrator/metrics.py", "prime_rl/trainer/rl/
 _NEMO, _NEMO_LOSS = "nemo_rl/algorithms/grpo.py", "nemo_rl/algorithms/loss/loss_functions.py"
 _TRL_NAMES = [
     Name("reward", TRL, "reward", _GRPO),
-    # Over the whole batch; early versions logged the mean over groups.
+    # Standard deviation over the whole batch; early versions of TRL logged the mean over groups.
     Name("reward_std", TRL, "reward_std", _GRPO),
     Name("zero_variance", TRL, "frac_reward_zero_std", _GRPO),
     Name("reward/{name}", TRL, "rewards/{name}/mean", _GRPO),
@@ -46,7 +47,7 @@ _TRL_NAMES = [
 ]
 NAMES = [
     *_TRL_NAMES,
-    # The callbacks of transformers for W&B and TensorBoard add the prefix.
+    # The callbacks of transformers for W&B and TensorBoard add the prefix `train/` to TRL's names.
     *(name._replace(name=f"train/{name.name}") for name in _TRL_NAMES),
     Name("reward", VERL, "critic/score/mean", _VERL_DATA),
     Name("reward_min", VERL, "critic/score/min", _VERL_DATA),
@@ -81,10 +82,11 @@ NAMES = [
     Name("grad_norm", NEMO_RL, "train/grad_norm", _NEMO),
     Name("learning_rate", NEMO_RL, "train/lr", _NEMO),
     Name("generated_batches", NEMO_RL, "train/dynamic_sampling_num_gen_batches", _NEMO),
-    # Our own log has TRL's names, and the number of rollouts of all steps so far.
+    # Our own log has TRL's names, and additionally the number of rollouts of all steps so far.
     Name("total_rollouts", OURS, "rollouts", "train/trainer.py"),
 ]
-# Names that only one trainer logs, and by which a log is recognised if its scalars also fit others.
+# Names that only one trainer logs. They identify the trainer of a log whose other names also fit
+# other trainers.
 SIGNATURES = {
     OURS: ("frac_completions_skipped", "seconds_generate"),
     NEMO_RL: ("train/baseline_reward/pct_0", "train/global_valid_seqs", "train/gen_kl_error"),
@@ -93,17 +95,18 @@ SIGNATURES = {
     TRL: ("frac_reward_zero_std", "completions/clipped_ratio", "reward_std",
           "train/frac_reward_zero_std", "train/completions/clipped_ratio", "train/reward_std"),
 }  # fmt: skip
-# Settings, with names joined by dots, that hold a group size, and numbers of rollouts or prompts.
+# Settings that contain the group size. Names of nested settings are joined by dots.
 GROUP_SIZE_SETTINGS = (
     "num_generations", "actor_rollout_ref.rollout.n", "grpo.num_generations_per_prompt",
     "orchestrator.group_size", "group_size",
 )  # fmt: skip
+# Settings that contain the number of prompts per step, each with the setting of the group size.
 PROMPT_SETTINGS = {
     "data.train_batch_size": "actor_rollout_ref.rollout.n",
     "grpo.num_prompts_per_step": "grpo.num_generations_per_prompt",
 }
 LEAVE_ONE_OUT_SETTING = "grpo.use_leave_one_out_baseline"
-# Fields that are shares of something, and fields that cannot be negative.
+# Fields whose values are between 0 and 1, and fields that cannot be negative.
 SHARES = ("zero_variance", "all_zero", "all_one", "truncated", "clip_ratio")
 NONNEGATIVE = (
     "reward_std",
@@ -117,13 +120,13 @@ NONNEGATIVE = (
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """Compile a name with variable parts; such a part contains no slash."""
+    """Compile a name with placeholders; a placeholder matches any text without a slash."""
     parts = re.split(r"\{\w+\}", name)
     return re.compile("([^/]+)".join(map(re.escape, parts)))
 
 
 def match(logged: str, entry: Name) -> str | None:
-    """Return the field that a logged name means by an entry of the table; None if it does not fit.
+    """Return the field that a logged name means if it matches an entry; None if it does not.
 
     >>> match("rewards/format/mean", NAMES[3])
     'reward/format'
@@ -136,7 +139,7 @@ def match(logged: str, entry: Name) -> str | None:
 
 
 def trainer_of(names: Iterable[str]) -> str:
-    """Return the trainer that logs these names; empty if several trainers do."""
+    """Return the trainer that logs these names; empty if they do not identify one trainer."""
     present = set(names)
     for trainer, signatures in SIGNATURES.items():
         if present & set(signatures):

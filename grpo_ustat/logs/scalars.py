@@ -1,8 +1,9 @@
-"""Scalars of a training run, read from any log of them.
+"""Reader of the scalars of a training run, such as the mean reward of each step.
 
-The format is recognised by content: `trainer_state.json` of transformers, JSON lines (verl's `file`
-logger, prime-rl, ours), TensorBoard event files, a run folder of W&B, a CSV table, or
-`wandb://entity/project/run`. `scalar_names` says which scalar of which trainer means which field.
+The format of a log is recognised by its content: `trainer_state.json` of transformers, JSON lines
+(verl's `file` logger, prime-rl, ours), TensorBoard event files, a run folder of W&B, a CSV table,
+or an address `wandb://entity/project/run`. Trainers give the same scalar different names;
+`scalar_names` maps them to common fields.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ READABLE = (
     "trainer_state.json, JSON lines with a step, TensorBoard event files, a folder wandb/run-*, or "
     "a CSV table with a column of steps"
 )
-# Texts that W&B and JSON writers use for numbers that are not finite, which count as missing.
+# Texts that W&B and JSON writers use for numbers that are not finite. Such values count as missing.
 NOT_FINITE = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf")
-# Keys of rows that hold completions, not averages over a batch.
+# Keys that only rows with completions have; such a file is not a log of scalars.
 ROLLOUT_KEYS = {"prompt", "completion", "completions", "input", "output", "prompt_ids", "rewards"}
-# Minimum number of rows that show n by a standard deviation, and the tolerance of n.
+# n can be computed from the logged standard deviation of rewards. This needs at least this many
+# rows, whose values of n may differ from a whole number by at most the tolerance.
 MIN_RATIOS, SIZE_TOLERANCE = 3, 0.2
-# Largest tolerated difference between a share and its range, from rounding to float32.
+# Rounding to float32 can put a share outside of [0, 1] by at most this value.
 ROUNDING = 1e-5
 
 
@@ -76,33 +78,33 @@ class ScalarRun:
     trainer: str
     # Steps in increasing order, [T].
     steps: Array
-    # Canonical fields, [T]; NaN at a step without value.
+    # Values of the common fields of `scalar_names`, each [T]; NaN at a step without a value.
     fields: Mapping[str, Array]
-    # Logged name of each canonical field.
+    # Name of each common field in the log.
     logged_names: Mapping[str, str]
-    # All numeric scalars by logged name, [T].
+    # All numeric scalars, keyed by their name in the log, each [T].
     raw: Mapping[str, Array]
-    # Settings that the log or a file beside it contains.
+    # Settings of the run, from the log or from a file next to it.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    # Group size G and rollouts per step n; None if the log does not have them.
+    # Group size G, and number of rollouts per step n; None if the log does not show them.
     num_generations: int | None = None
     rollouts: int | None = None
-    # Number of training steps whose averages a row holds; None if unknown.
+    # Number of training steps over which a row averages; None if unknown.
     steps_per_row: int | None = 1
-    # Number of rewards that decide whether a group counts as one of equal rewards; G, or G - 1 for
-    # a leave-one-out baseline. None if G is unknown.
+    # Number of rewards that must be equal for a group to count in the zero-variance share. This is
+    # G, or G - 1 if the trainer logs leave-one-out baselines instead. None if G is unknown.
     share_size: int | None = None
     # Sentences about parts that could not be read.
     notes: Sequence[str] = ()
 
     def values(self, name: str) -> Array:
-        """Return the values of a field at the steps that have them; empty if none has."""
+        """Return the values of a field at the steps that have one; empty if no step has."""
         values = self.fields.get(name, np.zeros(0))
         return values[np.isfinite(values)]
 
 
 def is_scalar_log(path: str | Path) -> bool:
-    """Return True if a path holds scalars of a run, judged by content."""
+    """Return True if the content of a path is a log of scalars."""
     if str(path).startswith(ONLINE):
         return True
     try:
@@ -115,7 +117,8 @@ def read_scalars(path: str | Path) -> list[ScalarRun]:
     """Read the runs in a log of scalars; most logs hold one run.
 
     Raises:
-        ConfigError: The path is no log of scalars, it is damaged, or none of its scalars is known.
+        ConfigError: The path is not a log of scalars, it is damaged, or all its scalars are
+            unknown.
     """
     if str(path).startswith(ONLINE):
         address = str(path).removeprefix(ONLINE)
@@ -131,9 +134,9 @@ def read_scalars(path: str | Path) -> list[ScalarRun]:
 
 
 def read_all_scalars(paths: Sequence[str | Path]) -> list[ScalarRun]:
-    """Read several logs; tables with different metrics of the same runs are merged.
+    """Read several logs, and merge tables that have different metrics of the same run.
 
-    W&B exports one table for each chart.
+    W&B exports one such table for each chart.
     """
     runs: list[ScalarRun] = []
     for run in (run for path in paths for run in read_scalars(path)):
@@ -146,13 +149,13 @@ def read_all_scalars(paths: Sequence[str | Path]) -> list[ScalarRun]:
 
 
 def _is_complement(run: ScalarRun, other: ScalarRun) -> bool:
-    """Return True if two tables hold different metrics of a run with a name."""
+    """Return True if two CSV tables have the same run name and different metrics."""
     tables = all(part.source.lower().endswith(".csv") for part in (run, other))
     return tables and run.name == other.name and not set(run.raw) & set(other.raw)
 
 
 def _merged(run: ScalarRun, other: ScalarRun) -> ScalarRun:
-    """Join the metrics of two tables by step."""
+    """Join the metrics of two tables of a run by step."""
     rows: list[Row] = [
         (float(step), {name: float(values[i]) for name, values in part.raw.items()})
         for part in (run, other)
@@ -164,7 +167,7 @@ def _merged(run: ScalarRun, other: ScalarRun) -> ScalarRun:
 
 
 def _raw_scalars(path: Path) -> list[RawScalars]:
-    """Read a file or a folder in the format that its content shows."""
+    """Read a file or a folder; the format is recognised by content."""
     if path.is_dir():
         return _folder_scalars(path)
     if not path.is_file():
@@ -224,7 +227,7 @@ def _json_scalars(path: Path, text: str) -> RawScalars:
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
-    """Return numbers of settings in the files that verl (Hydra) and our runs write beside a log."""
+    """Return whole-number settings from the Hydra files of verl and of our runs next to a log."""
     settings: dict[str, Any] = {}
     for file, pattern in (
         (path.parent / ".hydra/overrides.yaml", r"^- *'?\+*([\w.]+)=(\d+)'?\s*$"),
@@ -237,12 +240,12 @@ def _settings_beside(path: Path) -> dict[str, Any]:
 
 
 def _noted(logs: list[RawScalars], file: Path) -> list[RawScalars]:
-    """Add a note on the file that was chosen in a folder, which may have several logs."""
-    return [replace(raw, notes=[*raw.notes, f"The folder's log is {file}."]) for raw in logs]
+    """Add a note that names the file that was read, because a folder may have several logs."""
+    return [replace(raw, notes=[*raw.notes, f"The file {file} was read."]) for raw in logs]
 
 
 def _folder_scalars(path: Path) -> list[RawScalars]:
-    """Read the log in a folder: of W&B, of a checkpoint or its run, of TensorBoard, or of ours."""
+    """Read the log in a folder of W&B, of a transformers run, of our run, or of TensorBoard."""
     run_files = sorted(path.glob("*.wandb")) or sorted(path.glob("latest-run/*.wandb"))
     if len(run_files) == 1:
         raw = wandb_scalars(run_files[0])
@@ -270,7 +273,7 @@ def _folder_scalars(path: Path) -> list[RawScalars]:
 
 
 def _wandb_summary(path: Path, raw: RawScalars) -> RawScalars:
-    """Return the last values of a W&B run whose file has no history."""
+    """Return the last values of a W&B run whose run file has no history of values."""
     file = path / "files/wandb-summary.json"
     if not file.is_file():
         return raw
@@ -278,12 +281,12 @@ def _wandb_summary(path: Path, raw: RawScalars) -> RawScalars:
         values = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {single_line(error, 100)}") from error
-    note = f"The history is missing; {file.name} has the last values only."
+    note = f"The run file has no history; only the last values were read, from {file.name}."
     return replace(raw, rows=[(values.get("_step", 0), values)], notes=[*raw.notes, note])
 
 
 def _scalar_run(source: str, raw: RawScalars) -> ScalarRun:
-    """Check the rows of a run and find its canonical fields."""
+    """Check the rows of a run, and compute the common fields from the logged names."""
     series, replaced = _series(source, raw.rows)
     notes: list[str] = []
     if not series:
@@ -303,19 +306,23 @@ def _scalar_run(source: str, raw: RawScalars) -> ScalarRun:
                     ambiguous.setdefault(name, [chosen[name][0]]).append(logged)
     for name, names in ambiguous.items():
         del chosen[name]
-        notes.append(f"{name} is logged for {len(names)} agents, {', '.join(names)}: left out.")
+        notes.append(
+            f"{name} was left out, because it is logged for {len(names)} agents: "
+            f"{', '.join(names)}."
+        )
     if not {"reward", "grad_norm", "zero_variance", "all_zero"} & set(chosen):
         listed = ", ".join(excerpt(name, 40) for name in list(series)[:6])
         raise ConfigError(
-            f"{source} has no scalar that TRL, verl, prime-rl, NeMo-RL or grpo-ustat log for the "
-            f"reward or the gradient; it has {listed}"
+            f"{source} has none of the scalars that TRL, verl, prime-rl, NeMo-RL or grpo-ustat log "
+            f"for the reward or the gradient; it has {listed}"
         )
-    # The steps of the canonical fields only: trackers also log the machine's load at other steps.
+    # Only steps of the common fields are used, because trackers also log other values, such as the
+    # load of the machine, at steps of their own.
     steps = np.array(sorted({step for logged, _ in chosen.values() for step in series[logged]}))
     place = {step: i for i, step in enumerate(steps)}
     again = set().union(*(replaced.get(logged, set()) for logged, _ in chosen.values()))
     if again:
-        notes.append(f"{len(again)} steps were logged more than once; the last values count.")
+        notes.append(f"{len(again)} steps were logged more than once; their last values were used.")
     fields: dict[str, Array] = {}
     for name, (logged, entry) in chosen.items():
         fields[name] = np.full(len(steps), np.nan)
@@ -345,7 +352,10 @@ def _scalar_run(source: str, raw: RawScalars) -> ScalarRun:
 
 
 def _run_name(source: str) -> str:
-    """Return the name of the file or folder, or of its parent if a trainer chose the name."""
+    """Return the name of the file or folder that the user chose.
+
+    Names that a trainer chose, such as `checkpoint-100/trainer_state.json`, are skipped.
+    """
     path = Path(source)
     generic = ("trainer_state.json", "metrics.jsonl")
     while path.name in generic or re.fullmatch(r"checkpoint-\d+", path.name):
@@ -358,13 +368,13 @@ def _run_name(source: str) -> str:
 def _series(
     source: str, rows: Sequence[tuple[Any, Mapping[str, Any]]]
 ) -> tuple[dict[str, dict[float, Any]], dict[str, set[float]]]:
-    """Sort rows into series by logged name: value by step.
+    """Sort the values of the rows by logged name, and then by step.
 
-    If a series returns to an earlier step, the run was resumed there: its values from this step on
-    replace the earlier ones.
+    If the steps of a name return to an earlier step, the run was resumed there. The values that
+    were logged before for this step and later steps are dropped.
 
     Returns:
-        The series, and the steps of each series whose value was replaced by another.
+        For each name, its values keyed by step, and the set of steps whose first value was dropped.
     """
     series: dict[str, dict[float, Any]] = {}
     replaced: dict[str, set[float]] = {}
@@ -377,7 +387,7 @@ def _series(
                 "number"
             )
         for logged, value in values.items():
-            # Booleans are no scalars.
+            # Only numbers and texts are kept; booleans are not numbers here.
             if isinstance(value, bool | dict | list) or value is None:
                 continue
             if value in NOT_FINITE or (isinstance(value, float) and not math.isfinite(value)):
@@ -393,7 +403,7 @@ def _series(
 
 
 def _checked(source: str, step: float, logged: str, name: str, value: Any, factor: float) -> float:
-    """Return the number of a canonical field; refuse a text or a number out of range."""
+    """Return the value of a common field; refuse a text or a number out of range."""
     place = f"{source} step {step:g}: {logged}"
     if not is_number(value, MAX_REWARD):
         raise ConfigError(
@@ -402,20 +412,20 @@ def _checked(source: str, step: float, logged: str, name: str, value: Any, facto
         )
     number = float(value) * factor
     if name in SHARES and not -ROUNDING <= number <= 1 + ROUNDING:
-        raise ConfigError(f"{place} is {value}, and a share is between 0 and {1 / factor:g}")
+        raise ConfigError(f"{place} is {value}, but a share is between 0 and {1 / factor:g}")
     if name in NONNEGATIVE and number < 0:
-        raise ConfigError(f"{place} is {value}, and it cannot be negative")
+        raise ConfigError(f"{place} is {value}, but it cannot be negative")
     return number
 
 
 def _add_shares(fields: dict[str, Array], chosen: Mapping[str, tuple[str, Name]]) -> None:
-    """Add the share of groups whose rewards are all 0 or all 1, where both parts are logged."""
+    """Add the share of groups with equal rewards as the sum of the all-0 and the all-1 groups."""
     if "zero_variance" not in fields and {"all_zero", "all_one"} <= set(chosen):
         fields["zero_variance"] = fields["all_zero"] + fields["all_one"]
 
 
 def _with_sizes(run: ScalarRun) -> ScalarRun:
-    """Add G, n and the number of steps in a row, where the log or its settings have them."""
+    """Add G, n and the number of steps per row, as far as the log or its settings show them."""
     settings = run.settings
     size = next((settings[name] for name in GROUP_SIZE_SETTINGS if _is_size(settings.get(name))), 0)
     if run.trainer == PRIME_RL and {"rollouts", "groups"} <= set(run.fields):
@@ -423,7 +433,8 @@ def _with_sizes(run: ScalarRun) -> ScalarRun:
             run.fields["groups"] > 0, run.fields["groups"], 1
         )
         ratios = ratios[np.isfinite(ratios)]
-        # Groups with failed rollouts are smaller, so a few steps may deviate.
+        # Groups with failed rollouts are smaller, so a few steps may have a smaller quotient. The
+        # median ignores these steps.
         typical = float(np.median(ratios)) if len(ratios) else 0.0
         if not size and typical >= 2 and typical == int(typical):
             size = int(typical)
@@ -441,7 +452,7 @@ def _with_sizes(run: ScalarRun) -> ScalarRun:
 
 
 def with_num_generations(run: ScalarRun, num_generations: int | None) -> ScalarRun:
-    """Return the run with the group size that the user typed; refuse another than the log's."""
+    """Add the group size that the user typed, if the log does not show one."""
     if num_generations is None or run.num_generations is not None:
         return run
     leaves_one_out = run.trainer == NEMO_RL and run.settings.get(LEAVE_ONE_OUT_SETTING, True)
@@ -457,13 +468,13 @@ def _is_size(value: Any, least: int = 2) -> bool:
 
 
 def _rollouts(run: ScalarRun) -> int | None:
-    """Return the number of rollouts per training step, from settings or from the log."""
+    """Return the number of rollouts per training step; None if nothing shows it."""
     settings = run.settings
     for prompts, size in PROMPT_SETTINGS.items():
         if _is_size(settings.get(prompts), 1) and _is_size(settings.get(size)):
             return int(settings[prompts] * settings[size])
-    # TRL: `generation_batch_size` serves `steps_per_generation` micro-batches on each device, and a
-    # step accumulates `gradient_accumulation_steps` of them.
+    # In TRL, a generation batch is divided into `steps_per_generation` micro-batches on each
+    # device, and a training step uses `gradient_accumulation_steps` of them.
     batch, parts, used = (
         settings.get(name)
         for name in (
@@ -481,9 +492,10 @@ def _rollouts(run: ScalarRun) -> int | None:
 
 
 def variance_ratios(run: ScalarRun, rows: Integers) -> Array:
-    """Return the variance of the rewards over m (1 - m), at rows whose mean reward m is mixed.
+    """Return the variance of the rewards, divided by m (1 - m), where m is the mean reward.
 
-    For n rewards of 0 and 1 and the divisor n - 1 the ratio is n / (n - 1).
+    Only rows with 0 < m < 1 are used. For n rewards of 0 and 1 whose variance has the divisor
+    n - 1, the ratio is n / (n - 1).
     """
     means, stds = run.fields["reward"][rows], run.fields["reward_std"][rows]
     mixed = (means > 0) & (means < 1)
@@ -491,7 +503,10 @@ def variance_ratios(run: ScalarRun, rows: Integers) -> Array:
 
 
 def _rollouts_from_std(run: ScalarRun) -> int | None:
-    """Return n for rewards of 0 and 1, whose standard deviation over the batch shows it."""
+    """Compute n from the standard deviation over the batch, for rewards of 0 and 1.
+
+    The result is None if the standard deviations do not agree on one n.
+    """
     if run.steps_per_row != 1 or not {"reward", "reward_std"} <= set(run.fields):
         return None
     values = np.isfinite(run.fields["reward"]) & np.isfinite(run.fields["reward_std"])

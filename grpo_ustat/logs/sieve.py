@@ -1,14 +1,13 @@
-"""Select the rows of one policy, remove copies, and group the rows by prompt.
+"""Selection of the rows that a conversion keeps: one policy, no copies, grouped by prompt.
 
-Each step marks the rows that it leaves out with a reason and returns the remaining rows. The steps
-run in this order: remove copies, keep a single attempt if a resumed run wrote a batch again, choose
-one run, choose one policy, and form groups.
+The steps run in this order: remove copies, keep one attempt of each batch that a resumed run wrote
+several times, choose one run, choose one policy, and form groups. Each step writes a reason into
+the rows that it leaves out, and returns the remaining rows.
 
-Definition of a copy: **two rows are the same sample if they have the same name in the framework and
-are bit-identical. If the framework does not name rows, a row is a copy if its complete group also
-occurs in another file. Equal completions of a group in one file are separate samples, and all of
-them count.** (Two samples of a short answer can have the same tokens and even the same
-log-probabilities.)
+Definition of a copy: **if the framework names rows, two rows with the same name and identical
+contents are copies. If it does not, a row is a copy if its complete group also occurs in another
+file. Equal completions of a group in one file are separate samples, and all of them count**,
+because two samples of a short answer can have the same tokens and even the same log-probabilities.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def remaining_rows(rows: Sequence[Rollout]) -> list[Rollout]:
 
 
 def copy_digest(row: Rollout) -> bytes:
-    """Compute a digest of all fields that copies of a row have in common."""
+    """Compute a digest of the fields that are equal in all copies of a row."""
     shared = (
         row.run, row.policy_version, row.group, row.prompt_ids or row.prompt,
         row.completion_ids or row.completion, row.logprobs, row.reward,
@@ -46,7 +45,8 @@ def copy_digest(row: Rollout) -> bytes:
 def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
     """Leave out copies, as defined in the module docstring.
 
-    If a run logs the rows that it trained on, all its other rows are left out too.
+    If a run has a separate log of the rows on which it trained, all its other rows are left out
+    too.
     """
     contents = [copy_digest(row) for row in rows]
     shipped: dict[str, set[str | bytes]] = {}
@@ -79,11 +79,11 @@ def without_copies(rows: Sequence[Rollout]) -> list[Rollout]:
 
 
 def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
-    """Leave out rows of a batch that a resumed run wrote again.
+    """Keep only one attempt of each batch that a resumed run wrote several times.
 
-    A repeated name starts a new attempt at the batch. The last attempt that has at least half as
-    many rows as the largest attempt is kept. A later attempt with fewer rows is assumed to have
-    just begun.
+    A new attempt begins where a row name occurs a second time. The kept attempt is the last one
+    that has at least half as many rows as the largest attempt. A later attempt with fewer rows is
+    assumed to be incomplete.
     """
     attempts: dict[tuple[str, str], list[dict[str, Rollout]]] = {}
     for row in rows:
@@ -96,14 +96,17 @@ def last_written(rows: Sequence[Rollout]) -> list[Rollout]:
         most = max(map(len, batch_attempts))
         last = max(k for k, attempt in enumerate(batch_attempts) if 2 * len(attempt) >= most)
         for row in (row for attempt in batch_attempts[:last] for row in attempt.values()):
-            row.left_out = "written again later: the run was resumed before it"
+            row.left_out = "written again later, after the run was resumed from an earlier step"
         for row in (row for attempt in batch_attempts[last + 1 :] for row in attempt.values()):
-            row.left_out = "written again with less than half as many rows as the largest attempt"
+            row.left_out = (
+                "written again with less than half as many rows as the largest attempt, so this "
+                "attempt is incomplete"
+            )
     return remaining_rows(rows)
 
 
 def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
-    """Keep the rows of one run: the run of the last usable row."""
+    """Keep only the rows of the run that wrote the last usable row."""
     usable = [
         row for row in rows
         if not row.untrained and not row.fault and version in (None, row.policy_version)
@@ -113,7 +116,7 @@ def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
     run = usable[-1].run
     for row in rows:
         if row.run != run:
-            other = f"of another run than {run}, which is kept (name the other run's folder)"
+            other = f"of another run than {run}, which is kept (to keep it, name its folder)"
             row.left_out = row.untrained or other
     return remaining_rows(rows)
 
@@ -121,8 +124,8 @@ def of_one_run(rows: Sequence[Rollout], version: str | None) -> list[Rollout]:
 def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
     """Return the median number of rollouts per training step; None if steps are not logged.
 
-    If most groups have the same size, the median is rounded to a multiple of this size, because a
-    few rows may be missing.
+    If most groups have the same size, the median is rounded to a multiple of this size. The
+    rounding corrects for a few missing rows.
     """
     steps = Counter(row.step for row in rows if row.step is not None)
     if not steps:
@@ -139,12 +142,13 @@ def rollouts_of_step(rows: Sequence[Rollout]) -> int | None:
 def of_one_policy(
     rows: Sequence[Rollout], version: str | None, checkpoints: Collection[int] = ()
 ) -> list[Rollout]:
-    """Keep the rows of policy `version`, or of the last policy with a complete batch.
+    """Keep only the rows of one policy.
 
-    A batch counts as complete if its policy has at least half as many rows as the policy with the
-    most rows, because a step that has just begun has few rows. Groups with a single row do not
-    count here. If the run has checkpoints, the complete policy that is the fewest updates away from
-    a checkpoint is kept. If several policies are equally near, the last of these is kept.
+    This is the policy `version` if it is given. Otherwise, only policies with enough rows are
+    considered: at least half as many as the policy with the most rows, because the last step of a
+    log may be incomplete. Groups with a single row do not count here. If the run has checkpoints,
+    the policy that is the fewest updates away from a checkpoint is kept. If several policies are
+    equally near, or if there are no checkpoints, the last of them is kept.
     """
     groups = Counter((row.policy_version, row.group) for row in rows)
     sizes: Counter[str | None] = Counter()
@@ -153,7 +157,7 @@ def of_one_policy(
     if version is not None and version not in sizes:
         versions = sorted(sizes, key=_age)
         raise ConfigError(
-            f"--version {version}: no usable row has this version; rows have "
+            f"--version {version}: no usable row has this version; the versions are "
             + (
                 f"{versions[0]} to {versions[-1]}"
                 if len(versions) > 1
@@ -182,16 +186,16 @@ def of_one_policy(
 
 
 def _age(version: str | None) -> tuple[list[int], str]:
-    """Return a sort key for a policy version: the numbers in the version, then the whole text."""
+    """Return the sort key of a policy version: the numbers in its text, then the text itself."""
     return [int(number) for number in re.findall(r"\d+", version or "")], version or ""
 
 
 def in_groups(rows: Sequence[Rollout]) -> list[list[Rollout]]:
     """Group the completions by prompt.
 
-    A group within a step must have a single prompt. Groups with the same prompt are merged. Prompts
-    with fewer completions than `mse` needs are left out. If no prompt has that many, only prompts
-    with a single completion are left out.
+    Within a step, all rows of a group must have the same prompt; other groups are left out. Groups
+    with the same prompt are merged. Prompts with fewer completions than `mse` needs are left out.
+    If no prompt has that many, only prompts with a single completion are left out.
     """
     groups: dict[tuple[str | None, str], list[Rollout]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Read a table by its content, whatever the name of its file: Parquet, JSON or CSV."""
+"""Reader of Parquet, JSON and CSV tables, which recognises the format by content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from grpo_ustat.runs.files import FORMULA
 from grpo_ustat.terminal.streams import single_line
 
 PARQUET = b"PAR1"
-# First bytes of files that are not tables, with the kind of file and what to do.
+# First bytes of files that cannot be read as tables, with a message: the kind of file, and what to
+# do.
 OTHER_FILES = {
     b"\x1f\x8b": "compressed: unpack it first, e.g. with gunzip",
     b"BZh": "compressed: unpack it first, e.g. with bunzip2",
@@ -33,7 +34,8 @@ OTHER_FILES = {
 PICKLE = re.compile(rb"\x80[\x02-\x05]")
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 DELIMITERS = ",;\t|"
-# A number in a cell of a CSV file. Python would also accept 1_0 as 10, and digits of other scripts.
+# Number in a cell of a CSV file. `float` is not used to recognise numbers, because it accepts 1_0
+# as 10, and digits of other scripts.
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 BOOLEANS = {"true": True, "false": False}
 
@@ -62,7 +64,7 @@ def text_of_file(path: Path) -> str:
 
 
 def is_parquet(path: Path) -> bool:
-    """Return True if a file begins as a Parquet file does."""
+    """Return True if a file begins with the bytes of a Parquet file."""
     with path.open("rb") as file:
         return file.read(len(PARQUET)) == PARQUET
 
@@ -74,7 +76,7 @@ def read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, list[Any]]:
 
     Args:
         path: file with the table.
-        texts: columns of a CSV file whose cells stay texts, so that ids 1 and 01 differ.
+        texts: columns of a CSV file whose cells stay texts, so that the ids 1 and 01 differ.
 
     Raises:
         ConfigError: The file contains no table, it is damaged, or it has no rows.
@@ -85,7 +87,7 @@ def read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, list[Any]]:
 
             columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
         elif path.suffix == ".parquet":
-            raise ConfigError(f"{path} cannot be read: it does not begin as a Parquet file")
+            raise ConfigError(f"{path} cannot be read: it does not begin like a Parquet file")
         else:
             text = text_of_file(path)
             is_json = text.lstrip()[:1] in ("{", "[")
@@ -102,7 +104,7 @@ def read_table(path: Path, texts: Sequence[str] = ()) -> dict[str, list[Any]]:
 
 
 def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
-    """Parse one object per line, or one document with a list of objects or a single object."""
+    """Parse JSON with one object per line, a list of objects, or a single object."""
     lines = [(number, line) for number, line in enumerate(text.splitlines()) if line.strip()]
     rows: list[Any] = []
     try:
@@ -142,7 +144,7 @@ def _csv_rows(path: Path, text: str, texts: Sequence[str]) -> list[dict[str, Any
     delimiter = max(DELIMITERS, key=head.count)
     if not head.count(delimiter):
         raise ConfigError(f"{path} has a single column or is no table: {single_line(head, 40)!r}")
-    # The reader accepts quoted line breaks only if line ends are kept as they are.
+    # newline="" keeps line ends as they are, without which the reader rejects quoted line breaks.
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         header, *body = [line for line in lines if any(map(str.strip, line))]
@@ -155,9 +157,9 @@ def _csv_rows(path: Path, text: str, texts: Sequence[str]) -> list[dict[str, Any
         if len(line) > len(names):
             raise ConfigError(
                 f"{path} row {number} (from 0) has {len(line)} cells, but there are {len(names)} "
-                "columns: correct it"
+                "columns: correct the row"
             )
-    # The column without name is the index that pandas writes.
+    # A column without a name is dropped: it is the index that pandas writes.
     return [
         {
             name: (cell or None) if name in texts else _value(cell)

@@ -1,9 +1,10 @@
 """Rollouts of several turns in one record: traces and results of verifiers, episodes of rLLM.
 
-A trace of verifiers, which prime-rl logs too, is a tree of messages. It branches if the policy read
-something else than the conversation so far, such as a summary, or if it asked another agent. Each
-path from the root to a leaf is a row, and the policy wrote a message only in the first path that
-contains the message, as in prime-rl's `iter_trainable_branches`.
+A trace of verifiers, which prime-rl also logs, is a tree of messages (nodes). The tree branches if
+the policy read something else than the conversation so far, such as a summary, or if it asked
+another agent. Each path from the root to a leaf becomes one row. A message that is in several paths
+must be counted once: it counts as written by the policy only in the first path that contains it,
+which agrees with prime-rl's `iter_trainable_branches`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ def trace_fields(
 ) -> Fields:
     """Parse the trace of a single agent.
 
-    The prompt ends before the first token that the policy wrote.
+    The prompt of a row ends before the first token that the policy wrote.
+
+    Args:
+        trace: trace from the log.
+        episode: episode that contains the trace.
+        untrained: reason why the framework did not train on the episode; empty if it did.
+        at: position of the trace in the line, for messages.
     """
     nodes = trace["nodes"]
     written: set[int] = set()
@@ -59,9 +66,10 @@ def trace_fields(
 
 
 def _paths(nodes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the places of the nodes on each path from a root to a leaf, ordered by leaf.
+    """Return the indices of the nodes on each path from a root to a leaf, ordered by leaf.
 
-    `parent` is the place of a node's parent, or None for a root. Nodes without it are a chain.
+    `parent` is the index of a node's parent, or None for a root. If a node has no such key, its
+    parent is the node before it.
     """
     parents = [node.get("parent", place - 1 if place else None) for place, node in enumerate(nodes)]
     if any(parent is not None and not 0 <= parent < place for place, parent in enumerate(parents)):
@@ -79,10 +87,10 @@ def _paths(nodes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 def _path_fields(
     nodes: Sequence[Mapping[str, Any]], path: Sequence[int], written: set[int]
 ) -> Fields:
-    """Concatenate the tokens of a path, and add its sampled nodes to `written`.
+    """Concatenate the tokens of a path, and add the nodes that the policy wrote to `written`.
 
-    Nodes that are already in `written` are not scored again. A node has log-probabilities for its
-    sampled tokens only or for all its tokens.
+    Nodes that are already in `written` get the loss mask 0, because an earlier path counts them. A
+    node has log-probabilities either for all its tokens or only for its sampled tokens.
     """
     tokens, mask, logprobs, are_logged = list[int](), list[int](), list[float](), True
     for place in path:
@@ -113,8 +121,8 @@ def _path_fields(
 def result_fields(row: Mapping[str, Any]) -> Fields:
     """Parse a line of `results.jsonl`, which verifiers' `vf-eval` writes: one rollout.
 
-    With `--state-columns trajectory` the line contains the steps of the rollout. Steps that the
-    client returned with tokens are read; otherwise the line has only texts.
+    With `--state-columns trajectory` the line contains the steps of the rollout. If the client
+    returned all steps with tokens, each step becomes a turn. Otherwise only the texts are read.
     """
     common: Fields = dict(
         group=str(row["example_id"]), ended=not row["is_truncated"],
@@ -185,12 +193,17 @@ def _steps_fields(steps: Sequence[Mapping[str, Any]]) -> Fields:
 
 
 def credit_by_turn(name: str, values: Sequence[Any]) -> str:
-    """Return the reason why a rollout with these values of its turns is unusable, or ""."""
+    """Return the reason why a rollout is unusable if its turns have different values, or "".
+
+    Args:
+        name: meaning of the values, `advantage` or `reward`.
+        values: value of each turn.
+    """
     different = differ_by_turn(values)
     if different is None:
         return ""
     low, high = different
     return (
-        f"its turns have {name} {low:g} and {high:g}, but credit by turn gives another gradient "
-        f"than one {name} for the rollout"
+        f"its turns have {name} {low:g} and {high:g}, but all turns must have the same {name}, "
+        f"because a separate {name} for each turn gives another gradient"
     )

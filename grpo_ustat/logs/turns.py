@@ -1,11 +1,13 @@
-"""Recognise rows that are turns of one rollout rather than independent samples for a question.
+"""Recognition of rows that are turns of one rollout, and not independent samples for a question.
 
-An agent's log may have one row per turn, each with the reward of the whole rollout. Such rows count
-as one rollout: its score is the sum of the scores of its rows. The prompt of a later turn contains
-the earlier turns, so without this module each row would count as a separate question. The content
-of the rows reveals turns. In a log of single rows a prompt has several completions, so the prompt
-occurs in several rows with the same id or with different ids. The turns of one rollout have
-different prompts. Each of these prompts extends the previous prompt or occurs under only one id.
+The log of an agent may have one row per turn, each with the reward of the whole rollout. Such rows
+must count as one rollout. (The score of a rollout, the gradient of its log-probability, is the sum
+of the scores of its turns.) The prompt of a later turn contains the earlier turns, so without this
+module each turn would count as another question.
+
+The contents of the rows show which kind of log it is. In a log of independent samples, a question
+has several completions, so its prompt occurs in several rows. The turns of one rollout have
+different prompts: each prompt extends the previous one, or it occurs under only one rollout id.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 
-# Names of rollout-id columns in verl-agent, rLLM, SkyRL, AReaL and ROLL.
+# Names of columns that identify a rollout in verl-agent, rLLM, SkyRL, AReaL and ROLL.
 ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?|sessions?|conversations?|dialogs?|dialogues?|"
     r"interactions?|requests?|eids?|uids?)(_?(id|ids|uid|uuid|idx|index|key|no|num|number))?"
 )
-# Names that mean a single rollout; the other names may also mean a question or a request.
+# Those of these names that always mean a rollout; the other names may also mean a question or a
+# request.
 SINGLE_ROLLOUT_NAME = re.compile(
     r"(traj|trajector(y|ies)|episodes?|rollouts?)(_?(id|ids|uid|uuid|key))?"
 )
@@ -35,21 +38,23 @@ TURN_NAME = re.compile(
     r"(_?(id|idx|index|no|num|number))?"
     r"|step_(id|idx|index|no|num|number|in_(episode|trajectory|rollout))|(is_)?last_(step|turn)"
 )
-# Names of columns that number the turns of a rollout. Plural names such as `turns` are excluded,
-# because such a column may contain the number of turns in a rollout. `step_id` is excluded because
-# it may count training steps.
+# Names of columns that certainly number the turns of a rollout. Plural names such as `turns` are
+# excluded, because such a column may contain the number of turns in a rollout. `step_id` is
+# excluded, because it may count training steps.
 SINGLE_TURN_NAME = re.compile(r"(?!.*s$|step_(?!in_))" + f"(?:{TURN_NAME.pattern})")
-# Names of index columns; an index may restart from 0 in each group.
+# Names of columns with an index, which may restart from 0 in each group.
 INDEX_NAME = re.compile(r".*(idx|index|no|num|number)")
-# Names of columns that identify the question, with which an index of a rollout becomes unique.
+# Names of columns that identify the question. Together with the question, an index that restarts in
+# each group identifies a rollout.
 QUESTION_NAME = re.compile(
     r"(prompt|group|question|task|instance|data|example|problem)(_?(id|uid|uuid|idx|index))?|uid"
 )
 LAST_TURN_NAME = re.compile(r"(is_)?last_(step|turn)")
 ADVANTAGE_NAME = re.compile(r"advantages?|baselines?")
-# Relative difference of two advantages that rounding explains.
+# Two advantages count as equal if their relative difference is at most this value.
 ADVANTAGE_ROUNDING = 1e-5
-# Minimum share of rows whose prompts continue other rows, if no column reveals turns.
+# If no column shows turns, rows count as turns if the prompts of at least this share of rows
+# continue other rows.
 MIN_LATER_TURNS = 0.25
 ID_NAME = re.compile(r"(.*_)?(id|idx|index|uid|uuid)|(n|num)_(turns|steps|rounds)")
 # Fields that never contain ids of rollouts.
@@ -72,17 +77,17 @@ def is_id(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Turns:
-    """Rollouts to which rows belong, for rows that are turns of rollouts."""
+    """Assignment of rows to rollouts of several turns."""
 
-    # Names of the columns that identify a rollout, for messages.
+    # Name of the column that identifies a rollout, for messages.
     column: str
-    # Name of each row's rollout; None: the row is a rollout itself.
+    # Name of each row's rollout; None for a row that is a rollout itself.
     rollouts: Sequence[str | None]
-    # Turn number of each row; None: not logged.
+    # Turn number of each row; None if turns are not numbered.
     numbers: Sequence[int] | None
 
     def rows(self) -> dict[str, list[int]]:
-        """Return the rows of each rollout that has several, in the order of turn numbers."""
+        """Return the row indices of each rollout that has several rows, in the order of turns."""
         rows: dict[str, list[int]] = {}
         for row, name in enumerate(self.rollouts):
             if name is not None:
@@ -98,11 +103,11 @@ def find_turns(
 ) -> Turns | None:
     """Identify the rollout of each row if the rows are turns of rollouts; return None if not.
 
-    An error is raised if rows are turns and no columns identify their rollouts.
+    If the rows are turns, but no column identifies their rollouts, an error is raised.
 
     Args:
         place: source of the rows, for messages.
-        prompts: prompt of each row as text, token ids or messages; None: not logged.
+        prompts: prompt of each row as text, token ids or messages; None if they are not logged.
         columns: values of all rows by column name; only texts and whole numbers are used.
     """
     ids = {
@@ -140,16 +145,18 @@ def find_turns(
             if counted is not None:
                 return Turns(name, rollouts, counted or None)
     raise ConfigError(
-        f"{place}: the rows are turns of one rollout ({evidence}), and no column identifies the "
-        "rollout of a row: add a column rollout_id with the same value in all rows of a rollout, "
-        "and a column turn that numbers them; or drop the ids if every row is a rollout"
+        f"{place}: several rows are turns of one rollout ({evidence}), but no column identifies "
+        "the rollout of a row: add a column rollout_id with the same value in all rows of a "
+        "rollout, and a column turn that numbers them; or, if every row is a rollout, drop the "
+        "columns of ids"
     )
 
 
 def _id_of(value: Any, is_named: bool) -> str | int | None:
     """Return a text or a whole number, or None for other values.
 
-    Tables with missing values store numbers as floats, so columns named like ids may contain them.
+    In a table with missing values, whole numbers are stored as floats. They are accepted if the
+    column has the name of an id.
     """
     if isinstance(value, float) and is_named and value.is_integer():
         return int(value)
@@ -165,7 +172,7 @@ def _joint_ids(questions: Sequence[Any], ids: Sequence[Any]) -> list[str | None]
 
 
 def _places(ids: Sequence[Any]) -> list[list[int]]:
-    """Return the rows of each id that has several rows."""
+    """Return the row indices of each id that has several rows."""
     rows: dict[Any, list[int]] = {}
     for row, value in enumerate(ids):
         if value is not None:
@@ -174,10 +181,15 @@ def _places(ids: Sequence[Any]) -> list[list[int]]:
 
 
 def _divides(ids: Sequence[Any], finer: Sequence[Any]) -> bool:
-    """Return True if ids begin anew with each question, so that a question is part of the name.
+    """Return True if ids restart with each question, so that only both together are unique.
 
-    They do if an id occurs with several questions, and some rows of an id share their question. If
-    each turn has another question, the column contains prompts of turns rather than questions.
+    This is so if an id occurs with several questions, and some rows with an id have the same
+    question. If all rows with an id have different questions, the column of questions contains the
+    prompts of turns.
+
+    Args:
+        ids: id of each row.
+        finer: id of each row, joined with its question.
     """
     is_divided = any(len({finer[row] for row in rows}) > 1 for rows in _places(ids))
     return is_divided and bool(_places(finer))
@@ -186,11 +198,19 @@ def _divides(ids: Sequence[Any], finer: Sequence[Any]) -> bool:
 def _turn_numbers(
     rollouts: Sequence[str | None], keys: Sequence[Any] | None, columns: Sequence[Sequence[Any]]
 ) -> list[int] | None:
-    """Return the turn number of each row, or [] if turns are not numbered.
+    """Check whether ids can be those of rollouts, and number the turns.
 
-    None is returned if `rollouts` cannot identify rollouts. They can if the turn numbers within a
-    rollout are all different. Without such numbers, the prompts must be different, and either each
-    prompt extends the previous one, or only one of them occurs in several rollouts.
+    If there are turn numbers, they must be different within a rollout. Without them, the prompts of
+    a rollout must be different. In addition, each prompt must extend the previous one, or at most
+    one of the prompts may occur in several rollouts.
+
+    Args:
+        rollouts: possible rollout id of each row.
+        keys: comparable prompt of each row; None if prompts are not logged.
+        columns: columns that may number the turns.
+
+    Returns:
+        The turn number of each row, [] if turns are not numbered, or None if the check fails.
     """
     several = _places(rollouts)
     if not several:
@@ -223,7 +243,7 @@ def _is_chain(prompts: Sequence[Any]) -> bool:
 def one_row_per_rollout(
     place: object, columns: Mapping[str, list[Any]], rewards: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Keep the first row of each rollout of a table of rewards, with the rollout's rewards.
+    """Keep only the first row of each rollout in a table of rewards, with the rollout's rewards.
 
     Args:
         place: source of the table, for messages.
@@ -250,19 +270,20 @@ def shared_rewards(
     columns: Mapping[str, Sequence[Any]],
     places: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Return the reward of each row's rollout.
+    """Return, for each row, the reward of its rollout.
 
-    Rows may repeat the reward, or only one row has it and the others have none. If a column marks
-    the last turn, as in SkyRL, the other turns may also have the reward 0. An error is raised if
-    the rows of a rollout have different rewards or different advantages, because the gradient of a
-    rollout is its advantage times the sum of the scores of its rows.
+    A log may repeat the reward in all rows of a rollout, or have it in only one of them. If a
+    column marks the last turn, as in SkyRL, the other turns may also have the reward 0.
+
+    An error is raised if the rows of a rollout have different rewards or different advantages. The
+    estimators need one advantage per rollout, which multiplies the scores of all its turns.
 
     Args:
         place: source of the rows, for messages.
         turns: rollouts of the rows.
-        rewards: reward of each row; None or NaN: not logged.
+        rewards: reward of each row; None or NaN if it is not logged.
         columns: values of all rows by column name.
-        places: position of each row, for messages; None: rows are numbered from 0.
+        places: position of each row, for messages; None to number the rows from 0.
     """
     shared = list(rewards)
     places = places or [f"row {row} (from 0)" for row in range(len(shared))]
@@ -278,9 +299,9 @@ def shared_rewards(
             if different := differ_by_turn([values[row] for row in rows]):
                 low, high = different
                 raise ConfigError(
-                    f"{which} has {advantage} {low:g} and {high:g} in its rows: all turns of a "
-                    "rollout must share one advantage, because advantages by turn give another "
-                    "gradient: drop the rollout, or log it without a baseline by turn"
+                    f"{which} has {advantage} {low:g} and {high:g} in its rows, but all turns of a "
+                    "rollout must share one advantage, because a separate advantage for each turn "
+                    "gives another gradient: drop the rollout, or log it with one baseline"
                 )
         logged = [row for row in rows if not _is_missing(rewards[row])]
         if last is not None and [bool(last[row]) for row in rows].count(True) == 1:
@@ -293,7 +314,7 @@ def shared_rewards(
                 f"{which} has the rewards {rewards[logged[0]]!r:.20} and "
                 f"{rewards[different[0]]!r:.20} in {places[logged[0]]} and {places[different[0]]}, "
                 "but all turns of a rollout must share one reward: write the reward of the whole "
-                "rollout in each of its rows"
+                "rollout into each of its rows"
             )
         for row in rows:
             shared[row] = rewards[logged[0]] if logged else rewards[row]
@@ -308,7 +329,7 @@ def differ_by_turn(values: Sequence[Any]) -> tuple[float, float] | None:
     """Return the smallest and the largest value of the turns, or None if all are equal.
 
     Args:
-        values: a number, a list of numbers by token or None for each turn.
+        values: value of each turn: a number, a list with a number for each token, or None.
     """
     given = [x for x in map(_single_number, values) if x is not None]
     if not given or max(given) - min(given) <= ADVANTAGE_ROUNDING * max(map(abs, given)):
@@ -317,7 +338,10 @@ def differ_by_turn(values: Sequence[Any]) -> tuple[float, float] | None:
 
 
 def _single_number(value: Any) -> float | None:
-    """Return the only nonzero value of an advantage, which may be a list with a value per token."""
+    """Return an advantage as a number; None if it is a list with several nonzero values.
+
+    The value of a list with one value per token is its only nonzero value, or 0.
+    """
     values = value if isinstance(value, list) else [value]
     numbers = {x for x in values if isinstance(x, int | float) and x != 0}
     if not values or any(x is None or isinstance(x, str) for x in values) or len(numbers) > 1:
@@ -330,8 +354,8 @@ def check_turn_numbers(
 ) -> None:
     """Raise an error if rows of a group have different turn numbers.
 
-    Some logs contain only rewards, or repeat the question as the prompt of every turn. In these
-    logs only the turn number distinguishes turns from rollouts.
+    Some logs contain only rewards, or repeat the question as the prompt of every turn. Only turn
+    numbers then show that several rows are turns of one rollout, and not several rollouts.
 
     Args:
         place: source of the rows, for messages.
@@ -347,8 +371,8 @@ def check_turn_numbers(
             if value is not None and first.setdefault(group, value) != value:
                 raise ConfigError(
                     f"{place}: rows of one {name} have {column} {first[group]} and {value}, so "
-                    "each turn would count as a completion: keep one row per completion, such as "
-                    f"its last turn, without {column}"
+                    "they are turns, and each turn would count as a completion: keep one row per "
+                    f"completion, such as its last turn, and drop the column {column}"
                 )
 
 
@@ -366,18 +390,18 @@ def _comparable(prompts: Sequence[Any]) -> list[Any] | None:
 
 
 def _extends(later: Any, earlier: Any) -> bool:
-    """Return True if a prompt begins with an earlier prompt and is longer."""
+    """Return True if a prompt is longer than another prompt and begins with it."""
     return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
 
 def _evidence_of_ids(
     ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None, questions: Sequence[Any] | None
 ) -> tuple[str, str]:
-    """Return the id column that reveals turns of rollouts and an example, or two empty texts.
+    """Return the id column that shows turns of rollouts and an example, or two empty texts.
 
-    A column named like a rollout id reveals turns if at least half of the ids that have several
-    rows belong to rollouts of several turns. For any other column, all of these ids must do so, and
-    there must be at least two.
+    Only ids that occur in several rows are considered. If the column has a name of rollout ids, it
+    shows turns if the rows of at least half of these ids are turns of a rollout. In any other
+    column, the rows of all these ids must be turns, and there must be at least two such ids.
     """
     numbers = [values for name, values in ids.items() if TURN_NAME.fullmatch(name.lower())]
     for name, column in ids.items():
@@ -395,7 +419,8 @@ def _evidence_of_ids(
         ids_of = Counter(
             key for places in rows.values() for key in {keys[row] for row in places if keys}
         )
-        # Skip an index within groups, for which every prompt has a row with each index value.
+        # This skips an index of the completions of a prompt: every prompt has a row with each value
+        # of the index.
         is_counted = any(_are_distinct(x, y) for x in numbers for y in several.values())
         is_index = INDEX_NAME.fullmatch(name.lower()) or not is_counted
         if is_index and set(ids_of.values()) == {len(rows)}:
@@ -418,7 +443,7 @@ def _evidence_of_ids(
 
 
 def _begin_anew(ids: Sequence[Any], questions: Sequence[Any]) -> bool:
-    """Return True if an id occurs with several questions, and each question has several ids."""
+    """Return True if some id occurs with several questions, and each question has several ids."""
     ids_of: dict[Any, set[Any]] = {}
     for question, value in zip(questions, ids, strict=True):
         ids_of.setdefault(repr(question), set()).add(value)
@@ -427,11 +452,11 @@ def _begin_anew(ids: Sequence[Any], questions: Sequence[Any]) -> bool:
 
 
 def _are_within(rollouts: Iterable[Sequence[int]], questions: Sequence[Any] | None) -> bool:
-    """Return True if each rollout belongs to one question and some question has several rollouts.
+    """Return True if each rollout has one question, and some question has several rollouts.
 
     Args:
-        rollouts: rows of each rollout.
-        questions: question of each row; None: not logged.
+        rollouts: row indices of each rollout.
+        questions: question of each row; None if questions are not logged.
     """
     if questions is None:
         return False
@@ -450,11 +475,11 @@ def _are_turns(
     """Return True if the rows that share an id are turns of a rollout.
 
     Args:
-        prompts: prompts of these rows; None: not logged.
+        prompts: prompts of these rows; None if prompts are not logged.
         ids_of: number of different ids under which each prompt occurs.
-        is_named: True if the column's name is that of a rollout id.
+        is_named: True if the column has a name of rollout ids.
         is_counted: True if another column numbers the turns of the rollout.
-        is_within: True if the column divides each question's rows into rollouts.
+        is_within: True if each id belongs to one question, and some question has several ids.
     """
     if is_within and (prompts is None or len(set(prompts)) < len(prompts)):
         return True
@@ -478,8 +503,9 @@ def _are_distinct(values: Sequence[Any], places: Sequence[int]) -> bool:
 def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] | None) -> str:
     """Describe the column that numbers turns, or return "" if there is none.
 
-    In such a column, at least half of the prompts of later turns extend the prompt of an earlier
-    turn. Rows are not turns if each row has a different rollout id.
+    A column numbers turns if it has a name of turn numbers, and if at least half of the prompts of
+    later turns extend the prompt of an earlier turn. If each row has a different rollout id, rows
+    are not turns.
     """
     if keys is None or _have_unique_ids(ids):
         return ""
@@ -499,21 +525,21 @@ def _evidence_of_numbers(ids: Mapping[str, Sequence[Any]], keys: Sequence[Any] |
             for value, key in turns if value > first
         ]  # fmt: skip
         if later and 2 * sum(later) >= len(later):
-            return f"ordered by {name}, their prompts extend prompts of earlier rows"
+            return f"in the order of {name}, their prompts extend the prompts of earlier rows"
     return ""
 
 
 def _have_unique_ids(ids: Mapping[str, Sequence[Any]]) -> bool:
-    """Return True if each row has a different rollout id, so that no rows are turns."""
+    """Return True if each row has its own rollout id, so that rows are not turns."""
     named = [values for name, values in ids.items() if ROLLOUT_NAME.fullmatch(name.lower())]
     return any(_are_distinct(values, range(len(values))) for values in named)
 
 
 def _evidence_of_contents(prompts: Sequence[Any], completions: Sequence[Any] | None) -> str:
-    """Describe prompts that continue the whole text of another row, or return "" if few do.
+    """Describe the prompts that continue the prompt and completion of another row.
 
-    The first turns of rollouts are usually at most as many as the later turns. A prompt with
-    several completions is a question, even if it contains an earlier conversation.
+    The result is "" if they are too few to be later turns of rollouts; see MIN_LATER_TURNS. A
+    prompt with several completions is a question, even if it contains an earlier conversation.
     """
     if completions is None or any(
         type(x) is not type(y) or not isinstance(x, str | list) or not y
@@ -525,7 +551,7 @@ def _evidence_of_contents(prompts: Sequence[Any], completions: Sequence[Any] | N
         return ""
     least, counts, before = max(2, MIN_LATER_TURNS * len(keys)), Counter(keys), _prefixes(keys)
     later = [row for row, key in enumerate(keys) if counts[key] == 1 and before[key]]
-    # In a log of single turns few prompts extend another one, and the check ends here.
+    # In a log of single turns, few prompts extend another one. The slower check is then not needed.
     if len(later) < least:
         return ""
     wholes: dict[Any, list[Any]] = {}
@@ -541,10 +567,10 @@ def _evidence_of_contents(prompts: Sequence[Any], completions: Sequence[Any] | N
 
 
 def _prefixes(keys: Iterable[Any]) -> dict[Any, list[Any]]:
-    """For each key, find the other keys that are prefixes of it.
+    """Find, for each key, the other keys that are prefixes of it.
 
-    In sorted order a key comes after its prefixes, and all keys between a prefix and the key also
-    begin with this prefix.
+    In sorted order, a key comes after its prefixes, and all keys between a prefix and the key also
+    begin with this prefix. One pass with a stack is therefore enough.
     """
     prefixes: dict[Any, list[Any]] = {}
     stack: list[Any] = []

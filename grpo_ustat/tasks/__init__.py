@@ -1,1 +1,1 @@
-"""Questions, prompts, reward functions, and judging of answers."""
+"""Data sets of questions, prompt formats, reward functions, and judges of answers."""

@@ -3,11 +3,11 @@ r"""Strict extraction of the final answer from a completion.
 A completion has an answer only if it states exactly one final number. The number is read from the
 first of the following places that the completion contains:
 
-- a line marked by `####` (the mark of GSM8K, Cobbe et al. 2021). The first marked line that states
-  a number is used, as in lm-evaluation-harness (Gao et al.), whose filter takes the first match.
-  Text after that line is ignored, because models often continue; base models even append new
-  questions and answer them. Headings (`#### Step 1`) and echoed instructions (`write #### and the
-  answer`) contain no final number and are skipped. Five `#` are not a mark;
+- a line with the mark `####` (from GSM8K, Cobbe et al. 2021). The first marked line that states a
+  number is used; lm-evaluation-harness (Gao et al.) also takes the first match. Text after that
+  line is ignored, because models often continue; base models even append new questions and answer
+  them. Headings (`#### Step 1`) and echoed instructions (`write #### and the answer`) state no
+  final number and are skipped. Five `#` are not a mark;
 - a single `\boxed{}`;
 - the whole completion.
 
@@ -33,6 +33,7 @@ THOUGHTS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )  # fmt: skip
+# Maximum number of digits of a number.
 MAX_DIGITS = 30
 # Maximum length of a number in characters, including its sign, commas and spaces.
 MAX_NUMBER = 60
@@ -51,14 +52,15 @@ UNITS = {
     "week", "month", "year", "dollar", "cent", "gram", "g", "kg", "pound", "ounce", "liter",
     "ml", "mph", "per", "point",
 }  # fmt: skip
-# Words that change a number's value, in the singular and in the plural.
+# Words that are not units, because they change the value of the number before them. Their plurals
+# also count.
 NO_UNITS = {
     "half", "halve", "quarter", "third", "dozen", "doz", "hundred", "thousand", "million",
     "billion", "trillion", "quadrillion", "quintillion", "zillion", "lakh", "crore", "ten",
     "twentie", "factorial",
 }  # fmt: skip
-# Words that change a number's value or express doubt. Only these forms count, because a plural,
-# such as logs, can have another meaning.
+# More such words, and words that express doubt. Only these forms count, because a plural, such as
+# logs, can have another meaning.
 NO_UNIT = {
     "or", "and", "not", "no", "but", "out", "times", "minus", "plus", "over", "squared", "cubed",
     "added", "subtracted", "multiplied", "divided", "power", "raised", "mod", "modulo", "choose",
@@ -90,7 +92,8 @@ _MEASURED = re.compile(
 def after_thoughts(completion: str, prompt: str = "") -> str:
     """Return the text of a completion after the end of its last thoughts.
 
-    The result is the whole completion if it has no thoughts, and empty if the thoughts do not end.
+    Thoughts are the reasoning that a model writes before its answer. The result is the whole
+    completion if it has no thoughts, and empty if the thoughts do not end.
 
     Args:
         prompt: text before the completion; it can end with the mark that begins thoughts.
@@ -110,9 +113,10 @@ def final_number(text: str, any_unit: bool = False) -> Decimal | None:
     r"""Return the number stated as the final answer in `text`, or None, in linear time.
 
     Args:
-        any_unit: True to accept a number followed by other words (`#### 12 apples`) if the text
-            states no number that is bare or followed by a unit from `UNITS`. Words that change the
-            value are never accepted.
+        text: completion.
+        any_unit: True to accept a number that is followed by words that are not in `UNITS`, such as
+            `#### 12 apples`. This is tried only if no final number is found otherwise. Words that
+            change the value are never accepted.
 
     On a marked line, spaces, `**`, `$...$`, `\(...\)`, `\[...\]` and a box around the number are
     ignored. If there is a box on or before that line, it must contain the same number.
@@ -147,14 +151,15 @@ def _final_number(text: str, any_unit: bool) -> Decimal | None:
 
 
 def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
-    """Return the first number on a line marked by ####, and the position where that line ends.
+    """Return the number on the first line with #### that states one, and the end of that line.
 
     If no marked line states a number, return None and the length of the text.
     """
-    # The pattern matches at most once per line, at the last mark.
+    # The pattern matches at most once per line, at the last mark of the line.
     for match in _MARKED.finditer(text):
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        # In **#### 12**, the asterisks for bold begin before the mark.
+        # In **#### 12**, the first asterisks are before the mark. They are added to the line, so
+        # that both pairs of asterisks are removed together.
         line = ("**" if before.count("**") % 2 else "") + match["line"]
         value = None if _MARK.search(before) else measured(line, any_unit)
         if value is not None:
@@ -163,7 +168,7 @@ def _marked(text: str, any_unit: bool) -> tuple[Decimal | None, int]:
 
 
 def measured(text: str, any_unit: bool = False) -> Decimal | None:
-    r"""Return the number in a short text, or None if the rest is not just a unit and formatting.
+    r"""Return the number in a short text; None if it has more than a number, unit and formatting.
 
     Args:
         text: rest of a line after its mark, or content of a box.
@@ -204,7 +209,7 @@ def words(text: str) -> list[str]:
 
 
 def changes_value(word: str) -> bool:
-    """Return True if a word after a number, such as dozens or tenths, changes the number's value.
+    """Return True if a word after a number changes the number's value, such as dozens or tenths.
 
     >>> [changes_value(word) for word in ("dozens", "fifteenths", "months", "pies", "logs")]
     [True, True, False, False, False]
@@ -247,7 +252,7 @@ def plain(value: Decimal) -> str:
 
 
 def stated(text: str, any_unit: bool = False) -> str | None:
-    """Return the result of `final_number`, formatted by `plain`, or None."""
+    """Return the final number of a text, formatted by `plain`; None if there is none."""
     value = final_number(text, any_unit)
     return None if value is None else plain(value)
 

@@ -1,9 +1,10 @@
 """Synthetic arithmetic: five kinds of questions with integer answers and disjoint splits.
 
 The paper's Figure 4 uses these kinds: two-step and three-step addition/subtraction, a single
-multiplication, a single exact division, and addition/subtraction with parentheses. The hash of a
-question's canonical form determines its split. Equivalent questions (3*7 and 7*3, 9-(4+2) and
-9-2-4, 21/7 and 3*7) are therefore always in the same split.
+multiplication, a single exact division, and addition/subtraction with parentheses. Equivalent
+questions (3*7 and 7*3, 9-(4+2) and 9-2-4, 21/7 and 3*7) must be in the same split. Each question
+therefore has a canonical form, which is the same for equivalent questions, and the hash of this
+form determines the split.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from grpo_ustat.tasks.answers import MARK
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 SPLITS = ("train", "train", "train", "test", "study")
-# Number of unsuccessful draws after which a kind of question is considered exhausted.
+# After this number of unsuccessful draws, no further question of a kind is assumed to exist.
 MAX_TRIES = 1000
 
 
@@ -30,11 +31,11 @@ class Ranges:
     # Terms of sums and differences.
     min_term: int = 1
     max_term: int = 49
-    # Larger factor or quotient. Multiples of ten are excluded because they appear as intermediate
-    # steps of other questions.
+    # Larger factor of a product, or quotient of a division. Multiples of ten are excluded, because
+    # they appear as intermediate steps of other questions.
     min_factor: int = 11
     max_factor: int = 99
-    # Smaller factor or divisor.
+    # Smaller factor of a product, or divisor of a division.
     min_digit: int = 2
     max_digit: int = 9
 
@@ -53,7 +54,7 @@ class Exercise:
 
     @property
     def canonical(self) -> str:
-        """Canonical form of the question, which does not depend on the order of its operands."""
+        """Text that is the same for equivalent questions, such as 3*7 and 7*3."""
         if self.kind in ("multiplication", "division"):
             return "*".join(map(str, sorted(self.operands)))
         terms = self.operands
@@ -77,9 +78,10 @@ def _steps(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
 
 
 def _parentheses(rng: random.Random, ranges: Ranges, kind: str) -> Exercise:
-    """Create a question with parentheses; each operand has the sign that is written before it.
+    """Create a question with parentheses.
 
-    For example, 9-(4+2) has the operands (9, -4, 2), and its value is 9-4-2.
+    The operands have the signs that are written before them. For example, 9-(4+2) has the operands
+    (9, -4, 2), although its value is 9-4-2.
     """
     a, b, c = (rng.randint(ranges.min_term, ranges.max_term) for _ in range(3))
     inside = rng.choice((0, 1))
@@ -162,7 +164,7 @@ def draw(
 
 
 def worked(exercise: Exercise) -> str:
-    """Return a solution in steps: first the parentheses, then the terms from left to right.
+    """Return a worked solution: first the parentheses, then the terms from left to right.
 
     >>> worked(Exercise("parentheses", "9-(4+2)", 3, (9, -4, 2), 1))
     '4+2=6, 9-6=3 #### 3'
@@ -186,10 +188,12 @@ class Arithmetic:
     """Source of synthetic arithmetic questions.
 
     Args:
+        ranges: ranges of the operands.
         sizes: number of questions of `train`, `test`, `study` and `examples`. Prompts show the
-            examples with their solutions. The examples are drawn from the train split, but they are
-            not used for training.
-        seed: seed of the questions; it is not the seed of the run.
+            examples with their solutions. The examples are drawn from the questions of the train
+            split that are not used for training.
+        seed: seed with which questions are drawn; it is separate from the seed of the run.
+        examples_seed: seed with which the examples are drawn.
     """
 
     def __init__(self, ranges: Ranges, sizes: dict[str, int], seed: int, examples_seed: int = 0):

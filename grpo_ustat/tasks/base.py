@@ -1,4 +1,4 @@
-"""Task: questions, a prompt format, and a judge of completions."""
+"""The class `Task`: questions, a prompt format, and a judge that rewards completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_ustat.terminal.streams import tell
 
 # Two consecutive words.
 WORDS = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
-# Prompts to suggest for questions that are written in words, by kind of data set.
+# Prompt formats that a warning suggests for questions in words, by kind of data set.
 PROMPTS = {
     "gsm8k": "prompt=gsm8k, or prompt=gsm8k_chat for a chat model",
     "math": "prompt=qwen_math_cot, or prompt=chat_boxed for a chat model",
@@ -35,15 +35,15 @@ PROMPTS = {
 class Source(Protocol):
     """Data set with the questions of each split.
 
-    A source can define two optional attributes. `counts` maps each reason for dropping questions to
-    the number of questions dropped, and `note` is a remark about the questions. The counts and the
-    remark are printed once per run.
+    A source can define two optional attributes, which are printed once per run. `counts` has the
+    number of questions that were dropped, keyed by reason. `note` is a remark about the questions.
     """
 
     def questions(self, split: str) -> list[Question]:
         """Return the questions of `train`, `test`, `study` or `examples`, in a fixed order.
 
-        The splits are disjoint.
+        The splits are disjoint. `study` is for measurements, and `examples` are shown with their
+        solutions in prompts.
         """
         ...
 
@@ -51,7 +51,7 @@ class Source(Protocol):
 class Judge(Protocol):
     """Judge that extracts the answers of completions and rewards them."""
 
-    # Numbers of `timeouts` and `failures` during judging so far.
+    # Numbers of completions so far that were not judged, with the keys `timeouts` and `failures`.
     counts: Counter[str]
 
     def extract(self, completion: str) -> str | None:
@@ -59,12 +59,12 @@ class Judge(Protocol):
         ...
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return the reward of each completion, which is a finite number."""
+        """Return the reward of each completion; rewards are finite."""
         ...
 
 
 def spoken(prompts: list[Prompt], completions: list[str]) -> list[str]:
-    """Return the part of each completion that follows its thoughts; see `after_thoughts`."""
+    """Return the part of each completion after its thoughts (reasoning); see `after_thoughts`."""
     pairs = zip(prompts, completions, strict=True)
     return [after_thoughts(text, prompt.text) for prompt, text in pairs]
 
@@ -95,8 +95,9 @@ class Task:
 
     Args:
         reward_funcs: additional reward functions by name; each maps rollouts to an array [P, G].
-        reward_weights: weights of the judge's reward and of each additional function's reward in
-            the total reward, which is their weighted sum. If empty, every weight is 1.
+        reward_weights: weights of the total reward, which is a weighted sum. The first weight is
+            for the judge's reward, and the others are for the additional functions. If empty, every
+            weight is 1.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Task:
         return self._judge.rewards(prompts, completions)
 
     def take_counts(self) -> dict[str, int]:
-        """Return the numbers of errors during judging since the last call.
+        """Return how many completions could not be judged since the last call of this method.
 
         The keys are `timeouts` and `failures`. The result is empty for a judge that cannot fail.
         """
@@ -138,7 +139,7 @@ class Task:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Number of questions that the source dropped for each reason, without zero counts."""
+        """Number of questions that the source dropped, keyed by reason; zero counts are omitted."""
         counts = getattr(self._source, "counts", {})
         return {reason: count for reason, count in counts.items() if count}
 
@@ -158,7 +159,7 @@ def tell_dropped(task: Task) -> None:
 
 
 def warn_of_prompt(options: TaskOptions, prompts: Sequence[Prompt]) -> None:
-    """Warn on rank 0 if most prompts append an equals sign to a question written in words."""
+    """Warn on rank 0 if most prompts append "=" to a question that is written in words."""
     ended = [
         prompt
         for prompt in prompts
@@ -205,7 +206,7 @@ def summed_rewards(task: Task, rollouts: Rollouts) -> Array:
 
 
 def answered(reader: Judge | Task, rollouts: Rollouts) -> np.ndarray:
-    """Return a bool array [P, G] that marks completions with a right or wrong answer."""
+    """Return a bool array [P, G]: True for completions that state an answer, right or wrong."""
     pairs = zip(rollouts.prompts, rollouts.texts_PG, strict=True)
     return np.array(
         [[extracted(reader, prompt, text) is not None for text in texts] for prompt, texts in pairs]
@@ -225,6 +226,8 @@ class Fitting:
     """Source restricted to questions whose prompts have at most `max_length` tokens.
 
     Args:
+        source: data set whose questions are restricted.
+        prompting: format of the prompts whose lengths are counted.
         lengths: function that returns the number of tokens of each text.
         max_length: maximum length of a prompt in tokens, `prompt.max_length`.
     """
@@ -244,7 +247,7 @@ class Fitting:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of dropped questions by reason, without long prompts in splits not yet read."""
+        """Number of dropped questions by reason; long prompts count once their split was read."""
         return Counter(getattr(self._source, "counts", {})) + self._counts
 
     def questions(self, split: str) -> list[Question]:

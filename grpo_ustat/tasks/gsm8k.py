@@ -12,7 +12,7 @@ from grpo_ustat.tasks.answers import MARK, measured, plain
 from grpo_ustat.tasks.rows import train_and_test
 from grpo_ustat.tasks.splits import Splits, question_id
 
-# Calculator annotations, as in 48/2 = <<48/2=24>>24.
+# Calculator annotation of GSM8K's solutions, such as <<48/2=24>> in 48/2 = <<48/2=24>>24.
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 

@@ -1,7 +1,7 @@
 """Connection test for the Hugging Face hub.
 
-If the hub does not answer, only its local cache is read, as with HF_HUB_OFFLINE=1. Without this
-test, huggingface_hub would request each file six times, which takes more than a minute.
+If the hub does not answer, the run reads only the local cache, as with HF_HUB_OFFLINE=1. Without
+this test, huggingface_hub would request each file six times, which takes more than a minute.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import cache
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.terminal.streams import single_line, tell
 
-# Time limit for an answer, in seconds. It also covers name resolution, which has no time limit by
-# itself.
+# Time limit for an answer, in seconds. The limit is enforced with a thread, because name resolution
+# has no time limit of its own.
 ANSWER_SECONDS = 8.0
 
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """Switch to the local cache if the hub does not answer, and return True in that case.
+    """Switch to the local cache if the hub does not answer; return True after such a switch.
 
     The switch prints a warning and sets HF_HUB_OFFLINE=1 for this process and its children. Only
     the first call contacts the hub.

@@ -1,4 +1,4 @@
-"""Questions and answers from the rows of a user's file or folder.
+"""Data set of a user: questions and answers from the rows of a file or folder.
 
 Files can be JSON Lines, JSON or Parquet, with or without compression.
 """
@@ -20,14 +20,16 @@ from grpo_ustat.tasks.splits import Splits, hold_out, question_id
 
 
 class JsonlSource:
-    """Source of questions from files; if there is no test file, some rows are held out for tests.
+    """Source of questions from a user's files.
 
-    `counts` is the number of dropped rows by reason, and `note` states the number of questions in
-    each split.
+    If there is no test file, some rows are held out for tests. `counts` has the number of dropped
+    rows by reason, and `note` states the number of questions in each split.
 
     Args:
-        sizes: number of questions in `train`, `test`, `study` and `examples`; None means all
+        dataset: configuration of the data set.
+        sizes: number of questions in `train`, `test`, `study` and `examples`; None for all
             remaining questions.
+        examples_seed: seed with which the examples are drawn.
         verbatim: True to keep leading and trailing white space in questions and solutions.
     """
 
@@ -74,7 +76,10 @@ def questions_of(
 
 
 def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
-    """Return a row's question; its expected answer is the text after the last #### in `answer`."""
+    """Return a row's question.
+
+    The expected answer is the text after the last #### in the answer column, or all its text.
+    """
     text, solution = dataset.question_and_answer(row)
     if not verbatim:
         text, solution = text.strip(), solution.strip()
@@ -85,7 +90,7 @@ def _question(row: Row, dataset: JsonlConfig, verbatim: bool) -> Question:
 
 
 class ExactJudge:
-    """Judge that rewards an exact match with the expected answer with 1 and anything else with 0.
+    """Judge that gives reward 1 if the answer is exactly the expected one, and 0 otherwise.
 
     Consecutive white space counts as one space. The answer of a completion is the text between its
     last #### and the end of that line. If there is no ####, the answer is the whole completion

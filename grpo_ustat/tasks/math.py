@@ -101,7 +101,7 @@ def _filtered(rows: list[Row], dataset: MathConfig, name: str, counts: Counter[s
 
 
 def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
-    """Return the rows that are listed in the file, which has one `unique_id` per line."""
+    """Return the rows whose `unique_id` is in a file, which has one id per line."""
     try:
         ids = set(Path(file).expanduser().read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, ValueError) as error:
@@ -110,7 +110,7 @@ def _listed(rows: list[Row], file: str, counts: Counter[str]) -> list[Row]:
     missing = ids - {row.text("unique_id").strip() for row in named_rows}
     if missing or not ids:
         raise ConfigError(
-            f"dataset.test_ids={file} names {len(ids)} rows, of which {len(missing)} are not "
+            f"dataset.test_ids={file} names {len(ids)} rows, but {len(missing)} of them are not "
             f"test rows, such as {min(missing, default='')!r}: use the unique_id of test rows"
         )
     counts["test questions that test_ids does not name"] += len(rows) - len(named_rows)

@@ -1,40 +1,47 @@
 r"""Judging of answers to MATH questions (Hendrycks et al. 2021).
 
-The answer is the content of the completion's last `\boxed{}`. Math-verify is lenient in ways that a
-policy learns to exploit. For example, for a gold answer of 70 it accepts the question copied into
-the box, `37 + 45 - 12`. Math-verify is therefore used only as the last of these steps:
+The answer of a completion is the content of its last `\boxed{}`. The library math-verify compares
+it with the correct answer (the gold answer), but it is lenient in ways that a policy learns to
+exploit. For example, if the gold answer is 70, it accepts the question copied into the box, such as
+`37 + 45 - 12`. Math-verify is therefore used only as the last of these steps:
 
 1. A completion without a closed box, or with more than 300 characters in the last box, has no
    answer.
 2. An answer is right if it equals the gold answer up to spaces, harmless LaTeX (`\left`, `\!`,
    `\text{}`, `\dfrac`) and spelling; see `spelled`. Answers with dots or a modulus can be right
    only in this way.
-3. If the gold answer is a number, the answer is right if it is a single number with the same value.
-   The number can follow a name from the question (`x=3`). It can have round brackets, a dollar or
-   degree sign, `{,}` between thousands, or a unit in `\text{}` that occurs in the question, the
-   gold answer or `UNITS`. If the gold answer is a decimal, scientific notation and a reduced
-   fraction are also right. If it is a fraction, any fraction or decimal with the same value is
-   right. Sums, products, other equations and several numbers are always wrong. A percent sign is
-   allowed only if the gold answer or the question has one. If the gold answer states its base
-   (`204_5`), the answer must have the same digits. It must also state the base, unless the question
-   names it.
+3. If the gold answer is a number, the answer must be a single number with the same value. Sums,
+   products, other equations and several numbers are wrong. These rules apply to the number:
+
+   - It can follow a name from the question (`x=3`). It can have round brackets, a dollar or degree
+     sign, `{,}` between thousands, or a unit in `\text{}` that occurs in the question, the gold
+     answer or `UNITS`.
+   - A percent sign is allowed only if the gold answer or the question has one.
+   - If the gold answer is a decimal, the answer can also be in scientific notation or a reduced
+     fraction. If the gold answer is a fraction, the answer can be any fraction or decimal.
+   - If the gold answer states its base (`204_5`), the answer must have the same digits. It must
+     also state the base, unless the question names it.
 4. An answer is wrong if its form cannot equal the form of the gold answer (see `misshapen`), or if
    it is copied from the question.
-5. All other answers are judged by math-verify, which receives the gold answer and the answer in
-`\boxed{}`. Forms
-   that math-verify misreads are rewritten first. Values joined by words or with two signs (`\pm`)
-   become a list or a union of intervals. A unit is removed if it is separate from the expression
-   (the c in `3+2c` is not a unit). The letter i is the imaginary unit if the gold answer is
-   complex. Values are different even if they differ by less than 2^-54.
+5. Math-verify judges all other answers. It receives the gold answer and the answer, each in
+   `\boxed{}`. Forms that it misreads are rewritten first: values that are joined by words or have
+   two signs (`\pm`) become a list or a union of intervals. A unit is removed if it is separate from
+   the expression (the c in `3+2c` is not a unit). The letter i is the imaginary unit if the gold
+   answer is complex. Math-verify ignores differences below 2^-54; here, such values are different.
 
 U+2212 and similar signs are always read as a minus. `120,240` can be read as a list or as a number
 (see `readings`). An answer is right if any of its readings is right.
 
-As a consequence, some right answers are rejected: numbers that are not evaluated (`2^3` for 8,
-`6/2` for 3) or rounded (`0.333333` for a third); numbers with a unit outside `\text{}`, with an
-unknown unit or with a scale (`5\text{ million}`); a tuple without parentheses or a list with
-parentheses; a time or a ratio in another notation; and right forms that occur literally in the
-question. One leniency remains: if the gold answer is not a number, an unevaluated form is right
+These rules reject some right answers:
+
+- numbers that are not evaluated (`2^3` for 8, `6/2` for 3) or that are rounded (`0.333333` for a
+  third);
+- numbers with a unit outside `\text{}`, with an unknown unit or with a scale (`5\text{ million}`);
+- a tuple without parentheses, or a list with parentheses;
+- a time or a ratio in another notation;
+- right forms that occur literally in the question.
+
+One leniency remains: if the gold answer is not a number, an answer that is not evaluated is right
 unless it is copied from the question.
 """
 
@@ -69,11 +76,12 @@ from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 LONGEST_BOX = 300
 # If several readings have different verdicts, the verdict that comes last in this order is used.
 _PREFERRED = (Verdict.WRONG, Verdict.FAILURE, Verdict.TIMEOUT, Verdict.RIGHT)
-# Math-verify cannot read these commands.
+# Math-verify cannot read these commands, so such answers are compared as texts.
 _BY_TEXT = re.compile(r"\\(?:ldots|pmod)(?![a-zA-Z])")
 _DOTS = re.compile(r",?\\ldots,?")
 _COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# Tests of the steps before math-verify: question, gold answer, completion and correct verdict.
+# Examples with which the steps before math-verify are tested in every batch: question, gold answer,
+# completion and correct verdict.
 CANARIES = (
     ("", "1101_2", r"\boxed{1101_{2}}", Verdict.RIGHT),
     ("", "1101_2", r"\boxed{1101_3}", Verdict.WRONG),
@@ -83,7 +91,7 @@ CANARIES = (
 
 
 class MathJudge:
-    """Judge that rewards a right answer in the last box with 1 and anything else with 0.
+    """Judge that gives reward 1 for a right answer in the last box, and 0 otherwise.
 
     The class implements `tasks.base.Judge`.
 
@@ -104,7 +112,9 @@ class MathJudge:
         return last_boxed(after_thoughts(completion), self._longest)
 
     def rewards(self, prompts: list[Prompt], completions: list[str]) -> list[float]:
-        """Return 1 or 0 for each completion; unjudged completions get 0 and are counted.
+        """Return 1 or 0 for each completion; a completion that cannot be judged gets 0.
+
+        Completions that cannot be judged are counted in `counts`.
 
         Raises:
             JudgeError: see `verdicts`.
@@ -116,11 +126,13 @@ class MathJudge:
         return [float(verdict is Verdict.RIGHT) for verdict in verdicts]
 
     def verdicts(self, triples: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """Return the verdict on each (question, gold, completion), in one batch of the verifier.
+        """Return the verdict on each (question, gold answer, completion).
+
+        Math-verify receives all answers that the other steps do not decide in one batch.
 
         Raises:
-            JudgeError: math-verify does not start, or a canary is misjudged by math-verify or by
-                the steps before it.
+            JudgeError: math-verify does not start, or the verdict on a canary (an example with a
+                known verdict) is wrong.
         """
         for question, gold, text, expected in CANARIES:
             judged = without_sympy(question, gold, last_boxed(text, LONGEST_BOX))
@@ -135,7 +147,8 @@ class MathJudge:
             without_sympy(question, gold, answer)
             for (question, gold, _), answer in zip(triples, answers, strict=True)
         ]
-        # Pairs for the verifier by index of the answer, with one pair for each undecided reading.
+        # Pairs of gold answer and answer for the verifier, keyed by the index of the answer. There
+        # is one pair for each reading that the steps before did not decide.
         late = {
             i: [
                 boxes(*read)
@@ -169,12 +182,15 @@ def without_sympy(question: str, gold: str, answer: str | None) -> Verdict | Non
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, str]]:
-    """Return all combinations of the `readings` of gold and answer, normalised by `spelled`."""
+    """Return all pairs of a reading of the gold answer and a reading of the answer.
+
+    Both texts are first normalised by `spelled`.
+    """
     return list(product(readings(spelled(gold)), readings(spelled(answer))))
 
 
 def _judged(question: str, gold: str, answer: str) -> Verdict | None:
-    """Return the verdict on one reading; see `without_sympy`."""
+    """Return the verdict of steps 2 to 4 on one reading, or None if they do not decide."""
     if bare(gold) == bare(answer):
         return Verdict.RIGHT
     if _BY_TEXT.search(gold + answer):
@@ -199,7 +215,7 @@ def _judged(question: str, gold: str, answer: str) -> Verdict | None:
 
 
 def _mentions(question: str, name: str) -> bool:
-    """Return True if a question contains the letter of a name, or has no formulas or digits."""
+    """Return True if a question contains the letter of a name, or has no formulas and no digits."""
     letters = re.match(r"\\?[a-zA-Z]+", name)
     mentioned = letters and re.search(
         rf"(?<![a-zA-Z\\]){re.escape(letters[0])}(?![a-zA-Z])", question
@@ -211,7 +227,8 @@ def _meets(gold: Number, answer: Number, named: str) -> bool:
     """Return True if an answer equals the gold answer and has an allowed form and unit.
 
     Args:
-        named: text of the question and the gold answer; the answer can use units that it contains.
+        gold, answer: numbers in the gold answer and in the answer.
+        named: text of the question and the gold answer. Units that occur in it are allowed.
     """
     if answer.value != gold.value:
         return False

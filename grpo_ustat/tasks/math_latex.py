@@ -1,4 +1,4 @@
-r"""Parsing of LaTeX answers: removal of decoration, and extraction of numbers."""
+r"""Parsing of LaTeX answers: unification of spellings, removal of units, extraction of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASES = (
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen",
 )  # fmt: skip
-# The content can contain braces one level deep.
+# Text in braces; it can itself contain braces, but only one level deep.
 _BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _UNICODE = MINUS | str.maketrans({
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≡": r"\equiv ", "∈": r"\in ", "∞": r"\infty ",
@@ -76,7 +76,7 @@ _REPLACED = (
 )
 _CLEANED = [(re.compile(pattern), by) for pattern, by in _REPLACED]
 _TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|underline) ?"
-# Wrappers around a whole answer.
+# Wrappers around a whole answer, which are removed.
 _PEELED = (
     (rf"{_TEXT}\{{ ?([\d.,]+) ([a-zA-Z][a-zA-Z ./-]*)\}}", r"\1 \\text{\2}"),
     (rf"(?:{_TEXT})?{_BRACED}", r"\1"),
@@ -107,7 +107,7 @@ _DIGITS = "-?[0-9A-Z]+"
 # Spaces between two digits are kept, because 1 2 is not 12.
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
-# Shapes of answers that are compatible with each shape of a gold answer.
+# For each shape of a gold (correct) answer, the shapes of answers that can equal it.
 FITTING = {
     "one": {"one", "list", "set", "tuple", "named", "range"},
     "range": {"one", "list", "set", "tuple", "named", "range"},
@@ -137,7 +137,8 @@ class Number:
     """Number stated by an answer, with its value and the form in which it is written."""
 
     value: Fraction
-    # One of "decimal", "scientific", "mixed", "reduced" and "unreduced".
+    # One of "decimal", "scientific", "mixed" (number and fraction), "reduced" and "unreduced"
+    # (fractions).
     form: str
     percent: bool
     # Words of the number's unit.
@@ -169,7 +170,7 @@ def spelled(latex: str) -> str:
 
 
 def plain(latex: str) -> str:
-    """Rewrite LaTeX so that each symbol has only one spelling; the text can be a whole question."""
+    """Rewrite LaTeX so that each symbol has one spelling; the text can also be a question."""
     text = latex.translate(_UNICODE).strip()
     for pattern, by in _SPELLINGS:
         text = pattern.sub(by, text)
@@ -197,11 +198,11 @@ def _pairs_of_cases(match: re.Match[str]) -> str:
 
 
 def unnamed(gold: str, answer: str) -> tuple[str, str]:
-    r"""Return gold and answer without the names of their values, such as the x of `x=5`.
+    r"""Return gold answer and answer without the names of their values, such as the x in `x=5`.
 
-    Names are removed if gold and answer use the same name, or if one of them uses none. A gold
-    answer with several names becomes a tuple if the answer has no names, so that the order of its
-    values matters.
+    Names are removed if both use the same name, or if one of them uses no name. If the gold answer
+    has several names and the answer has none, both become tuples, so that the order of the values
+    matters.
 
     >>> unnamed("5", "x=5"), unnamed("f(x)=2x", "2x"), unnamed("1,2", "x=1,x=2")
     (('5', '5'), ('2x', '2x'), ('1,2', '1, 2'))
@@ -217,7 +218,7 @@ def unnamed(gold: str, answer: str) -> tuple[str, str]:
 
 
 def named(latex: str) -> tuple[str, str]:
-    """Return the name in a text and its value, or "" and the text if there is not just one name."""
+    """Return the name in a text and its value; "" and the text if it has no name or several."""
     names, values = set(), []
     for part in parts(latex):
         terms = _EQUALS.split(part, maxsplit=1)
@@ -318,12 +319,12 @@ def _cleaned(latex: str) -> str:
 
 
 def boxes(gold: str, answer: str) -> tuple[str, str]:
-    r"""Return gold and answer in boxes, in the form that math-verify needs.
+    r"""Return gold answer and answer in boxes, in the form that math-verify needs.
 
-    Fractions are written with braces, and minus signs as `-`. Values joined by words become a list,
-    and intervals joined by words become a union. A unit that is separate from the expression is
-    removed. A space is inserted after each comma between digits, because this comma separates
-    numbers, not thousands.
+    Fractions are written with braces, and minus signs as `-`. Values that are joined by words
+    become a list, and intervals that are joined by words become a union. A unit that is separate
+    from the expression is removed. Thousands separators were removed before, so every comma between
+    digits separates values, and a space is inserted after it.
     """
     gold, answer = without_words(gold, answer)
     for pattern, by in (*_FRACTIONS, _TEXT_LETTER):
@@ -333,7 +334,7 @@ def boxes(gold: str, answer: str) -> tuple[str, str]:
 
 
 def without_words(gold: str, answer: str) -> tuple[str, str]:
-    """Return gold and answer without units, names of values, and words between several values.
+    """Return gold answer and answer without units, names of values, and words between values.
 
     A value with two signs is written out as two values, and ranges are written in ascending order.
     """
@@ -380,11 +381,13 @@ def _letter(latex: str, unit: list[str]) -> bool:
 def misshapen(question: str, gold: str, answer: str) -> bool:
     r"""Return True if an answer cannot equal the gold answer because of its form.
 
-    The answer's text is assumed to differ from the gold answer's text. If the gold answer is a
-    time, a ratio or a subscript of digits, only the same text can equal it. The shapes of the two
-    answers must be compatible; see `FITTING`. If the gold answer contains no relation, relations in
-    the answer can only state the value or range of a name (`x=5`, `0<x<2`), and a range can equal
-    only an interval.
+    The caller has already found that the two texts differ. These rules apply:
+
+    - A gold answer that is a time or a ratio, or has a subscript of digits, can equal only the same
+      text, so the result is True.
+    - The shapes of the two answers must be compatible; see `FITTING`.
+    - If the gold answer has no relation such as `=` or `<`, relations in the answer can only state
+      the value or the range of a name (`x=5`, `0<x<2`). A range can equal only an interval.
 
     >>> pairs = ("6:00", "6"), ("(1,2)", r"\{1,2\}"), (r"\pi", r"\pi=\pi"), ("[0,1)", r"x^2<x")
     >>> [misshapen("", *pair) for pair in pairs], misshapen("", "[0,1)", r"0\le x<1")
@@ -394,7 +397,7 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
     gold, answer = (bare(_UNEQUAL.sub("<", _IN.sub("", latex))) for latex in (gold, answer))
     if re.search(r"\d:\d|\d_", gold) or (re.search(r"[\d})]_", answer) and "_" not in gold):
         return True
-    # Ignore subscripts of sums, such as k=1.
+    # Subscripts of sums, such as k=1, are not relations of the answer and are ignored.
     gold, answer = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))
     gold_shape, answer_shape = _shape(gold), _shape(answer)
     if _RELATION.search(answer) and not _RELATION.search(gold):
@@ -409,7 +412,7 @@ def misshapen(question: str, gold: str, answer: str) -> bool:
 def _shape(text: str) -> str:
     """Return the shape of an answer, which is a key of `FITTING`.
 
-    "named" is a list such as x=1,y=2, and "range" is an inequality.
+    For example, x=1,y=2 is "named", an inequality is a "range", and (1,2) is a "tuple".
     """
     listed = parts(text)
     if len(listed) > 1:
@@ -424,7 +427,7 @@ def _shape(text: str) -> str:
 
 
 def _says_of_one_name(part: str) -> bool:
-    """Return True if a part has no relation, or relates one name to terms without that name."""
+    """Return True if a part has no relation, or states the value or range of a single name."""
     terms = _RELATION.split(part)
     names = [term for term in terms if _NAME.fullmatch(term)]
     if len(terms) == 1:

@@ -1,8 +1,12 @@
-r"""Several values in one LaTeX answer: lists, and ranges or intervals joined by words.
+r"""Several values in one LaTeX answer: lists, and ranges or intervals that are joined by words.
 
-`x=1 \text{ or } x=2` is the list `x=1,x=2`. `x<1 \text{ or } x>2` is a union, as is `(-\infty,1)
-\text{ or } (2,\infty)`. `x>1 \text{ and } x<2` is the range `1<x<2`. `1\pm 2` is the list
-`1+2,1-2`. `100,200` is a list or a number with a thousands separator.
+Math-verify misreads such answers, so they are rewritten. For example:
+
+- `x=1 \text{ or } x=2` is the list `x=1,x=2`.
+- `x<1 \text{ or } x>2` and `(-\infty,1) \text{ or } (2,\infty)` are unions of intervals.
+- `x>1 \text{ and } x<2` is the range `1<x<2`.
+- `1\pm 2` is the list `1+2,1-2`.
+- `100,200` is either a list or a number with a thousands separator.
 """
 
 from __future__ import annotations
@@ -47,9 +51,9 @@ _BRACKET = re.compile(rf"{_COMMANDS} ?\{{|\\?[{{}}]|[()\[\]]")
 def readings(latex: str) -> list[str]:
     r"""Return the possible readings of LaTeX that has commas between digits.
 
-    In numbers, thousands separators are removed. In lists, a space is inserted after each comma. If
-    the text does not show which of the two is meant, the result has two readings, first the list
-    and then the number.
+    A comma between digits separates thousands or the values of a list. Thousands separators are
+    removed, and a space is inserted after each comma of a list. If the text does not show which of
+    the two is meant, the result has two readings: first the list, then the number.
 
     >>> readings("120,240"), readings("0,100"), readings("-100,100"), readings(r"(100,200)")
     (['120, 240', '120240'], ['0, 100'], ['-100, 100'], ['(100, 200)'])
@@ -72,11 +76,17 @@ def readings(latex: str) -> list[str]:
 def _kind(before: str, run: str, behind: str) -> str:
     """Classify digits with commas between groups of three as a "list", a "number" or "either".
 
-    The digits are a list if they begin with 0, if they are inside the brackets of a set, a point or
-    an interval, if they are two opposite numbers, or if at least two groups follow the first group
-    and all of them are multiples of 100. The digits are a number if a group after the first begins
-    with 0, if a dollar sign precedes them, if decimals follow them, or if they are inside braces,
-    as in a fraction.
+    They are a list in these cases: they begin with 0; they are inside the brackets of a set, a
+    point or an interval; they are two opposite numbers; or at least two groups follow the first
+    group, and all of these are multiples of 100.
+
+    They are a number in these cases: a group after the first begins with 0; a dollar sign precedes
+    them; decimals follow them; or they are inside braces, as in a fraction.
+
+    Args:
+        before: text before the digits.
+        run: digits with commas.
+        behind: text after the digits.
     """
     first, *groups = run.split(",")
     opened = [""]
@@ -163,7 +173,10 @@ def parts(text: str) -> list[str]:
 
 
 def both_joined(gold: str, answer: str) -> tuple[str, str]:
-    """Apply `joined` to both texts; ranges form lists if either text separates them by commas."""
+    """Apply `joined` to both texts in the same way.
+
+    If one of the texts separates ranges by commas, the ranges of both texts become lists.
+    """
     intervals = any(re.search(r"\\cup(?![a-zA-Z])", latex) for latex in (gold, answer))
     listed = any(
         _JOINT.search(latex) is None and len(parts(latex)) > 1 and _compares(latex)
@@ -255,8 +268,8 @@ def _interval(part: str) -> tuple[str, str]:
 def _common(name: str, sets: list[str]) -> str:
     """Intersect ranges of the same letter.
 
-    The result is written as a range if it has a lower and an upper end, and as an intersection
-    otherwise.
+    Two ranges, one with only a lower end and one with only an upper end, become one range with both
+    ends. Other ranges are joined by an intersection sign.
     """
     low = [interval for interval in sets if interval.endswith(r",\infty)")]
     high = [interval for interval in sets if interval.startswith(r"(-\infty,")]

@@ -1,8 +1,8 @@
 """One-step arithmetic questions, shown after solved examples, for base models and small models.
 
-There are few distinct questions of this kind. The hash of a question's canonical form, which is the
-same for 3 * 7 and 7 * 3, assigns the question to one of the splits train, test, study and examples.
-These splits are therefore disjoint.
+There are few distinct questions of this kind, so the splits must be kept disjoint. Each question
+has a canonical form, which is the same for 3 * 7 and 7 * 3. The hash of this form assigns the
+question to one of the splits train, test, study and examples.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 
+# The hash of a question selects one entry, so the shares of the splits are the shares of entries.
 SPLITS = ("train", "train", "test", "study", "study", "examples")
 _DIGITS = range(1, 10)
+# Kinds of questions: sign, operation, left operands and right operands.
 TABLES = {
     "one_digit_product": ("*", operator.mul, _DIGITS, _DIGITS),
     "one_digit_sum": ("+", operator.add, _DIGITS, _DIGITS),
@@ -42,7 +44,7 @@ class Exercise:
 
 
 def exercises(tables: list[str]) -> list[Exercise]:
-    """Return all questions from the named `TABLES`; a question in two tables is returned once."""
+    """Return all questions of some kinds, each once; `tables` are keys of `TABLES`."""
     by_text = {}
     for name in tables:
         sign, result, lefts, rights = TABLES[name]
@@ -55,9 +57,10 @@ def exercises(tables: list[str]) -> list[Exercise]:
 
 
 def draw(tables: list[str], split: str, count: int, seed: int) -> list[Exercise]:
-    """Draw `count` distinct questions from a split; examples also have distinct canonical forms.
+    """Draw `count` distinct questions from a split.
 
-    With the same seed, a smaller draw is a prefix of a larger one.
+    A question and its mirror image, such as 3 * 7 and 7 * 3, may both be drawn, except as examples.
+    With the same seed, the questions of a smaller draw are the first ones of a larger draw.
     """
     name, stream = "+".join(tables), "shots" if split == "examples" else split
     held = [exercise for exercise in exercises(tables) if exercise.split == split]
@@ -74,9 +77,10 @@ class OneStep:
     """Source of one-step arithmetic questions.
 
     Args:
-        tables: names of entries of `TABLES`.
+        tables: kinds of questions to include; each is a key of `TABLES`.
         sizes: number of questions of `train`, `test`, `study` and `examples`.
-        seed: seed of the questions; it is not the seed of the run.
+        seed: seed with which questions are drawn; it is separate from the seed of the run.
+        examples_seed: seed with which the examples are drawn.
     """
 
     def __init__(self, tables: list[str], sizes: dict[str, int], seed: int, examples_seed: int = 0):

@@ -1,9 +1,12 @@
 """User-defined tasks and rewards, loaded from entry points of packages or from a file.
 
-A task's entry point (group `grpo_ustat.tasks`) is called with `dataset.options`. It returns an
-object with the methods `questions(split)`, `reward(prompt, completion)` and optionally
-`extract(completion)`. A reward (group `grpo_ustat.rewards`, or FILE:FUNCTION) is a function of a
-prompt and a completion. It replaces or complements the data set's judge.
+A task is an entry point in the group `grpo_ustat.tasks`. It is called with `dataset.options` as
+keyword arguments. It returns an object with the methods `questions(split)`, `reward(prompt,
+completion)` and optionally `extract(completion)`.
+
+A reward is a function of a prompt and a completion. It is an entry point in the group
+`grpo_ustat.rewards`, or a function FILE:FUNCTION. As `dataset.reward` it replaces the rewards of
+the data set's judge; in `reward_funcs` it is added to them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import MAX_REWARD, Prompt, Question, is_number
 from grpo_ustat.terminal.streams import SURROGATE
 
-# For each split, the other splits that must not contain any of its questions.
+# For each split, the splits that must not contain the same questions.
 DISJOINT_FROM = {
     "train": ("test", "examples"),
     "test": ("examples",),
@@ -37,12 +40,13 @@ DISJOINT_FROM = {
 
 
 class OwnSource:
-    """Source that takes a given number of questions for each split from a user's task.
+    """Source that takes the questions from a user's task, a given number for each split.
 
     Args:
         name: name of the entry point.
-        options: keyword arguments of the entry point.
-        sizes: number of questions in `train`, `test`, `study` and `examples`; None means all.
+        options: keyword arguments for the entry point, `dataset.options`.
+        sizes: number of questions in `train`, `test`, `study` and `examples`; None for all
+            questions of the split.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]):
@@ -53,7 +57,7 @@ class OwnSource:
         check_method(self._name, self.task, "questions", "split")
 
     def questions(self, split: str) -> list[Question]:
-        """Return the configured number of questions from the beginning of the task's split."""
+        """Return the first questions of the task's split, as many as configured."""
         questions = self._cut(split)
         others = [
             q for other in DISJOINT_FROM[split] if self._sizes[other] != 0 for q in self._cut(other)
@@ -98,8 +102,8 @@ class OwnJudge:
     """Judge that calls a user's reward function for each completion.
 
     Args:
-        reward: function of a `Prompt` and a completion that returns a finite number; it can be an
-            `async def`.
+        reward: function that takes a `Prompt` and a completion and returns a finite number; it can
+            be an `async def`.
         extract: function that extracts the answer from a completion; if None, the whole completion
             is the answer.
         name: name of these functions in error messages.
@@ -113,17 +117,17 @@ class OwnJudge:
     ):
         self.counts: Counter[str] = Counter()
         self._reward, self._extract, self._name = reward, extract, name
-        # Some functions written in C have no signature.
+        # Some functions written in C have no signature; these are not checked.
         with suppress(TypeError):
             check_reward_call(name, signature_of(reward))
-        # Event loop that runs coroutines, and id of the process that created the loop.
+        # Event loop that runs the calls of an `async def`, and id of the process that created it.
         self._loop: Any = None
         self._loop_of = 0
 
     def extract(self, completion: str) -> str | None:
         """Return the answer that the user's function extracts.
 
-        Without such a function, return the completion, or None if it is empty.
+        If there is no such function, return the whole completion, or None if it is empty.
         """
         if self._extract is None:
             return completion.strip() or None
@@ -167,7 +171,7 @@ def _finite(reward: Any, name: str) -> float:
     """Convert a reward, which can be a NumPy scalar or a tensor with one value, to a float."""
     number = reward
     if callable(getattr(reward, "item", None)):
-        # The call raises an error if a tensor has several values.
+        # `item` fails if a tensor has several values; the check below then refuses it.
         with suppress(Exception):
             number = reward.item()
     if not is_number(number, MAX_REWARD):
@@ -227,7 +231,10 @@ def entry_point(group: str, name: str) -> Any:
 
 
 class _FreshSource(SourceFileLoader):
-    """Loader that ignores bytecode caches, because they are validated only by time and size."""
+    """Loader that ignores cached bytecode.
+
+    A cache is validated only by the file's time and size, so it could be of an older version.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the file's source; see `InspectLoader.get_code`."""
@@ -249,7 +256,7 @@ def file_function(reward: str, field_name: str) -> Callable[[Prompt, str], float
     file, name = location
     loader = _FreshSource(f"grpo_ustat_reward_{file.stem}", str(file))
     spec = spec_from_loader(loader.name, loader)
-    # `spec_from_loader` always returns a spec for a loader.
+    # The assertion is for the type checker: `spec_from_loader` returns a spec for every loader.
     assert spec is not None
     # Dataclasses defined in the module look up the module in `sys.modules`.
     module = sys.modules[loader.name] = module_from_spec(spec)
@@ -267,7 +274,7 @@ def user_errors(source: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # SystemExit is converted too, because otherwise the run would end as if it had finished.
+        # SystemExit is converted too. Otherwise user code could end the run as if it had finished.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]

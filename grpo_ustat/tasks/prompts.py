@@ -10,7 +10,7 @@ from typing import cast
 from grpo_ustat.records import Prompt, Question
 
 FIELDS = ("question", "answer", "solution")
-# Message with the keys role and content, as chat templates expect it.
+# Message of a chat, with the keys `role` and `content` that chat templates expect.
 Turn = dict[str, str]
 
 
@@ -29,14 +29,15 @@ def render(template: str, question: Question) -> str:
 class Prompting:
     """Format of prompts."""
 
+    # Template of the text that contains a question.
     template: str
     # Template of the text that follows the question in a solved example; None without examples.
     reply: str | None = None
-    # Solved examples; every prompt contains the same ones.
+    # Solved examples, which every prompt contains.
     examples: tuple[Question, ...] = ()
     # System message of a chat; None for the default of the chat template, if it has one.
     system: str | None = None
-    # Function that formats turns for a chat model; None for plain text.
+    # Function that formats the messages of a chat for a chat model; None for plain text.
     chat: Callable[[list[Turn]], str] | None = None
 
     def prompt(self, question: Question) -> Prompt:

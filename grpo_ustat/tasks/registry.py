@@ -36,8 +36,9 @@ def make_task(
     """Create the configured task.
 
     Args:
-        chat: function that formats turns for a chat model, see `policy.chat.chat_format`; None for
-            plain text.
+        options: task options of the configuration.
+        chat: function that formats the messages of a chat for a chat model, see
+            `policy.chat.chat_format`; None for plain text.
         lengths: function that returns the number of tokens of each text; required if
             `prompt.max_length` is set.
     """
@@ -77,8 +78,8 @@ def make_source(options: TaskOptions) -> Source:
 def make_judge(options: TaskOptions, source: Source) -> Judge:
     """Create the configured judge.
 
-    A user's reward function replaces only the rewards of the data set's judge; the judge still
-    extracts the answers.
+    If the user sets `dataset.reward`, this function computes the rewards, but the judge of the data
+    set still extracts the answers.
     """
     dataset = options.dataset
     if dataset.kind == "own":
@@ -88,7 +89,7 @@ def make_judge(options: TaskOptions, source: Source) -> Judge:
             check_method(description, user_task, "reward", "prompt", "completion")
         if hasattr(user_task, "extract"):
             check_method(description, user_task, "extract", "completion")
-        # This function is not called if dataset.reward is set.
+        # The task's own reward function is not called if dataset.reward is set.
         reward = cast(Any, getattr(user_task, "reward", None))
         judge = OwnJudge(reward, getattr(user_task, "extract", None), description)
     elif dataset.kind == "math":

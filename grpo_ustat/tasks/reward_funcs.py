@@ -1,4 +1,4 @@
-"""Additional reward functions: built-in functions for any data set, and users' functions."""
+"""Reward functions in addition to the judge: built-in ones for any data set, and users' own."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RewardFunction = Callable[[Rollouts], Array]
 def make_reward_funcs(
     reward_funcs: list[str], max_completion_length: int, judge: Judge
 ) -> dict[str, RewardFunction]:
-    """Return the configured reward functions except the judge, with their metric names as keys.
+    """Return the configured reward functions except the judge, keyed by their metric names.
 
     Args:
-        reward_funcs: configured names; the first is that of the data set's judge.
+        reward_funcs: configured names. The first one names the data set's judge and is skipped.
         max_completion_length: maximum length of a completion in tokens, used to scale `brevity`.
         judge: the data set's judge, which extracts answers.
     """
@@ -49,7 +49,7 @@ def termination(rollouts: Rollouts) -> Array:
 
 
 def brevity(rollouts: Rollouts, max_completion_length: int) -> Array:
-    """Compute 1 - length / max_completion_length, [P, G].
+    """Reward short completions with 1 - length / max_completion_length, [P, G].
 
     Lengths are in tokens and include the end-of-sequence token.
     """
@@ -57,7 +57,7 @@ def brevity(rollouts: Rollouts, max_completion_length: int) -> Array:
 
 
 def own_reward(name: str) -> RewardFunction:
-    """Load a user's reward function of a prompt and a completion; see `OwnJudge`.
+    """Load a user's reward function, which takes a prompt and a completion; see `OwnJudge`.
 
     Args:
         name: FILE.py:FUNCTION, or the name of an entry point.

@@ -27,7 +27,7 @@ class Origin:
     revision: str | None = None
 
     def rows(self, split: str) -> list[Row]:
-        """Read all rows of a split; if the path is a file, read all its rows for any split."""
+        """Read all rows of a split; if the path is a file, all its rows belong to every split."""
         place = Path(self.path).expanduser()
         if place.is_file():
             return rows_of_file(place)
@@ -49,7 +49,7 @@ class Origin:
         return [Row(fields, f"{self.path} split {split} row {n}") for n, fields in rows]
 
     def _files(self, split: str) -> list[Path]:
-        """Return the files of a split, selected by file name or by the folder's data set card."""
+        """Return the files of a split; file names or the folder's data set card assign them."""
         files = split_files(self.key, self.path, self.subset)
         return list(self._chosen(split, files))
 

@@ -17,8 +17,8 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
     """Return a stable id for a question.
 
     By default, questions that differ only in white space, or in letter case outside formulas, have
-    the same id. If `verbatim` is true, questions that differ in white space have different ids with
-    the same prefix; see `family`.
+    the same id. If `verbatim` is True, questions that differ in white space have different ids, but
+    these ids have the same prefix; see `family`.
 
     >>> question_id("x", "How  many?") == question_id("x", "how many? ") != question_id("x", "?")
     True
@@ -36,24 +36,26 @@ def question_id(prefix: str, text: str, *, verbatim: bool = False) -> str:
 
 
 def family(name: str) -> str:
-    """Return an id's prefix, which is the same for questions that differ only in white space."""
+    """Return the prefix of an id, which is the same for questions that differ in white space."""
     return "-".join(name.split("-")[:2])
 
 
 class Splits:
     """Source with disjoint splits; questions that differ only in white space count as the same.
 
-    Test questions come from the test rows. The training rows are shuffled with `seed`, and the
-    first `study` rows form the study split. Examples are drawn with `examples_seed` from the
-    remaining training rows, and all others are used for training. A question's sort key in a
-    shuffle depends only on the question and the seed.
+    The test split comes from the test rows. The training rows are shuffled with `seed`, and the
+    first of them form the study split. The examples are drawn from the remaining training rows with
+    `examples_seed`, and the rest is the train split. A shuffle sorts questions by a hash of the
+    question and the seed, so the order of two questions does not depend on the other questions.
 
     Args:
         train, test: questions from the training rows and from the test rows.
-        sizes: number of questions in `train`, `test`, `study` and `examples`; None means all
+        sizes: number of questions in `train`, `test`, `study` and `examples`; None for all
             remaining questions.
-        seed: seed of the questions; it is not the seed of the run.
-        barred: ids that are excluded from training, in addition to the test questions.
+        seed: seed of the shuffles; it is separate from the seed of the run.
+        examples_seed: seed with which the examples are drawn.
+        barred: ids that must not be in the train, study and examples splits. Test questions are
+            excluded in any case.
         counts: number of rows that the caller has already dropped, by reason.
     """
 
@@ -93,7 +95,10 @@ class Splits:
     def _without(
         self, questions: list[Question], others: Iterable[str], reason: str
     ) -> list[Question]:
-        """Return the questions that share no id prefix (`family`) with the ids in `others`."""
+        """Return the questions whose id prefix (`family`) differs from the prefixes of `others`.
+
+        The removed questions are counted with the reason.
+        """
         barred = set(map(family, others))
         left = [question for question in questions if family(question.id) not in barred]
         self.counts[f"train questions that are also {reason}"] += len(questions) - len(left)
@@ -111,7 +116,7 @@ class Splits:
 def hold_out(
     questions: list[Question], count: int, seed: int
 ) -> tuple[list[Question], list[Question]]:
-    """Draw `count` distinct questions by seed; return the remaining and the drawn questions."""
+    """Draw `count` distinct questions; return the questions that remain, and the drawn ones."""
     shuffled = in_random_order(
         list({q.id: q for q in questions[::-1]}.values()), f"held out/{seed}"
     )
@@ -120,7 +125,7 @@ def hold_out(
 
 
 def in_random_order(questions: Sequence[Item], seed: str) -> list[Item]:
-    """Sort questions by a hash of their families, which makes a family's questions adjacent."""
+    """Sort questions by a hash of their families, so that questions of a family are adjacent."""
     return sorted(questions, key=lambda q: (_digest(f"{seed}/{family(q.id)}", 8), q.id))
 
 

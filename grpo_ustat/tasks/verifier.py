@@ -1,14 +1,14 @@
-r"""math-verify (Hugging Face) in worker processes that can be killed.
+r"""Judging of answers with math-verify (Hugging Face), in worker processes that can be killed.
 
-A policy generates the answers, so judging an answer such as `\boxed{9^{9^{9^9}}}` can hang or
-exhaust memory. The time limits in math-verify are alarms in the main thread, and the caller cannot
-see that a limit was reached. Here, every answer has a hard deadline and a memory limit, and an
-answer that reaches a limit is distinguished from a wrong answer.
+The answers come from a policy, so judging an answer such as `\boxed{9^{9^{9^9}}}` can hang or
+exhaust memory. The time limits of math-verify work only in the main thread, and the caller does not
+learn that a limit was reached. Here, every answer has a hard deadline and a memory limit, and the
+verdict says if a limit was reached.
 
 The processes are started by `subprocess` and communicate in JSON. Process pools from
-`multiprocessing` or pebble (5.2.3 was tried) are not used for three reasons. A study's daemonic
-workers must be able to start judging processes. Judging processes must not import the parent's main
-module. They must also end if the parent is killed.
+`multiprocessing` or pebble (5.2.3 was tried) do not meet three requirements: daemonic workers of a
+study must be able to start judging processes, judging processes must not import the parent's main
+module, and they must end if the parent is killed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from grpo_ustat.terminal.progress import Progress
 SCRIPT = Path(__file__).with_name("verify_worker.py")
 # Time limit in seconds for a worker to start; its imports are slow on a busy machine.
 START_SECONDS = 120.0
-# Interval in seconds between checks of whether a starting worker is still needed.
+# Interval in seconds at which the start of a worker is checked, and whether it is still needed.
 LOOK_SECONDS = 0.02
-# Seconds after the deadline in which the worker can still report a timeout itself.
+# Additional seconds after the deadline, in which the worker can report the timeout itself. After
+# them it is killed.
 GRACE_SECONDS = 1.0
-# Number of pairs after which a worker is replaced, because the libraries cache what they parse.
+# Number of pairs after which a worker is replaced, because the memory that the libraries use for
+# their caches grows.
 MAX_PAIRS_OF_A_WORKER = 1000
 # Environment variables that are passed to a worker.
 JUDGE_VARIABLES = re.compile(
@@ -49,7 +51,7 @@ JUDGE_VARIABLES = re.compile(
 # Maximum number of pairs whose verdicts are cached.
 MAX_REMEMBERED_PAIRS = 20_000
 
-# Gold answer and model answer, each in the form that math-verify reads, \boxed{...}.
+# Gold (correct) answer and model answer, each as \boxed{...}, the form that math-verify reads.
 Pair = tuple[str, str]
 
 
@@ -65,6 +67,7 @@ class Verdict(Enum):
 
 
 JUDGED_VERDICTS = (Verdict.RIGHT, Verdict.WRONG)
+# Pairs with known verdicts, with which each worker is tested.
 CANARIES: Mapping[Pair, Verdict] = {
     (r"\boxed{\frac{\sqrt{3}}{2}}", r"\boxed{\sqrt{3}/2}"): Verdict.RIGHT,
     (r"\boxed{2x+2}", r"\boxed{2(x+1)}"): Verdict.RIGHT,
@@ -83,10 +86,10 @@ class JudgeError(ConfigError):
 class Verifier:
     """Judge that compares pairs of texts with math-verify; it can be used by threads and forks.
 
-    Workers start at the first call. The canaries are pairs whose correct verdicts are known. In
-    every batch with a new pair, each worker judges the canaries before any other pair, so cached
-    verdicts always come from a tested worker. Workers end when this object is deleted, or when its
-    process ends for any reason.
+    Workers start at the first call. Verdicts are cached. In every batch with a new pair, each
+    worker must first judge the canaries correctly, which are pairs with known verdicts. Cached
+    verdicts are therefore always from a tested worker. Workers end when this object is deleted, or
+    when its process ends for any reason.
 
     Args:
         workers: number of processes.
@@ -119,7 +122,7 @@ class Verifier:
         """Return the verdict on each pair of a gold answer and an answer; judge equal pairs once.
 
         Raises:
-            JudgeError: a worker fails to start or misjudges a canary, and so does its replacement.
+            JudgeError: a worker and its replacement both fail to start or misjudge a canary.
         """
         if self._process != os.getpid():
             # This process is a fork; the workers and the lock belong to its parent.
@@ -130,8 +133,7 @@ class Verifier:
             verdicts |= self._judged(new) if new else {}
             for pair, verdict in verdicts.items():
                 if verdict in JUDGED_VERDICTS:
-                    # Pairs that were not judged are not cached, so that a later call can judge
-                    # them.
+                    # A timeout or a failure is not cached, so that a later call tries again.
                     self._cache[pair] = verdict
                     self._cache.move_to_end(pair)
             while len(self._cache) > MAX_REMEMBERED_PAIRS:
@@ -144,7 +146,7 @@ class Verifier:
             _end(self._workers, self._process)
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
-        """Return the verdicts on distinct pairs, with one thread per worker."""
+        """Judge distinct pairs in parallel, with one thread per worker."""
         waiting, verdicts, progress = deque(pairs), {}, Progress("judging", len(pairs))
         with ThreadPoolExecutor(self._places) as threads:
             try:
@@ -154,8 +156,8 @@ class Verifier:
                 for served in as_completed(places):
                     served.result()
             except BaseException:
-                # Kill the workers so that the other threads stop waiting immediately, including
-                # after Ctrl-C.
+                # The workers are killed, so that the threads that wait for them stop at once. This
+                # is also done after Ctrl-C.
                 waiting.clear()
                 for worker in list(self._workers.values()):
                     worker.kill()
@@ -165,7 +167,7 @@ class Verifier:
     def _serve(
         self, place: int, waiting: deque[Pair], verdicts: dict[Pair, Verdict], progress: Progress
     ) -> None:
-        """Let worker number `place` judge pairs until none is waiting, and fill in `verdicts`."""
+        """Let worker number `place` judge waiting pairs until there are none; fill `verdicts`."""
         worker = None
         while waiting and (worker := worker or self._proved(place, waiting)):
             try:
@@ -217,11 +219,11 @@ class _Worker:
             env=judge_environment(os.environ),
             start_new_session=True,
         )
-        # The pipe now closes when the worker ends.
+        # Only the worker has this end of the pipe now, so the pipe closes when the worker ends.
         worker_end.close()
 
     def ready(self, waiting: Sequence[Pair]) -> bool:
-        """Wait until the worker has started; return False if no pairs are left before it starts.
+        """Wait until the worker has started; return False if all pairs are taken before it starts.
 
         Raises:
             JudgeError: the worker does not start.

@@ -3,9 +3,11 @@ r"""Worker process of `grpo_ustat.tasks.verifier`, which judges LaTeX texts with
 The process is started with the path of this file, so that it does not import grpo_ustat, torch or
 the run's main module. A fork of the process does the judging. If a pair kills the fork, or the fork
 has judged its maximum number of pairs, the next fork takes over within milliseconds. The deadline
-is a system alarm that interrupts any computation of a fork, even if the run has ended. A judging
-fork opens no socket, starts no process, and writes no file. It reads only Python modules (which the
-libraries import late), other files in Python's installation, and its own memory status.
+is a system alarm that ends the fork during any computation, even if the run has ended.
+
+The judging fork is restricted, because a policy writes the texts that it parses. It cannot open a
+socket, start a process or write a file. It can read only Python modules (some libraries import them
+late), other files in Python's installation, and its own memory status.
 """
 
 from __future__ import annotations
@@ -27,24 +29,26 @@ from typing import Any, cast
 READY = "ready"
 STATUS_FILE = "/proc/self/status"
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-# Prefixes of refused audit events.
+# Prefixes of the names of Python's audit events that a judging fork refuses.
 REFUSED_EVENTS = ("os.", "socket.", "subprocess.", "shutil.")
-# Audit events that are needed to check that the run is alive and to import modules.
+# Events with these prefixes that are allowed, because they are needed to check that the run is
+# alive and to import modules.
 PERMITTED_EVENTS = ("os.kill", "os.listdir", "os.scandir")
 # Interval in seconds between checks that the run is still alive.
 LOOK_SECONDS = 2.0
-# Fraction of the memory limit; a verdict of "wrong" is not trusted if memory use exceeded it.
+# If memory use exceeded this fraction of the limit, a verdict of "wrong" is not trusted.
 TRUSTED_MEMORY_SHARE = 0.9
 # Number of digits to which a difference is computed before it is treated as 0.
 DIFFERENCE_DIGITS = 1000
-# Upper bound on the differences that math-verify can mistake for 0.
+# Math-verify can mistake only differences below this value for 0.
 NEAR_DIFFERENCE = 1e-9
-# Upper bound on the differences between decimals that math-verify can mistake for 0.
+# The same limit if one of the values is a decimal.
 NEAR_DECIMAL_DIFFERENCE = 1e-5
-# Largest relative difference that is attributed to the rounding of a decimal.
+# A relative difference up to this value can be due to the rounding of a decimal.
 ROUNDING_TOLERANCE = 1e-3
 # Exit codes of a fork. After HANDED_OVER, the next fork takes over.
 DONE, CRASHED, HANDED_OVER = 0, 1, 3
+# Pairs of gold answer and answer that are judged once before forking.
 WARM_UP_PAIRS = (
     (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("x^2-1", "(x-1)(x+1)"),
     ("[0,1)", r"(0,\infty)"), (r"\{1,2\}", r"2,1"), ("y=2x+1", "2x+1=y"), ("x<3", "3>x"),
@@ -56,7 +60,7 @@ Judge = Callable[[str, str], bool]
 
 def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) -> None:
     """Judge the pairs that arrive on the pipe until the run closes the pipe or ends."""
-    # Ignore signals that request a stop, because only the run responds to them.
+    # Signals that request a stop are ignored here, because only the run responds to them.
     for name in ("INT", "TERM", "USR1", "USR2", "HUP"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     # With the default handler, the alarm ends the process.
@@ -73,7 +77,7 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
     memory_bytes = _limited(resource.RLIMIT_AS, memory_bytes)
     _limited(resource.RLIMIT_CORE, 0)
     _say(pipe, READY)
-    # Byte shared with the forks; it is 1 while a pair is being judged.
+    # Byte that is shared with the forks. It is 1 while a pair is being judged.
     busy = mmap.mmap(-1, 1)
     ended = HANDED_OVER
     while ended == HANDED_OVER or busy[0]:
@@ -84,9 +88,10 @@ def main(handle: int, run: int, deadline: float, memory_bytes: int, tasks: int) 
 
 
 def _limited(what: int, most: int) -> int:
-    """Set this process's limit on a resource to `most`, or to the hard limit if that is lower.
+    """Limit this process's use of a resource, and return the limit.
 
-    Return the limit. If the system does not support such a limit, none is set.
+    The limit is `most`, or the hard limit if that is lower. If the system does not support such a
+    limit, none is set.
     """
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -100,9 +105,9 @@ def _say(pipe: Connection, word: str) -> None:
 
 
 def _forked(work: Callable[[], int]) -> int:
-    """Do the work in a fork; return its exit code, or minus the number of the signal that ended it.
+    """Do the work in a fork, and return the fork's exit code.
 
-    The result is that of `os.waitstatus_to_exitcode`.
+    If a signal ended the fork, the result is minus the number of the signal.
     """
     child = os.fork()
     if child:
@@ -123,7 +128,7 @@ def _serve(
     memory_bytes: int,
     tasks: int,
 ) -> int:
-    """Judge up to `tasks` pairs; return the exit code."""
+    """Judge up to `tasks` pairs in a fork; return the exit code of the fork."""
     _guard()
     for _ in range(tasks):
         try:
@@ -145,11 +150,10 @@ def _serve(
 
 
 def _guard() -> None:
-    """Restrict this process to reading Python modules and packages.
+    """Restrict this process: afterwards, it can only read Python modules and packages.
 
-    Afterwards, the process cannot write files, use the network or start processes. The restriction
-    is an audit hook, which cannot be removed. The hook sees only actions of Python code, not
-    actions of compiled code.
+    It cannot write files, use the network or start processes. The restriction is an audit hook,
+    which cannot be removed. The hook sees actions of Python code, but not of compiled code.
     """
     sys.dont_write_bytecode = True
     packages = tuple(os.path.join(os.path.realpath(x), "") for x in (sys.prefix, sys.base_prefix))
@@ -179,7 +183,7 @@ def _verdict(judge: Judge, gold: str, answer: str, memory_bytes: int) -> str:
     except Exception:
         return "failure"
     if not right and _peak_bytes() > TRUSTED_MEMORY_SHARE * memory_bytes:
-        # The verdict can result from a MemoryError, which the libraries suppress in some places.
+        # The verdict may be due to a MemoryError, which the libraries suppress in some places.
         return "failure"
     return "right" if right else "wrong"
 
@@ -235,10 +239,11 @@ def _judge() -> Judge:
 
 
 def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Return the gold answer and the answer, with a single symbol for each letter.
+    """Return the gold answer and the answer, with the same symbol for equal letters.
 
-    Math-verify can represent the same letter by both a real symbol and a general symbol. The letter
-    i is replaced with the imaginary unit if this makes the gold answer complex.
+    Math-verify can represent the same letter by a real symbol in one answer and by a general symbol
+    in the other. The letter i is replaced with the imaginary unit if this makes the gold answer
+    complex.
     """
     import sympy
 
@@ -252,10 +257,10 @@ def _agreeing(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
-    """Return True if a value or one of its entries is complex once i is the imaginary unit.
+    """Return True if a value or one of its entries is complex when i is the imaginary unit.
 
-    The result is False if the value contains a power of i, a sum or a product, because i is then a
-    variable or an index.
+    If the value contains a power of i, a sum or a product, i is taken as a variable or an index,
+    and the result is False.
     """
     import sympy
 
@@ -270,7 +275,7 @@ def _is_complex(value: Any, unit: dict[Any, Any]) -> bool:
 
 
 def _differ(gold: Any, answer: Any) -> bool:
-    """Return True if two values that math-verify considers equal are certainly different.
+    """Return True if two values are certainly different although math-verify considers them equal.
 
     Math-verify ignores differences below 2^-54, and it rounds a decimal to six decimal places.
     """
@@ -301,7 +306,8 @@ def _differ(gold: Any, answer: Any) -> bool:
 def _distance(gold: Any, answer: Any) -> Any:
     """Return the absolute difference of two values, with numbers substituted for letters.
 
-    The result is 0 if no difference is detected, and None if the difference is not a finite number.
+    The result is 0 if no difference is found to DIFFERENCE_DIGITS digits, and None if the
+    difference is not a finite number.
     """
     import sympy
 

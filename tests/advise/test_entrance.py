@@ -239,7 +239,7 @@ def test_the_content_decides_and_not_the_name(tmp_path, form, name):
     path = tmp_path / name
     path.write_text(FORMS[form][1])
     if name == "log.parquet":
-        with pytest.raises(ConfigError, match="does not begin as a Parquet file"):
+        with pytest.raises(ConfigError, match="does not begin like a Parquet file"):
             advice_of(Request(path))
         return
     assert f"{P} prompts" in advice_of(Request(path)).details[0]
@@ -278,7 +278,7 @@ def test_a_prompt_in_several_steps_is_one_cluster(tmp_path):
     assert len(steps.groups) == 3 * P and len(steps.by_prompt(np.mean)) == P
     text = " ".join(advice_of(Request(path)).details)
     assert "36 groups of 8 completions from 12 different prompts" in text
-    assert "from 3 policies (step 1 to 3): all numbers are averages over these policies" in text
+    assert "from 3 policies (step 1 to 3). All numbers are averages over these policies" in text
     assert once.by_prompt(np.var) == steps.by_prompt(np.var)
 
 
@@ -320,7 +320,8 @@ def test_runs_are_paired_by_prompt(tmp_path):
     assert advice.numbers["prompts_for_a_point"] == pytest.approx(
         (2.8016 * change.std(ddof=1) / 0.01) ** 2, rel=0.01
     )
-    assert "higher than that of base" in advice.sentence and "200 prompts" in advice.sentence
+    assert "higher than the mean reward of base" in advice.sentence
+    assert "200 prompts" in advice.sentence
     assert [line.split()[0] for line in advice.details[:3]] == ["run", "base", "tuned"]
     assert max(map(len, advice.details[:3])) <= 80
 
@@ -332,7 +333,7 @@ def test_runs_on_other_prompts_are_not_paired(tmp_path):
     ]
     advice = advice_of(Request(files[0], others=files[1:]))
     assert advice.verdict == "not enough data" and "not paired" in advice.sentence
-    assert advice.next.startswith("score ") and "prompts that are the same" in advice.next
+    assert advice.next.startswith("log rewards ") and "the same in each run" in advice.next
 
 
 def test_three_runs_are_compared_with_the_first_at_a_joint_level(tmp_path):
@@ -362,7 +363,8 @@ def test_scalars_are_read_by_the_same_command(tmp_path):
     steps = [{"step": k, "reward": 0.5, "frac_reward_zero_std": 0.25} for k in range(1, 41)]
     path.write_text(json.dumps({"global_step": 40, "log_history": steps}))
     assert kind_of(path) is Kind.SCALARS
-    assert advice_of(Request(path, num_generations=8)).sentence.startswith("Scalars do not show")
+    sentence = advice_of(Request(path, num_generations=8)).sentence
+    assert sentence.startswith("Scalars alone do not show")
     for word in ("reward=a", "model=checkpoint-1"):
         with pytest.raises(ConfigError, match=word):
             advice_of(parse_request([str(path), word]))

@@ -44,7 +44,7 @@ STATE = {
     [
         ("rewards.jsonl", "\n".join(map(json.dumps, ROWS)), "20 prompts with 4 completions"),
         ("rollout/3.jsonl", "\n".join(map(json.dumps, DUMP)), "verl: 80 of 80 rows"),
-        ("trainer_state.json", json.dumps(STATE), "Read 40 rows"),
+        ("trainer_state.json", json.dumps(STATE), "The log has 40 rows"),
     ],
 )
 def test_a_log_is_read_without_torch(tmp_path, name, text, said):

@@ -141,7 +141,7 @@ def test_share_of_0_at_all_steps_may_be_a_setting(tmp_path):
 def test_without_group_size_no_bounds(tmp_path):
     advice = scalar_advice([written(tmp_path, trl_rows(rewards()))])
     assert advice.numbers["zero_variance_bounds"] == {}
-    assert "type num_generations=" in text_of(advice)
+    assert "for example num_generations=" in text_of(advice)
 
 
 def test_few_rows_have_no_interval(tmp_path):
@@ -245,7 +245,7 @@ def test_settings_are_compared_by_seeds(tmp_path):
     runs = seeds_of(tmp_path, "a", 0.2, 0.01) + seeds_of(tmp_path, "bb", 0.0, 0.01)
     advice = scalar_advice(runs)
     assert "4 common seeds" in advice.sentence
-    assert "more than the noise of seeds" in advice.sentence
+    assert "more than the noise between seeds" in advice.sentence
     assert "not more" not in advice.sentence
     assert len(advice.numbers["runs"]) == 8
 
@@ -253,7 +253,7 @@ def test_settings_are_compared_by_seeds(tmp_path):
 def test_an_undecided_difference_states_the_seeds_for_one_point(tmp_path):
     runs = seeds_of(tmp_path, "a", 0.0, 0.05) + seeds_of(tmp_path, "bb", 0.0, 0.05)
     sentence = scalar_advice(runs).sentence
-    assert "not more than the noise of seeds" in sentence
+    assert "within the noise between seeds" in sentence
     assert "one percentage point" in sentence
 
 
@@ -264,7 +264,7 @@ def test_one_run_of_each_setting_says_nothing_about_seeds(tmp_path):
     ]
     sentence = scalar_advice(runs).sentence
     assert "-0.2" in sentence
-    assert "seeds differ" in sentence
+    assert "the variation between seeds is unknown" in sentence
 
 
 def test_noise_scale_from_two_batch_sizes(tmp_path):

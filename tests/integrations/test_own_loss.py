@@ -150,8 +150,8 @@ def test_smaller_groups_are_judged_against_the_whole_ones():
         assert value.estimate == pytest.approx(errors[8] / errors[size], rel=1e-9)
     assert found.efficiency.efficiency_same_g == pytest.approx((1, 1, 1))
     assert (
-        "relative efficiency 1.00 [1.00, 1.00] against the unbiased gradient, direction unbiased"
-        in found.line()
+        "has relative efficiency 1.00 [1.00, 1.00] against the unbiased gradient. "
+        "Its direction is unbiased." in found.line()
     )
     assert found.smaller_sizes() == ""  # the unbiased gradient's answer is that of the loss
 
@@ -185,12 +185,13 @@ def known(**against):
 
 def test_the_lines_in_words():
     line = (
-        "Your loss (dapo, std of the group): relative efficiency 0.98 [0.94, 1.02] against the "
-        "unbiased gradient, direction cos 0.99 [0.97, 1.00]."
+        "Your loss (dapo, std of the group) has relative efficiency 0.98 [0.94, 1.02] against the "
+        "unbiased gradient. The cosine between its expected update and this gradient is 0.99 "
+        "[0.97, 1.00]."
     )
     assert (known().line(), known().smaller_sizes()) == (line, "")
     assert known(g2=(0.6, 0.5, 0.7), g4=(0.97, 0.9, 1.05)).smaller_sizes() == (
-        "Relative efficiency of smaller groups with your loss, against groups of 8: 0.60 "
+        "With your loss, the relative efficiency of smaller groups against groups of 8 is 0.60 "
         "[0.50, 0.70] in groups of 2, 0.97 [0.90, 1.05] in groups of 4; no smaller size is "
         "significantly better."
     )
@@ -214,7 +215,5 @@ def test_several_rewards_are_compared_with_their_weighted_sum():
     each = Loss("grpo", "gdpo", STD, "grpo", 9)
     words = described(trains_with(multi_objective_aggregation="normalize_then_sum"))
     found = own_loss(pool, each, 64, words)
-    assert "(dapo, std of each reward): relative efficiency" in found.line()
-    assert (
-        "against the unbiased gradient of the rewards' weighted sum, direction cos" in found.line()
-    )
+    assert "(dapo, std of each reward) has relative efficiency" in found.line()
+    assert "against the unbiased gradient of the rewards' weighted sum. The cos" in found.line()

@@ -69,7 +69,7 @@ def logged_rows(folder, step):
     "steps, line",
     [  # as TRL's defaults, 10 and 500; then as the line says
         ((2, 4, 5), "completions_00004 was written 1 update before checkpoint-4, the nearest "
-         "checkpoint; to log a checkpoint's completions, use logging_steps=1, or save_steps=3 "
+         "checkpoint; to log the completions of a checkpoint, use logging_steps=1, or save_steps=3 "
          "(checkpoint-3 writes completions_00004)"),
         ((2, 3, 4), "completions_00004 was written by checkpoint-3"),
         ((1, 4, 5), "completions_00005 was written by checkpoint-4"),

@@ -366,7 +366,10 @@ def test_several_reward_columns_are_asked_for(tmp_path):
         (["source", "o.csv"], "o.csv does not end in .parquet"),
         (["source", "there.parquet"], "there.parquet exists already"),
         (["source", "o.parquet", "--from", "verl"], "is not as verl writes it (KeyError: 'input')"),
-        (["source", "o.parquet", "--from", "slime"], "source contains no *.pt, the files of slime"),
+        (
+            ["source", "o.parquet", "--from", "slime"],
+            "source contains no *.pt files, which slime writes",
+        ),
         (["source", "empty.jsonl/o.parquet"], "o.parquet: its folder cannot be created ("),
         (
             ["source", "there.parquet/a/o.parquet"],
@@ -396,7 +399,7 @@ def test_terminal_of_a_conversion(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["convert", "source", "o.parquet"])
     main()
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("open_instruct: 10 of 10 rows of 1 files") and "2 prompts" in out[0]
+    assert out[0].startswith("open_instruct: 10 of 10 rows in 1 files") and "2 prompts" in out[0]
     assert out[-1] == "next: grpo-ustat mse pool=o.parquet model=CHECKPOINT"
 
 
@@ -495,7 +498,7 @@ def test_a_dump_of_verl_whose_chat_template_is_lost_is_refused(tmp_path, prompt,
     with pytest.raises(ConfigError) as refused:
         convert(tmp_path, FORMATS["verl"], tmp_path / "out.parquet", Options())
     assert str(refused.value) == (
-        f"{tmp_path}/3.jsonl line 0: the prompt ends in {rest}, so a chat template wrote it; verl "
+        f"{tmp_path}/3.jsonl line 0: the prompt ends in {rest}, so a chat template wrote it. verl "
         "logs no special tokens, so the model read a different text: log tokens with "
         "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record and convert those files "
         "(docs/verl.md)"

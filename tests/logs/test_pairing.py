@@ -42,10 +42,10 @@ def run_of_trl(folder, files, checkpoints, logging_steps, save_steps, prompts=4)
     "files, checkpoints, steps, line, model",
     [  # TRL's defaults first: no file has its checkpoint, and that of 499 updates is nearest
         (range(10, 1001, 10), (500,), (10, 500), "completions_00500 was written 1 update before "
-         "checkpoint-500, the nearest checkpoint; to log a checkpoint's completions, use "
+         "checkpoint-500, the nearest checkpoint; to log the completions of a checkpoint, use "
          "logging_steps=1, or save_steps=499 (checkpoint-499 writes completions_00500)", 500),
         ((510, 520), (500,), (10, 500), "completions_00510 was written 9 updates after "
-         "checkpoint-500, the nearest checkpoint; to log a checkpoint's completions, use "
+         "checkpoint-500, the nearest checkpoint; to log the completions of a checkpoint, use "
          "logging_steps=1, or save_steps=499 (checkpoint-499 writes completions_00500)", 500),
         (range(495, 520), (500, 505), (1, 5), "completions_00506 was written by checkpoint-505",
          505),
@@ -120,9 +120,9 @@ def test_next_command_after_a_log_of_one_prompt(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "model, said",
     [
-        ("run/checkpoint-500", "written 9 updates after the policy that scores them: "
+        ("run/checkpoint-500", "written 9 updates after the model whose gradients are computed: "
          "checkpoint-509 wrote completions_00510.parquet, and the model is checkpoint-500"),
-        ("run/checkpoint-510/", "written 1 update before the policy that scores them"),
+        ("run/checkpoint-510/", "written 1 update before the model whose gradients"),
         ("checkpoints/global_step_500/actor/huggingface", "written 9 updates after"),
         ("run/checkpoint-509", ""),
         ("org/model", ""),

@@ -71,7 +71,7 @@ def test_every_kind_of_file_has_the_same_groups(tmp_path, suffix):
     rewards = read_rewards(write(tmp_path / f"log{suffix}", ROWS))
     assert [group.tolist() for group in rewards.groups] == [[1.0, 0.0, 0.0, 0.0]] * 3
     lines = reward_lines(rewards, 3)
-    assert lines[0].startswith("3 prompts with 4 completions")
+    assert lines[0].startswith("The data are 3 prompts with 4 completions")
     assert "G = 3: 25 % [" in lines[1]  # one of the four subsets has no 1
 
 
@@ -100,7 +100,11 @@ def test_steps_and_prompts_apart(tmp_path):
             "1e+300, not a finite number of at most",
         ),
         ([*ROWS, {"prompt": "q2", "reward": 10**400}], None, "row 12 (from 0): reward is 1000"),
-        ([{"prompt": "q", "reward": 1.0}], None, "no prompt has two completions among 1 rows"),
+        (
+            [{"prompt": "q", "reward": 1.0}],
+            None,
+            "every prompt in the 1 rows has only one completion",
+        ),
         ([{"prompt": None, "reward": 1.0}] * 2, None, "row 0 (from 0): prompt is null"),
     ],
 )

@@ -18,7 +18,7 @@ from grpo_ustat.logs.formats import FORMATS, Options, detect
 from grpo_ustat.logs.rewards import read_rewards
 from grpo_ustat.logs.rows import check_columns, read_rollouts
 
-REFUSED = r"the rows are turns of one rollout \(.*add a column rollout_id"
+REFUSED = r"several rows are turns of one rollout \(.*add a column rollout_id"
 # Rewards that all readers of `table` find: those of sixteen rollouts.
 REWARDS = [0.0, 1.0] * 8
 
@@ -183,7 +183,7 @@ def test_rewards_of_turns_without_an_id_are_refused_by_their_column(tmp_path, gr
     rows = [f"{q},{t == 2 if 'last' in column else t},{g % 2}" for q, g, t, *_ in rollouts(3)]
     path.write_text("\n".join([f"{group},{column},reward", *rows]))
     with pytest.raises(
-        ConfigError, match=rf"rows of one {group} have {column} .* without {column}"
+        ConfigError, match=rf"rows of one {group} have {column} .* drop the column {column}"
     ):
         read_rewards(path)
     path.write_text("\n".join([f"{group},{column},reward", *rows[2::3]]))  # the last turns

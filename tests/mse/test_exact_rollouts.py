@@ -166,7 +166,7 @@ ROW = {
         ({"reward": float("inf")}, r"reward is inf: not a finite reward"),
         (
             {"policy_version": 2},
-            r"holds rollouts of 2 policies, policy_version 1 to 2: a study measures one",
+            r"has rollouts of 2 policies \(policy_version 1 to 2\), but a study measures one",
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_study_by_another_checkpoint_than_wrote_the_rows_keeps_the_warning(tmp
     words = [word for word in SMALL if not word.startswith("model=")]
     code, out, err = run("mse", *words, CUT, f"model={checkpoint}", f"pool={path}", cwd=tmp_path)
     assert code == 0, err
-    said = "these completions were written 9 updates after the policy that scores them"
+    said = "these completions were written 9 updates after the model whose gradients are computed"
     (folder,) = tmp_path.glob("outputs/mse/*/seed-0")
     for text in (out, (folder / "report.html").read_text(), (folder / "result.json").read_text()):
         assert said in " ".join(text.split())
@@ -160,7 +160,7 @@ def test_unequal_groups_are_cut_and_counted(tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"step": [1, 2] * 24}, "holds steps 1 to 2, each from another policy"),
+        ({"step": [1, 2] * 24}, "has rows of steps 1 to 2, and another policy wrote each"),
         (
             {"second_reward": [1.0] * 48},
             "several columns of rewards, accuracy_reward, second_reward",
@@ -237,13 +237,13 @@ def talk(*messages):
         ({"reward": ["1"] * 32}, "missing: a numeric column of rewards; found prompt"),
         ({"prompt": None, "completion": None},
          r"missing: prompt and completion \(or prompt_ids and completion_ids\); found reward, e"),
-        ({"completion": None}, "missing: completion; found prompt, reward, ended: add them, or"),
+        ({"completion": None}, "missing: completion; found prompt, reward, ended: add the missing"),
         ({"completion": None, "prompt_ids": [[1]] * 32},
          r"missing: completion \(or completion_ids\)"),
         ({"prompt": None, "reward": None}, "missing: prompt, and a numeric column of rewards"),
         ({"form": [1.0] * 32}, "of rewards, reward, form, .* convert --reward reward=1,form=1"),
         ({"ended": {7: None}}, r"row 7 \(from 0\): ended is null, not true or false"),
-        ({"ended": [1] * 32}, "column ended holds int, not true"),
+        ({"ended": [1] * 32}, "column ended has a value of type int: write true"),
         ({"prompt": {3: None}}, r"row 3 \(from 0\): prompt is null"),
         ({"prompt": {3: ""}}, r"row 3 \(from 0\): prompt is empty"),
         ({"completion": {2: None}}, r"row 2 \(from 0\): completion is null"),

@@ -187,7 +187,7 @@ def test_gram_and_sketches_are_those_of_summed_scores(tmp_path, model):
         ({"reward": lambda k, row: float(k % 2)}, r"r\.parquet: rollout trajectory_id=0-0-0 has "
          r"the rewards 0\.0 and 1\.0 in row 0 \(from 0\) and row 1 .* write the reward of the "),
         ({"advantage": lambda k, row: 0.5 - k % 2}, r"r\.parquet: rollout trajectory_id=0-0-0 has "
-         r"advantage -0\.5 and 0\.5 in its rows: all turns of a rollout must share one advantage"),
+         r"advantage -0\.5 and 0\.5 in its rows, but all turns of a rollout must share one advan"),
         ({"turn": lambda k, row: 0}, "no column identifies the rollout of a row"),
     ],
     ids=["rewards", "advantages", "turns"],

@@ -5,9 +5,9 @@
     trainer = GRPOTrainer(..., reward_funcs=[reward, record])
     trainer.add_callback(GradientNoiseCallback(trainer, every=10))
 
-No module in this package imports TRL. All calls go through the trainer that the user passes. TRL's
-version is checked at import, because some attributes that the package uses are missing before
-version 1.16.
+This package never imports TRL: it only uses the trainer object that the user passes. The installed
+version of TRL is checked at import, because versions before 1.16 lack some attributes of the
+trainer that the package uses.
 """
 
 from importlib import metadata

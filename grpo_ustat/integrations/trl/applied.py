@@ -1,7 +1,8 @@
-"""Sketch of the gradient that is about to be clipped and applied, for any sharding.
+"""Sketch (random projection) of the gradient that TRL is about to clip and apply.
 
-Each rank adds only its part. The sum over ranks is the sketch of the full gradient, and no rank
-needs to hold the full gradient.
+The module supports every way in which gradients can be distributed over ranks. Each rank sketches
+only its part of the gradient. A sketch is linear, so the sum over ranks is the sketch of the full
+gradient, and no rank needs to hold the full gradient.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ ENTRIES_AT_ONCE = 2**24
 COMPILED = "_orig_mod"
 
 Shard = tuple[str, int, torch.Tensor]
-"""Name of a parameter, index of the first entry, and consecutive entries of its flat gradient."""
+"""Name of a parameter, an index into its flattened gradient, and the entries from this index on."""
 
 
 def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
-    """Add the sketch of this rank's share of the negative gradient, the direction of ascent.
+    """Add the sketch of this rank's part of the negative gradient to a sum of sketches.
 
-    All ranks must call this function.
+    The gradient of the loss is negated, so that it points in the direction of higher reward, like
+    the scores. All ranks must call this function.
 
     Args:
         out_1R: sum of sketches; updated in place.
@@ -35,7 +37,7 @@ def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
             that the sketch does not contain are left out.
 
     Raises:
-        LookupError: a parameter of the sketch is not trained, or its gradient is not accessible.
+        LookupError: a parameter of the sketch is not trained, or its gradient cannot be read.
     """
     scale, names = 1 / gradient_scale(trainer), sketch.signs.sizes.keys()
     if missing := names - {name for name, _ in _trained(_model(trainer))}:
@@ -49,7 +51,7 @@ def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
 
 
 def shards(trainer: Any) -> Iterator[Shard]:
-    """Yield this rank's share of the gradient of each trained parameter."""
+    """Yield this rank's part of the gradient of each trained parameter."""
     accelerator = trainer.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
     model = _model(trainer)
@@ -68,7 +70,7 @@ def _model(trainer: Any) -> torch.nn.Module:
 
 
 def gradient_scale(trainer: Any) -> float:
-    """Return the float16 loss scale that is still a factor of the gradient."""
+    """Return the loss scale of float16 training by which the gradient is still multiplied."""
     accelerator = trainer.accelerator
     if is_deepspeed(trainer):
         optimizer = accelerator.deepspeed_engine_wrapped.engine.optimizer
@@ -96,7 +98,7 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
-    """Yield this rank's shares with FSDP2, DDP or a single process.
+    """Yield this rank's parts of the gradients with FSDP2, DDP or a single process.
 
     With DDP, all ranks have the same gradients, so only one rank yields each parameter.
     """
@@ -111,9 +113,10 @@ def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[
 
 
 def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
-    """Yield this rank's part along the first axis; only one of several replicas yields the part.
+    """Yield this rank's part of a gradient that is sharded along its first axis.
 
-    A tensor that is sharded along another axis is gathered, and yielded only if `gathers` is True.
+    If several ranks hold replicas of the part, only the first of them yields it. A tensor that is
+    sharded along another axis is gathered on all ranks, and yielded only if `gathers` is True.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -136,9 +139,10 @@ def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
 
 
 def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
-    """Yield this rank's part of each parameter with ZeRO-3.
+    """Yield this rank's part of the gradient of each parameter with ZeRO-3.
 
-    With other stages, the gradients are gathered one at a time, and one rank yields each gradient.
+    With other stages of ZeRO, the gradients are gathered one at a time, and one rank yields each
+    gradient.
     """
     from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
         safe_get_full_grad,
@@ -162,10 +166,11 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
 
 
 def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
-    """Yield full gradients with FSDP1, for every `world`-th parameter.
+    """Yield full gradients with FSDP1; each rank yields every `world`-th gradient.
 
-    All ranks must iterate to the end. Without `use_orig_params` FSDP1 keeps the gradients of a unit
-    in a single tensor, so they cannot be read.
+    All ranks must iterate to the end, because the gathering is collective. FSDP1 must be used with
+    `use_orig_params=True`. Otherwise it stores the gradients of several parameters in one tensor,
+    and they cannot be told apart.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

@@ -1,4 +1,10 @@
-"""Comparison of TRL's gradient before clipping with the gradient that the arguments declare."""
+"""Comparison of the gradient that TRL applies with the gradient that its arguments declare.
+
+The applied gradient is read before clipping. The declared gradient is a weighted sum of scores
+(gradients of the log-probability of each completion), with the weights that the documentation of
+the loss gives. Both are compared as sketches, which are random projections to a few thousand
+dimensions. The letter R in shapes is the dimension of a sketch.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +41,14 @@ from grpo_ustat.terminal.streams import single_line
 Key = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of a completion."""
 MicroBatch = tuple[Mapping[str, Any], RandomStates]
-"""Inputs of a loss, and states of the random generators before the loss."""
+"""Inputs of a call of TRL's loss, and states of the random generators before this call."""
 UpdateScores = Callable[[Sequence[tuple[MicroBatch, Array]]], Mapping[str, Array]]
-"""Function that returns sketches of the scores of an update's rows on this rank, [B, R].
+"""Function that returns sketches of the scores of an update's B rows on this rank, [B, R].
 
 The argument is a list of micro-batches, each with the signs of the declared weights of its rows.
-The result maps "" to the scores of the declared model. Every other key describes another model and
-maps to the scores of that model. All ranks must call the function together."""
+The result maps "" to the scores under the model as the arguments declare it. Every other key
+describes a change of the model, for example other token positions, and maps to the scores under the
+changed model. All ranks must call the function together."""
 OWN_NORMALISER = "a loss that divides by the tokens of each generation batch"
 
 
@@ -50,17 +57,18 @@ class UpdateResult(NamedTuple):
 
     # Number of updates before this update.
     step: int
-    # Ratio and cosine of the applied and the declared gradient; NaN if they were not compared.
+    # Length of the applied gradient relative to the declared gradient, and cosine of the angle
+    # between them; NaN if they were not compared.
     ratio: float
     cosine: float
     # True if rounding explains the difference; None if the gradients were not compared.
     agrees: bool | None
-    # Finding, or the reason why there is no finding.
+    # Result in words, or the reason why there is no result.
     sentence: str
 
 
 class Row(NamedTuple):
-    """Row that an update consumed."""
+    """Row (prompt and completion) on which an update trained."""
 
     # Digest of the row's tokens.
     key: bytes
@@ -71,7 +79,7 @@ class Row(NamedTuple):
 
 
 class Consumed(NamedTuple):
-    """Rows that an update consumed on one rank."""
+    """Rows on which an update trained, on one rank."""
 
     # Rows of each micro-batch.
     rows: list[list[Row]]
@@ -86,23 +94,27 @@ class NotComparedError(Exception):
 class UpdateAudit:
     """Comparison of an update's gradient with `sum_r W_r s_r`, based on sketches of both vectors.
 
-    W_r are the weights of the declared loss, computed from rewards and not from TRL's advantages.
-    s_r are the scores that `expect` receives. The rows of an update are read from the micro-batches
-    that reach `compute_loss`, so the comparison includes the effects of shuffling,
-    `steps_per_generation` and a short last window of micro-batches. The gradient is read when it is
-    complete but not yet clipped, which is immediately before the accelerator clips it. A DeepSpeed
-    engine clips the gradient in its step; the gradient is then read before this step.
+    The sum is over the rows r of the update. W_r is the weight of row r in the declared loss. It is
+    computed from the rewards and not from TRL's advantages, so that an error in the advantages is
+    found too. s_r is the score of row r, which `expect` receives.
+
+    The rows of an update are read from the micro-batches that reach `compute_loss`. The comparison
+    therefore includes the effects of shuffling, of `steps_per_generation` and of a last update with
+    fewer micro-batches. The gradient is read when it is complete but not yet clipped: immediately
+    before the accelerator clips it, or before the step of a DeepSpeed engine, which clips inside
+    its step.
 
     Training does not change. Ranks communicate only at updates that follow a call of `expect`, so
     `expect` must be called on all ranks or on no rank.
 
     Args:
-        trainer: `trl.GRPOTrainer` before `train()`; its `compute_loss`, the `clip_grad_norm_` of
-            its accelerator and the `step` of a DeepSpeed engine are wrapped.
+        trainer: `trl.GRPOTrainer` before `train()`. Its `compute_loss` is wrapped, and also its
+            accelerator's `clip_grad_norm_` or the `step` of a DeepSpeed engine.
         sketch: sketch of the scores; its parameter names do not contain the names of wrappers.
         loss: declared loss.
-        rescored: function that scores rows with the inputs of the update; its scores replace the
-            scores that `expect` receives. None to use the scores from `expect`.
+        rescored: function that scores the rows again with the inputs of the update, for example
+            with the dropout masks of the loss. Its scores replace the scores from `expect`. None to
+            use the scores from `expect`.
     """
 
     def __init__(
@@ -110,7 +122,7 @@ class UpdateAudit:
     ):
         self.trainer, self.sketch, self.loss = trainer, sketch, loss
         self.rescored = rescored
-        # Results for all expected updates in order, equal on all ranks.
+        # Results of the scheduled comparisons in order, equal on all ranks.
         self.results: list[UpdateResult] = []
         self._step = -1
         self._inputs: list[MicroBatch] = []
@@ -125,7 +137,7 @@ class UpdateAudit:
             trainer.accelerator.clip_grad_norm_ = self._clipping
 
     def expect(self, scores: Mapping[Key, np.ndarray], groups: Sequence[Group]) -> None:
-        """Announce a measured generation batch, so that the next update is compared.
+        """Schedule a comparison at the next update, which trains on a measured generation batch.
 
         Args:
             scores: sketches of the scores that this rank has, keyed by completion. Scores are not
@@ -160,7 +172,7 @@ class UpdateAudit:
                 )
 
     def _recording(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss for a micro-batch, and keep the rows until the update."""
+        """Compute TRL's loss for a micro-batch, and keep its inputs until the update."""
         if self.trainer.model.training:
             if self._step != self.trainer.state.global_step:
                 self._step, self._inputs = self.trainer.state.global_step, []
@@ -181,7 +193,7 @@ class UpdateAudit:
         return self._engine_step(*args, **kwargs)
 
     def _update(self) -> None:
-        """Compare the gradients if the update was expected, and discard the rows of the update."""
+        """Compare the gradients if a comparison is scheduled; then discard the update's inputs."""
         if self._inputs and self._expected_at == self._step:
             try:
                 audit = self._compare()
@@ -196,7 +208,7 @@ class UpdateAudit:
         self._forget()
 
     def _forget(self) -> None:
-        """Discard the expected batches, so that no update is compared."""
+        """Cancel a scheduled comparison."""
         self._expected_at, self._fault = -1, ""
         self._scores.clear()
         self._advantages.clear()
@@ -279,12 +291,12 @@ class UpdateAudit:
     def _own_scores(
         self, row_N: Sequence[Row], is_here_N: Mask, declared_N: Array
     ) -> Mapping[str, Array]:
-        """Return the scores of this rank's rows, [O, R], for each model; see `UpdateScores`.
+        """Return the scores of this rank's O rows, [O, R], for each model; see `UpdateScores`.
 
         Args:
-            row_N: rows of all ranks.
-            is_here_N: True for rows whose scores this rank has.
-            declared_N: declared weights of the rows.
+            row_N: the N rows of all ranks.
+            is_here_N: True for each row whose scores this rank contributes.
+            declared_N: weights of the rows in the declared loss.
 
         Raises:
             NotComparedError: a rank cannot score its rows; raised on all ranks.
@@ -308,7 +320,7 @@ class UpdateAudit:
         return scores
 
     def _consumed(self) -> Consumed:
-        """Return the rows that the update consumed on this rank."""
+        """Return the rows on which the update trained, on this rank."""
         pad_token = tokenizer_of(self.trainer).pad_token_id
         rows = []
         for inputs, _ in self._inputs:
@@ -331,9 +343,10 @@ class UpdateAudit:
         return Consumed(rows, set(self._scores))
 
     def _weights(self, rows: list[list[Row]], row_N: list[Row]) -> dict[str, Array]:
-        """Compute the weights of the rows for the declared loss and for other losses.
+        """Compute the weights of the rows for the declared loss and for similar other losses.
 
-        The keys are the name of the declared loss and descriptions of the other losses.
+        If the gradients differ, the other losses are tried as explanations. The keys are the name
+        of the declared loss and descriptions of the other losses.
         """
         places = {key: list(advantages) for key, advantages in self._advantages.items()}
         if unknown := sum(not places.get(row.key) for row in row_N):
@@ -368,7 +381,7 @@ class UpdateAudit:
         return weights | other_losses(loss, advantage_N, weight_N, length_N)
 
     def _faults(self) -> list[Fault]:
-        """List known trainer faults; each fault multiplies the gradient by a constant."""
+        """List known trainer faults that multiply the gradient by a constant."""
         trainer, faults = self.trainer, []
         args, window = trainer.args, len(self._inputs)
         high = getattr(trainer, "epsilon_high", math.inf)
@@ -390,7 +403,7 @@ class UpdateAudit:
         return faults + divided(trainer.accelerator.num_processes, "processes")
 
     def _hints(self) -> list[str]:
-        """List settings of this run that change the gradient, but not through row weights."""
+        """List settings of this run that change the gradient in other ways than by row weights."""
         trainer, hints = self.trainer, []
         args = trainer.args
         dropout = active_dropout(trainer.model) if self.rescored is None else None

@@ -75,9 +75,10 @@ from grpo_ustat.policy.scores.groups import GroupScores
 from grpo_ustat.records import Array
 from grpo_ustat.terminal.streams import visible
 
-# Minimum number of windows in an average, if there are enough windows.
+# An average uses at least this many windows, or all windows if the run has fewer so far.
 MIN_WINDOWS = 4
-# Maximum size in bytes of the sketches that are kept to measure the run's loss.
+# Maximum total size in bytes of the sketches (random projections) of scores that are kept. The
+# efficiency of the run's loss is computed from them.
 POOL_BYTES = 2**27
 PREFIX = "grpo_ustat"
 TRL_POSITIONS = (
@@ -85,7 +86,7 @@ TRL_POSITIONS = (
     "model, so absolute positions are shifted, unlike during sampling. Use "
     "per_device_train_batch_size=1 and prompts of equal length, or a model with rotary positions"
 )
-# Estimates whose intervals can lack an upper end.
+# Estimates that are ratios, so that their intervals can have an infinite upper end.
 RATIOS = ("gstar", "noise_scale", "noise_scale_best")
 
 
@@ -112,17 +113,18 @@ class Options:
 
 @dataclass
 class AuditProgress:
-    """Progress of the comparison of applied and declared gradients."""
+    """State of the comparisons between the gradient that TRL applies and the declared gradient."""
 
-    # Earliest update for the next comparison.
+    # The next comparison is made at this update or later.
     due: float = 0
-    # Update that was announced last.
+    # Latest update whose comparison was scheduled.
     step: int = -1
-    # Number of comparisons that were logged.
+    # Number of finished comparisons that were already logged.
     logged: int = 0
-    # True if a finding, or the reason why there is none, was printed.
+    # True if a result was printed, or the reason why there is no result.
     was_printed: bool = False
-    # True if positions are shifted because TRL's loss passes no positions to the model.
+    # True if padding before a prompt shifts the token positions in TRL's loss, because the loss
+    # passes no positions to the model.
     shifts: bool = False
 
 
@@ -130,41 +132,49 @@ class GradientNoiseCallback(TrainerCallback):
     """Callback that measures the gradient noise of a `GRPOTrainer` during training.
 
     The callback reports the noise of the gradient, the relative efficiency of the run's loss and
-    the best group size. It also reports any difference between the applied gradient and the
-    declared gradient, which the trainer's arguments define.
+    the best group size. It also compares two gradients and reports any difference: the gradient
+    that TRL applies, and the declared gradient, which follows from the trainer's arguments.
 
-    One in `every` generation batches is scored. Scoring takes one additional forward and backward
-    pass over the completions of groups whose rewards differ, and no additional sampling. Batches of
-    fewer than four groups are pooled with later batches into windows of 16 groups; see `windows`.
-    C1, C2, C3 and the noise scale describe the leave-one-out gradient of the summed reward, in the
-    precision of the weights and with the same dropout as in the loss. Training does not change:
-    random states, gradients, modes and parameters are preserved. An error ends only the measurement
-    and is reported in a line.
+    The callback measures one in `every` generation batches. It computes the score of each
+    completion, which is the gradient of its log-probability. This takes one additional forward and
+    backward pass over the completions of groups whose rewards differ. No additional completions
+    are sampled. If a generation batch has fewer than four groups, its groups are collected with
+    later ones into a window of 16 groups; see `windows`.
 
-    The callback adds metrics to TRL's metrics. `grpo_ustat/c1`, `c2`, `c3`, `grad_sq`, `gstar`,
-    `noise_scale` (in rollouts, at the run's group size), `noise_scale_best` (at G*) and
-    `zero_variance` are averages over the windows in the second half of the steps so far, and over
-    at least four windows. `seconds` is the time spent on measuring. `grpo_ustat/step/...` are the
-    constants of a single window, and `loss/...` give the relative efficiency of the run's loss.
-    `audit/ratio` and `audit/cosine` compare the applied and the declared gradient. `sampler_gap` is
-    the absolute difference between vLLM's and the model's log-probabilities of a token in nats,
-    averaged over the batch.
+    C1, C2, C3 and the noise scale describe the leave-one-out gradient of the summed reward. They
+    are computed in the precision of the weights and with the same dropout as TRL's loss. Training
+    does not change: random states, gradients, modes and parameters are preserved. If an error
+    occurs, the callback prints it and stops measuring; training continues.
+
+    The callback adds these metrics to TRL's metrics, with the prefix `grpo_ustat/`:
+
+    - `c1`, `c2`, `c3`, `grad_sq` (||grad J||^2), `gstar`, `noise_scale` (in rollouts, at the run's
+      group size), `noise_scale_best` (at G*) and `zero_variance` (share of groups with equal
+      rewards). They are averages over the windows in the second half of the steps so far, and over
+      at least four windows.
+    - `step/...`: the constants of the latest window alone.
+    - `loss/...`: the relative efficiency of the run's loss.
+    - `audit/ratio`, `audit/cosine`: comparison of the applied and the declared gradient.
+    - `sampler_gap`: absolute difference between vLLM's and the model's log-probability of a token
+      in nats, averaged over the batch.
+    - `seconds`: time spent on measuring.
 
     Args:
         trainer: `trl.GRPOTrainer` before `train()`; its method `_generate_and_score_completions` is
             wrapped.
-        every: interval between measured generation batches, at least 1; 1 measures every batch.
-        audit_every: number of updates between comparisons of the applied and the declared gradient;
-            None to compare only the first measured update.
+        every: 1 to measure every generation batch, 10 to measure one in ten, and so on.
+        audit_every: number of updates between two comparisons of the applied and the declared
+            gradient; None to compare only the first measured update.
         completions_at_once: number of completions per pass through the model, halved if memory runs
             out; None for a whole group.
-        sketch: dimension of the sketch of a completion's score, used for products between prompts.
-        parameters: regular expression, for example "norm", or None for all parameters. Only
-            parameters whose names contain a match are measured, which takes less time.
+        sketch: dimension of the sketch, a random projection of a completion's score. Sketches
+            replace the scores in inner products between different prompts.
+        parameters: regular expression, for example "norm". Only parameters whose names contain a
+            match are measured, which takes less time. None to measure all parameters.
         by_layer: True to gather weights and build graphs layer by layer. If False, this is done
             only for a sharded model whose full weights do not fit in a rank's memory.
-        strict: True to raise an error for a trainer that cannot be measured. If False, a line gives
-            the reason, and the run continues without measuring.
+        strict: True to raise an error if the trainer cannot be measured. If False, the callback
+            prints the reason, and the run continues without measuring.
     """
 
     def __init__(
@@ -188,11 +198,12 @@ class GradientNoiseCallback(TrainerCallback):
         # Warnings about sampling, and the reason why the measurement ended.
         self.warnings: list[str] = []
         self.fault = ""
-        # Precision of the weights in the last measurement, and the way of gathering the weights.
+        # How the last measurement was made: the precision of the weights, and how a sharded
+        # model's weights were gathered.
         self.precision = self.way = ""
         self.seconds = 0.0
         self._begin = time.perf_counter()
-        # Number of generation batches so far, and the number after which the next one is measured.
+        # `_seen` counts the generation batches. A batch is measured if its number is above `_due`.
         self._seen = self._due = 0
         self._open, self._audit = OpenWindow(), AuditProgress()
         # Groups of the recent windows; only on the main process.
@@ -216,13 +227,13 @@ class GradientNoiseCallback(TrainerCallback):
         trainer._generate_and_score_completions = self._measured
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Start the clock and make a measurement due at the first batch."""
+        """Start the clock, and schedule the first generation batch for measurement."""
         self._seen = self._due = 0
         self._audit.due = state.global_step
         self._begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Report the audit's first finding, and every update in which the two gradients differ."""
+        """Log new comparisons; print the first one and each one in which the gradients differ."""
         results = self.audit.results[self._audit.logged :] if self.audit is not None else []
         for result in results:
             self._audit.logged += 1
@@ -244,7 +255,7 @@ class GradientNoiseCallback(TrainerCallback):
                 self._close()
             if self.windows or not self.fault:
                 self._print(*self.summary())
-        # The script that called `train` must still be able to save the model.
+        # An error here must not prevent the user's script from saving the trained model.
         except Exception as error:
             self._print(f"{PREFIX}: no summary: {reason_of(error)}")
 
@@ -282,9 +293,10 @@ class GradientNoiseCallback(TrainerCallback):
     def _measure(
         self, model: Any, layers: LayersInStep | None, output: Mapping[str, Any], step: int
     ) -> None:
-        """Add the groups of a generation batch to the window, and announce them to the audit.
+        """Add the groups of a generation batch to the window, and schedule a comparison if due.
 
-        Each rank receives all completions, so that every group that it scores is complete.
+        A group can be spread over two ranks. All completions are therefore sent to all ranks, so
+        that the rank that scores a group has all of its completions.
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         rows = from_all_ranks(lambda: self._own_rows(output))
@@ -297,7 +309,7 @@ class GradientNoiseCallback(TrainerCallback):
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         places = [place for place, group in enumerate(groups) if self._is_scored(group)]
         scored = self.scorer.all_scores(model, {place: groups[place] for place in places}, layers)
-        # If an update has several generation batches, all of them are announced.
+        # An update can use several generation batches. The comparison then needs all of them.
         if step >= self._audit.due or step == self._audit.step:
             audit_every, self._audit.step = self.options.audit_every, step
             self._audit.due = step + audit_every if audit_every else float("inf")
@@ -312,10 +324,10 @@ class GradientNoiseCallback(TrainerCallback):
                     self._follow(model, groups)
 
     def _follow(self, model: Any, groups: Sequence[Group]) -> None:
-        """Measure the change of the policy since the window's first group with unequal rewards.
+        """Measure how far the policy has moved since the window's first group with unequal rewards.
 
-        Only the main process calls this method. An error becomes a note and is not raised, because
-        the other ranks continue training.
+        Only the main process calls this method. It adds an error to the notes and does not raise
+        it, because the other ranks continue training.
         """
         try:
             if self._open.first is not None:
@@ -338,15 +350,15 @@ class GradientNoiseCallback(TrainerCallback):
         groups: Sequence[Group],
         scored: Mapping[int, GroupScores],
     ) -> None:
-        """Schedule the comparison of the next update with the gradient that the loss declares.
+        """Schedule the comparison of the next update's gradient with the declared gradient.
 
-        If the loss is computed in a narrower precision than the weights, scores are computed again
-        in that precision.
+        If TRL computes its loss in a lower precision than the weights, for example in bfloat16,
+        this method computes the scores a second time in that precision.
 
         Args:
             model, layers: scored model; see `scored_weights`.
             groups: all groups of the generation batch.
-            scored: scores, keyed by group index; they are equal on all ranks.
+            scored: scores of the scored groups, keyed by index in `groups`; equal on all ranks.
         """
         trainer = self.trainer
         chosen = self.options.parameters is not None
@@ -408,9 +420,10 @@ class GradientNoiseCallback(TrainerCallback):
         return scores
 
     def _ratios(self) -> str:
-        """Return a sentence on how far dropout masks move pi/pi_old from 1.
+        """Return a sentence on how far the dropout masks move the ratio pi/pi_old away from 1.
 
-        The sentence is appended to another sentence. All ranks must call this method.
+        The sentence has no full stop, because it is appended to a printed line. It is empty unless
+        the loss has dropout. All ranks must call this method.
         """
         if self.audit is None or self.audit.rescored is None:
             return ""
@@ -438,9 +451,11 @@ class GradientNoiseCallback(TrainerCallback):
     def _is_scored(self, group: Group) -> bool:
         """Return True if the scores of a group are needed.
 
-        Scores are needed if the summed rewards differ. If the loss normalises each function's
-        rewards separately, scores are also needed if the rewards of some function differ. After a
-        warning about sampling, the mean score of the first window needs the scores of all groups.
+        A group whose summed rewards are equal has the gradient 0 and normally needs no scores.
+        There are two exceptions. If the loss normalises the rewards of each reward function
+        separately, a group also needs scores if the rewards of some function differ. After a
+        warning about sampling, all groups of the first window need scores, because their mean
+        score shows whether the scored policy wrote the completions.
         """
         if self.warnings and not self.windows:
             return True
@@ -475,12 +490,12 @@ class GradientNoiseCallback(TrainerCallback):
     def judge_own_loss(self, draws: int = 100) -> None:
         """Estimate the relative efficiency of the run's loss from the groups of recent windows.
 
-        Only the main process calls this method. An error becomes the reason why the efficiency is
-        unknown and is not raised, because the other ranks continue training.
+        Only the main process calls this method. It stores an error as the reason why the efficiency
+        is unknown and does not raise it, because the other ranks continue training.
 
         Args:
-            draws: number of pairs of batches for a loss whose weights depend on all rows of a
-                batch.
+            draws: number of random pairs of batches that are drawn from the groups if a row's
+                weight in the loss depends on all rows of its batch; other losses need no draws.
         """
         if not self._kept:
             return
@@ -512,7 +527,7 @@ class GradientNoiseCallback(TrainerCallback):
     def estimate(self) -> NoiseEstimate | None:
         """Return averages over `recent()` with intervals; None if nothing was measured.
 
-        The intervals listed by `withheld` are undetermined.
+        Intervals that `withheld` lists are replaced by `UNDETERMINED`.
         """
         size, steps = self.trainer.num_generations, [window.terms for window in self.recent()]
         if not steps:
@@ -524,7 +539,7 @@ class GradientNoiseCallback(TrainerCallback):
     def withheld(self) -> dict[str, str]:
         """Return the names of the intervals that are not reported, with the reasons.
 
-        An interval is withheld if the policies within a window are too far apart.
+        An interval is withheld if the policy changed too much while a window was collected.
         """
         size, recent = self.trainer.num_generations, self.recent()
         drift = max((window.drift for window in recent), default=0.0)
@@ -549,8 +564,8 @@ class GradientNoiseCallback(TrainerCallback):
         metrics = self.trainer._metrics["train"]
         for name, value in values.items():
             if np.isfinite(value):
-                # TRL averages each list. A mean of ratios is not a ratio of means, so each list
-                # has a single item.
+                # TRL averages the list of each metric. The list has a single item, because the
+                # average of several ratios would not be the ratio of their averages.
                 metrics[f"{PREFIX}/{name}"] = [float(value)]
         line = step_line(estimate.intervals, self.own_loss)
         way = f"scored {self.way}; " if self.way else ""
@@ -564,9 +579,9 @@ class GradientNoiseCallback(TrainerCallback):
     def summary(self) -> list[str]:
         """Return lines that summarise the current estimates.
 
-        The lines contain the relative efficiency of the run's loss (estimated only on the main
-        process), advice to keep, raise or lower the group size, the estimates behind the advice,
-        and the cost of measuring.
+        The lines advise the user to keep, raise or lower the group size. They also give the
+        estimates behind the advice, the time spent on measuring and, on the main process, the
+        relative efficiency of the run's loss.
         """
         estimate = self.estimate()
         if estimate is None:
@@ -606,8 +621,8 @@ class GradientNoiseCallback(TrainerCallback):
         )
 
     def _print(self, *lines: str) -> None:
-        # A refused trainer of another class may have no accelerator.
+        # An object that `check_trainer` refused may have no accelerator.
         accelerator = getattr(self.trainer, "accelerator", None)
         if accelerator is None or accelerator.is_main_process:
-            # tqdm.write does not break progress bars.
+            # tqdm.write keeps progress bars intact; print does not.
             tqdm.write("\n".join(map(visible, lines)))

@@ -1,8 +1,8 @@
 """Complete groups of completions from a TRL generation batch, with rewards.
 
 TRL returns the rows of a generation batch in rank order, with the G completions of a prompt in
-consecutive rows. A group can begin on one rank and end on the next rank. TRL gathers the rewards
-from all ranks.
+consecutive rows. A group can begin on one rank and end on the next one, so the rows of all ranks
+must be gathered before they are divided into groups. TRL gathers the rewards itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Completion:
     # Token ids including the end-of-sequence token.
     prompt_ids: list[int]
     completion_ids: list[int]
-    # True for each completion token that the policy wrote; None if the policy wrote all tokens.
+    # True for each completion token that the policy wrote, False for a tool's tokens; None if the
+    # policy wrote all tokens.
     written: list[bool] | None = None
     # True if the row contributes to TRL's loss; False if `mask_truncated_completions` masked it.
     counted: bool = True
@@ -56,7 +57,7 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """True if the summed rewards differ; if not, the gradient is 0 whatever the scores are."""
+        """True if the summed rewards differ; the gradient is 0 if they are equal."""
         return bool((self.rewards_G != self.rewards_G[0]).any())
 
     @property
@@ -89,15 +90,16 @@ class Group:
 def completions_of(output: Mapping[str, Any], pad_token: int) -> list[Completion]:
     """Parse the rows that `_generate_and_score_completions` returned.
 
-    Completions that `mask_truncated_completions` masked are recovered. A truncated completion has
-    no end-of-sequence token, so it ends at its last token that is not padding. Truncated
-    completions need scores, because all formulas here assume that the expected score over the
-    completions of a prompt is 0. This assumption fails if scores are set to 0 depending on length.
+    With `mask_truncated_completions`, TRL sets the mask of a truncated completion to 0. Such a
+    completion is recovered here: it has no end-of-sequence token, so it ends at its last token that
+    is not padding. It is needed because the estimators assume that the expected score over the
+    completions of a prompt is 0. The assumption would fail if truncated completions had the score
+    0.
 
     Args:
         output: dictionary with `prompt_ids` and `prompt_mask` (padded on the left),
             `completion_ids` and `completion_mask` (padded on the right), and possibly `tool_mask`,
-            which is 1 on the policy's tokens.
+            which is 1 for the tokens that the policy wrote and 0 for the tokens of tools.
         pad_token: id of the padding token.
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -121,11 +123,12 @@ def logged_rewards(
 ) -> tuple[Array, Array]:
     """Return the weighted sum of each row's rewards, as in TRL, and each function's rewards.
 
-    The sum is NaN if a row has no reward. The rewards have the shape [rows, functions].
+    The sum is NaN if no function gave the row a reward. The rewards of the functions have the shape
+    [rows, functions].
 
     Args:
-        logged: rewards of the most recent rows on all ranks, keyed by reward function, in row
-            order. A value is None or NaN if the function returned None.
+        logged: rewards that TRL logged, keyed by reward function: the most recent rows of all
+            ranks, in row order. A value is None or NaN if the function returned None.
         weights: weights of the reward functions.
         rows: number of rows of this generation batch on all ranks.
     """
@@ -152,12 +155,12 @@ def tokenizer_of(trainer: Any) -> Any:
 def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
     """Return the sum of |log p_sampler - log p_model| over tokens, and the number of tokens.
 
-    Only tokens that the policy wrote are included. TRL logs the sampler's log-probabilities only
-    with vLLM; without vLLM the number of tokens is 0.
+    Only tokens that the policy wrote are included. TRL returns the sampler's log-probabilities only
+    if it samples with vLLM; without vLLM the number of tokens is 0.
 
     Args:
-        output: result of `_generate_and_score_completions`. Tokens that vLLM could not score have
-            NaN and are left out.
+        output: result of `_generate_and_score_completions`. Tokens whose log-probability from vLLM
+            is NaN are left out.
     """
     sampled_BT, own_BT = (
         output.get(name) for name in ("sampling_per_token_logps", "old_per_token_logps")
@@ -174,7 +177,7 @@ def sampler_difference(output: Mapping[str, Any]) -> tuple[float, int]:
 def whole_groups(
     completions: Sequence[Completion], rewards_R: Array, rewards_RF: Array, group_size: int
 ) -> tuple[list[Group], int]:
-    """Return the groups whose rewards are all finite, and the number of other groups.
+    """Return the groups whose rewards are all finite, and the number of the remaining groups.
 
     Args:
         completions: rows of all ranks, in rank order.

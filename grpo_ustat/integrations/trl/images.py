@@ -18,9 +18,9 @@ BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
     """Return the model's image inputs for a row, on the CPU, for `completion_scores`.
 
-    The result is empty if the row has no images. All rows of a group have the same images. As in
-    TRL's `_get_per_token_logps_and_entropies`, the images of a batch are concatenated in row order,
-    and row i has `num_images[i]` images.
+    TRL concatenates the images of a batch in row order, and row i has `num_images[i]` images; see
+    TRL's `_get_per_token_logps_and_entropies`. All rows of a group have the same images. The result
+    is empty if the row has no images.
 
     Args:
         output: result of `_generate_and_score_completions`.
@@ -48,16 +48,16 @@ def row_images(output: Mapping[str, Any], row: int) -> dict[str, torch.Tensor]:
             images[name] = output[name][first:last]
     pixels, by_row = output["pixel_values"], slice(row, row + 1)
     if "image_grid_thw" in output:
-        # The patches of all images are concatenated.
+        # The first axis has the patches of all images, one image after the other.
         sizes = output["image_grid_thw"].prod(dim=-1)
         start = int(sizes[:first].sum())
         place = slice(start, start + int(sizes[first:last].sum()))
     elif "num_tiles" in output:
-        # The tiles of all images are concatenated.
+        # The first axis has the tiles of all images, one image after the other.
         start = sum(output["num_tiles"][:row])
         place = slice(start, start + output["num_tiles"][row])
     elif pixels.dim() == 5 or len(pixels) != sum(counts):
-        # The first axis has one entry per row, with padded images.
+        # The first axis has one entry per row, in which the images are padded to the same number.
         place = by_row
     else:
         place = slice(first, last)

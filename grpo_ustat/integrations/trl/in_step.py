@@ -1,9 +1,10 @@
 """Layer-by-layer gathering of a sharded model's weights, with all ranks in step.
 
-All ranks must take part in each gathering, but each rank scores different groups. A rank can have
-shorter groups than other ranks, no group, or a group that cannot be scored. A round is therefore a
-fixed sequence of gatherings, from the first layer to the last and back. If a rank does not need a
-gathering, or does not reach it, the rank gathers the weights and releases them immediately.
+Gathering is collective: a layer's weights arrive only if all ranks ask for the same layer. But each
+rank scores different groups, and may finish early, have no group, or fail. Scoring is therefore
+divided into rounds. A round is a fixed sequence of gatherings, from the first layer to the last and
+back. A rank that does not need a gathering of the sequence still takes part in it and releases the
+weights immediately.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from grpo_ustat.policy.output_layer import causal, replaced_forward
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 
 Gathered = tuple[list[int], AbstractContextManager[object]]
-"""Size in bytes of each allocation, and a context in which the full weights are available."""
+"""Size in bytes of each memory allocation that a gathering makes, and its context manager.
+
+The full weights are available within the context."""
 
 Gather = Callable[[nn.Module, Sequence[nn.Module]], Gathered]
-"""Function that gathers the weights of a module, except for the weights of some inner modules."""
+"""Function that gathers the weights of a module (first argument).
+
+It leaves out the weights of some inner modules (second argument)."""
 
 
 class LayersInStep:
@@ -39,14 +44,17 @@ class LayersInStep:
     def __init__(self, layers: Sequence[nn.Module], gather: Gather):
         self.layers, self._gather = layers, gather
         self._places: dict[nn.Module, list[_Place]] = {}
-        # Layers that are still to be gathered in this round.
+        # Layers that are still to be gathered in this round, in order.
         self._ahead: deque[nn.Module] = deque()
         self._largest: list[int] = []
         self._reserve: list[torch.Tensor] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Remove the weights from all layers within the block; all ranks must enter together."""
+        """Remove the weights from all layers within the block, so that they are not held in memory.
+
+        All ranks must enter together.
+        """
         try:
             for layer in self.layers:
                 sizes, gathered = self._gather(layer, ())
@@ -63,9 +71,10 @@ class LayersInStep:
 
     @contextmanager
     def round(self, sweeps: int, backward: bool = True) -> Iterator[None]:
-        """Allow a number of passes through the layers within the block.
+        """Allow a fixed number of passes through the layers within the block.
 
-        All ranks enter and leave together, even if a rank does not complete its passes.
+        All ranks enter and leave together. If a rank makes fewer passes, it takes part in the
+        remaining gatherings when it leaves the block.
 
         Args:
             sweeps: number of passes.
@@ -118,7 +127,7 @@ class LayersInStep:
     def _gathered(self, layer: nn.Module) -> Iterator[None]:
         """Gather a layer's full weights for the block."""
         places, self._reserve = self._places[layer], []
-        # FSDP1 would mistake a stand-in for a changed weight.
+        # FSDP1 must not see the stand-ins, because it would mistake them for changed weights.
         for place in places:
             place.put(place.sharded)
         try:
@@ -137,7 +146,8 @@ class LayersInStep:
     def _reserved(self) -> list[torch.Tensor]:
         """Reserve memory for the weights of the next layer, if there is enough.
 
-        If a rank ran out of memory during a gathering, the other ranks would wait forever.
+        Without the reserve, scoring could use this memory, and the next gathering would fail on
+        this rank. The other ranks would then wait forever.
         """
         try:
             device = next(iter(self.layers[0].parameters())).device
@@ -149,10 +159,10 @@ class LayersInStep:
 
 
 class _Place:
-    """Place of a trainable parameter in a layer.
+    """Place of a trainable parameter in a module, which a stand-in for the parameter can take.
 
-    A stand-in parameter has the shape of the original parameter. Its values are NaN while the layer
-    has no weights, so any computation with missing weights gives NaN.
+    The stand-in has the shape of the parameter and takes no memory. Its values are NaN while the
+    layer has no weights, so any computation with missing weights gives NaN.
     """
 
     def __init__(self, module: nn.Module, name: str, stand_in: nn.Parameter):
@@ -160,7 +170,7 @@ class _Place:
         self.sharded: nn.Parameter | None = None
 
     def put(self, parameter: nn.Parameter | None) -> None:
-        """Put a parameter in this place."""
+        """Set the module's attribute to a parameter."""
         self.module._parameters[self.name] = parameter
 
     def fill(self) -> nn.Parameter:
@@ -195,7 +205,7 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def separate_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's layers if the model's weights can be gathered layer by layer.
+    """Return a model's layers, or an empty list if weights cannot be gathered layer by layer.
 
     The list is empty if the model does not consist of supported layers, or if a layer shares a
     weight with a module outside the layer.

@@ -34,8 +34,8 @@ def end_lines(
     """Return the summary: a line of advice, a line with the estimates behind it, and remarks.
 
     Args:
-        estimate: estimate from the recent windows.
-        windows: recent windows.
+        estimate: estimate from `windows`.
+        windows: windows of the second half of training; see `GradientNoiseCallback.recent`.
         own_loss: relative efficiency of the run's loss; None if it was not estimated.
         group_size, rollouts: G and n of the run.
         scores: description of the scores and their precision.
@@ -75,7 +75,7 @@ def numbers(intervals: Mapping[str, Interval]) -> str:
         return "the rewards are equal within every group, so there is no gradient to measure"
     best = in_words(intervals["gstar"], MIN_GSTAR, digits=1)
     if "gstar_assumption2" in intervals and math.isfinite(intervals["gstar"].high):
-        # Groups of 2 give only bounds of G*.
+        # In groups of 2, G* cannot be estimated, but only bounded from below and above.
         _, low, high = intervals["gstar"]
         assumed = intervals["gstar_assumption2"].estimate
         best = f"in [{low:.1f}, {high:.1f}] ({assumed:.1f} under Assumption 2)"

@@ -1,7 +1,9 @@
 """Relative efficiency of the loss that a TRL run's arguments define, and sentences about it.
 
-At the first update of a batch, TRL 1.16 applies the row weights of `estimators.row_weights`. Other
-effects of the arguments on the gradient are reported by `unmeasured` or `described`.
+At the first update on a generation batch, the gradient of TRL 1.16 is a weighted sum of the
+completions' scores. `estimators.row_weights` computes the weights. If an argument changes the
+gradient in another way, `unmeasured` returns the reason why the loss is not measured, or
+`described` names the term that is left out.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
 from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
-# Constant that TRL adds to standard deviations.
+# Constant that TRL adds to a standard deviation before it divides by it.
 EPSILON = 1e-4
 EACH_REWARD = "normalize_then_sum"
-# Number of pairs of batches for losses whose weights depend on all rows of a batch.
+# Number of random pairs of batches for a loss in which a row's weight depends on all rows.
 DRAWS = 100
 # Name of the baseline for each value of `scale_rewards`.
 BASELINE_NAMES = {"none": "group_mean", "group": "group_std", "batch": "batch_std"}
@@ -35,11 +37,11 @@ WORDS = {
 
 
 def loss_of(trainer: Any) -> Loss:
-    """Return the loss that a trainer's arguments declare, at the first update of a batch.
+    """Return the loss that a trainer's arguments declare, at the first update on a batch.
 
     At this update every importance ratio is 1, so `importance_sampling_level`, `epsilon` and a
-    `delta` of 1 or more have no effect. The gradient of `cispo` without `epsilon_high` is the
-    documented gradient times a constant.
+    `delta` of 1 or more have no effect. With `loss_type="cispo"` and no `epsilon_high`, TRL's
+    gradient is the documented gradient times a constant.
 
     Args:
         trainer: `trl.GRPOTrainer` for which `unmeasured` returns None.
@@ -122,7 +124,7 @@ def described(trainer: Any) -> str:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """Relative efficiency of a run's loss, from groups on which the run trained."""
+    """Relative efficiency of a run's loss, estimated from groups on which the run trained."""
 
     # Description of the loss; see `described`.
     words: str
@@ -133,15 +135,15 @@ class OwnLoss:
     groups: int
     # Reason why the efficiency is unknown, in words.
     reason: str | None = None
-    # True if theory implies that the expected update has the direction of the gradient.
+    # True if the expected update provably has the direction of the gradient of the mean reward.
     unbiased: bool = False
-    # Objective of the unbiased gradient, in words; empty unless the loss normalises the rewards of
-    # each function separately.
+    # Text that names the objective of the unbiased gradient. It is empty unless the loss normalises
+    # the rewards of each function separately.
     compared: str = ""
-    # Relative efficiency at G; None if it is unknown for the given `reason`.
+    # Relative efficiency at G; None if it is unknown, and `reason` then says why.
     efficiency: RelativeEfficiency | None = None
-    # Efficiency of groups of size g relative to groups of size G, keyed by g < G, with simultaneous
-    # 95 % intervals (Bonferroni).
+    # Efficiency of groups of g completions relative to groups of G, for several g < G, which are
+    # the keys. The 95 % intervals hold simultaneously (Bonferroni).
     against: dict[int, Interval] = field(default_factory=dict[int, Interval])
 
     @property
@@ -166,16 +168,17 @@ class OwnLoss:
 
     @property
     def none_better(self) -> bool:
-        """True if every upper end shows that no smaller size is better by more than the tolerance.
+        """True if the intervals exclude that a smaller size is clearly better.
 
-        The tolerance is `TOLERABLE_EXTRA_ERROR`; sizes without an interval are ignored.
+        A size would be clearly better if its relative efficiency exceeded 1 by more than
+        `TOLERABLE_EXTRA_ERROR`. Sizes without an interval are ignored.
         """
         if self.better is not None:
             return False
         return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._finite_sizes.values())
 
     def line(self) -> str:
-        """Return a sentence with the efficiency and the direction, or why they are not known."""
+        """Return a sentence with the efficiency and the direction, or with the reason for none."""
         loss = f"Your loss ({self.words})"
         if self.efficiency is None:
             return f"{loss}: {self.reason}."
@@ -184,17 +187,22 @@ class OwnLoss:
                 f"{loss}: {self.groups} groups do not determine the relative efficiency"
                 f"{self._noise()}."
             )
-        direction = "unbiased" if self.unbiased else f"cos {_two_digits(self.cosine)}"
+        direction = "Its direction is unbiased"
+        if not self.unbiased:
+            direction = (
+                "The cosine between its expected update and this gradient is "
+                f"{_two_digits(self.cosine)}"
+            )
         return (
-            f"{loss}: relative efficiency {_two_digits(self.efficiency.efficiency_same_g)} against "
-            f"the unbiased gradient{self.compared}, direction {direction}."
+            f"{loss} has relative efficiency {_two_digits(self.efficiency.efficiency_same_g)} "
+            f"against the unbiased gradient{self.compared}. {direction}."
         )
 
     def smaller_sizes(self) -> str:
-        """Return a sentence on the effect of smaller groups on this loss.
+        """Return a sentence that compares smaller groups with the run's group size for this loss.
 
-        The result is empty if the effect is unknown. It is also empty if the direction is unbiased,
-        because the best size is then the same as for the unbiased gradient.
+        The text is empty if the comparison is unknown. It is also empty if the direction is
+        unbiased, because the best size is then the same as for the unbiased gradient.
         """
         if not self.decided or self.unbiased or not self._finite_sizes:
             return ""
@@ -207,12 +215,12 @@ class OwnLoss:
             f"{_two_digits(x)} in groups of {g}" for g, x in self._finite_sizes.items()
         )
         return (
-            f"Relative efficiency of smaller groups with your loss, against groups of "
-            f"{self.group_size}: {each}; {verdict}."
+            f"With your loss, the relative efficiency of smaller groups against groups of "
+            f"{self.group_size} is {each}; {verdict}."
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return the known numbers by metric name, for a tracker."""
+        """Return the estimates that are known, keyed by their name in TRL's metrics."""
         if self.efficiency is None:
             return {}
         values = {
@@ -228,7 +236,7 @@ class OwnLoss:
         return {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
 
     def _noise(self) -> str:
-        """Return a clause on the share of an update that is noise; empty if it is unknown."""
+        """Return a clause on the noise as a share of an update; empty if the share is unknown."""
         assert self.efficiency is not None
         share, low, high = (100 * x for x in self.efficiency.noise)
         if not math.isfinite(share):
@@ -241,12 +249,14 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
     """Estimate the efficiency of a loss at the group size of a pool and at smaller group sizes.
 
     Args:
-        pool: groups on which a run trained, G = N. Scores may be 0 for groups whose rewards are
-            equal for every reward function. With `EACH_REWARD`, a result of `with_functions`.
+        pool: groups on which a run trained; the N completions of a prompt are its group. Scores may
+            be 0 for groups whose rewards are equal for every reward function. If the loss
+            normalises each function's rewards (`EACH_REWARD`), pass a result of `with_functions`.
         loss: loss of the run; see `loss_of`.
         rollouts: number of rollouts per update, n.
         words: description of the loss; see `described`.
-        draws: number of pairs of batches for losses whose weights depend on all rows of a batch.
+        draws: number of random pairs of batches for a loss in which a row's weight depends on all
+            rows of its batch.
     """
     groups, size = pool.rewards_PN.shape
     fault = refusal(pool, loss, size, rollouts)
@@ -270,12 +280,13 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
 
 
 def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
-    """Return a pool in which None rewards are treated as TRL treats them with `EACH_REWARD`.
+    """Return a pool without missing rewards, for a loss that normalises each function's rewards.
 
-    If a function returned None for all completions of a group, it has no effect on the group, as if
-    its rewards were equal. If a function returned None for only some completions of a group, TRL
-    normalises the function's remaining rewards among themselves. No baseline here does this, so the
-    group is left out.
+    A reward function can return None. If it returned None for all completions of a group, TRL lets
+    it have no effect on the group; its rewards become 0 here, because equal rewards have no effect
+    either. If it returned None for only some completions of a group, TRL normalises the function's
+    remaining rewards among themselves. No baseline of this package does this, so the group is left
+    out.
 
     Args:
         pool: pool with the rewards of each function; NaN if a function returned None.
@@ -296,10 +307,10 @@ def with_functions(pool: ScorePool, weights_F: Array) -> ScorePool:
 def ratio_factors(
     trainer: Any, log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, sign_B: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the factors of token gradients in TRL 1.16's loss if pi/pi_old is not 1.
+    """Return the factor that TRL 1.16's loss applies to each token because of its ratio pi/pi_old.
 
-    The factors multiply the gradients of the tokens' log-probabilities, in addition to the weights
-    of `row_weights`.
+    The factor multiplies the gradient of the token's log-probability, in addition to the weight
+    from `row_weights`. All factors are 1 if every ratio pi/pi_old is 1.
 
     Args:
         trainer: `trl.GRPOTrainer` with the arguments of the loss.
@@ -347,7 +358,7 @@ def _smaller(size: int) -> list[int]:
 
 
 def _reason(fault: Refusal, size: int, rollouts: int) -> str:
-    """Return the reason for a refusal in terms of a training run."""
+    """Return the reason for a refusal in the words of a training run (groups, rollouts)."""
     if fault.kind in ("questions", "coupled questions"):
         return (
             f"not decided yet; {fault.needed} groups are needed, but only {fault.available} were "

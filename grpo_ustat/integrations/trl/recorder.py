@@ -18,10 +18,10 @@ def record(
     """Return None for each completion and log its tokens; this is a TRL reward function.
 
     The function has no effect on training. Add it to the reward functions of a `GRPOTrainer` with
-    `log_completions=True`. TRL's `completions/completions_00010.parquet` then has the columns
-    `prompt_ids`, `completion_ids` and `policy_step`, and no text has to be tokenised again.
-    `policy_step` is the number of updates before the completions were written; the policy that
-    wrote them is `checkpoint-<policy_step>`.
+    `log_completions=True`. TRL's logs, such as `completions/completions_00010.parquet`, then have
+    three more columns: `prompt_ids`, `completion_ids` and `policy_step`. With the logged token ids,
+    no text has to be tokenised again. `policy_step` is the number of updates before the completions
+    were written; the policy that wrote them is `checkpoint-<policy_step>`.
     """
     # `log_extra` is a method of the trainer.
     trainer = log_extra.__self__

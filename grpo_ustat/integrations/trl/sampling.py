@@ -1,10 +1,13 @@
-"""Tests of whether the scored policy wrote the completions, from arguments and the mean score.
+"""Warnings if the policy in TRL's loss is not the policy that wrote the completions.
 
-The expected score is 0 under the policy that wrote the completions. TRL's loss and the scores use
-the softmax of all logits at `temperature`. If other arguments change the sampling, or if dropout is
-active, the policy in the loss and in the scores did not write the completions. The measured
-noise is then still the noise of the gradient that TRL applies, but this gradient is not the
-gradient of the expected reward of sampled completions.
+TRL's loss, and therefore the scores, use the softmax of all logits at `temperature`. Arguments such
+as `top_p` and active dropout change the distribution from which TRL samples. The policy in the loss
+then differs from the policy that wrote the completions. The measured noise is still the noise of
+the gradient that TRL applies, but this gradient is not the gradient of the expected reward of the
+sampled completions.
+
+Such a difference is found in two ways: from the trainer's arguments, and from the mean score. The
+expected score is 0 if the scored policy wrote the completions.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.policy.dropout import active_dropout
 from grpo_ustat.records import Array
 
-# Minimum number of groups for an interval. With fewer groups, too many intervals were above 0 when
-# the scored policy had written the completions.
+# Minimum number of groups for an interval of the mean score. With fewer groups, too many intervals
+# were above 0 in simulations in which the scored policy had written the completions.
 MIN_GROUPS = 8
 CUT = "excludes tokens when TRL samples"
 MOVED = "changes probabilities when TRL samples"
-# Effect of each argument, and the values that have no effect.
+# For each sampling argument: its effect on the distribution, and the values without an effect.
 NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
     "top_k": (CUT, (None, -1, 0)),
     "top_p": (CUT, (None, 1)),
@@ -58,7 +61,7 @@ NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
 def sampling_warnings(trainer: Any) -> list[str]:
     """Return a warning for each argument that changes a `GRPOTrainer`'s sampling distribution.
 
-    Scores use the unchanged distribution. There is one sentence per argument, and one for dropout.
+    Active dropout adds one more warning.
     """
     arguments = {name: getattr(trainer, name, None) for name in NEUTRAL}
     arguments["structured_outputs"] = getattr(trainer.args, "vllm_structured_outputs_regex", None)
@@ -89,24 +92,27 @@ def mean_score_share(grams_PGG: Sequence[Array]) -> Interval:
 
         T / q,   T = mean over groups of sum_{i != j} <s_i, s_j> / (G (G-1)),   q = mean ||s_i||^2
 
-    T is an unbiased estimate of E||E[s | x]||^2, which is 0 if the scored policy wrote the
-    completions. An interval above 0 therefore shows that another policy wrote them. An interval
-    that covers 0 proves nothing. If the policy is peaked, a change in the probabilities of the
-    unlikely tokens hardly changes the mean score.
+    Here s_i is the score of completion i of a group, and x is the prompt. T is an unbiased estimate
+    of E||E[s | x]||^2, which is 0 if the scored policy wrote the completions. An interval above 0
+    therefore shows that another policy wrote them. An interval that covers 0 proves nothing: if the
+    policy is peaked, a change in the probabilities of the unlikely tokens hardly changes the mean
+    score.
 
-    In simulations in which the scored policy wrote the completions, at most 1.5 % of the intervals
-    were above 0, except for 8 groups of 2 completions (4.3 %). The simulations covered softmax
-    policies over 12 tokens, from flat to peaked, and 8 to 64 groups of 2 to 16 completions, with
-    4000 batches per case. With 4 groups, up to 31 % of the intervals were above 0.
+    The rate of false alarms was simulated with scored policies that had written the completions:
+    softmax policies over 12 tokens, from flat to peaked, with 4000 batches per case. With 8 to 64
+    groups of 2 to 16 completions, at most 1.5 % of the intervals were above 0; the one exception
+    was 8 groups of 2 completions, with 4.3 %. With 4 groups, up to 31 % of the intervals were above
+    0.
 
     Args:
-        grams_PGG: <s_i, s_j> of all groups of one or more batches. Groups with equal rewards must
-            be included, because without them the completions are not a random sample of the policy.
+        grams_PGG: inner products <s_i, s_j> within each group, for all groups of one or more
+            batches. Groups with equal rewards must be included, because without them the
+            completions are not a random sample of the policy.
 
     Returns:
         The share with a jackknife interval over groups. The upper end is at least 0, because the
         share cannot be negative. The ends are infinite if there are fewer than 8 groups, or if only
-        one group has nonzero scores; the estimate is NaN if all scores are 0.
+        one group has nonzero scores. The estimate is NaN if all scores are 0.
     """
     diagonals_P = np.array([gram.trace() for gram in grams_PGG])
     sums_P = np.array([gram.sum() for gram in grams_PGG])
@@ -129,9 +135,9 @@ def mean_score_warning(share: Interval) -> list[str]:
         return []
     value, low, high = (100 * x for x in share)
     return [
-        f"The mean score is not 0: its square is {value:.1f} % [{low:.1f}, {high:.1f}] of "
-        "E||s||^2. Another policy therefore wrote these completions, and the applied gradient is "
-        "not the gradient of the sampled reward. Check dropout, the sampling arguments, and the "
-        "weights in the sampler. In groups of 2 or 3, the relative error of C2 and C3 is about "
-        "this share."
+        "The mean gradient of a completion's log-probability is not 0: its squared norm is "
+        f"{value:.1f} % [{low:.1f}, {high:.1f}] of the mean squared norm. Another policy therefore "
+        "wrote these completions, and the applied gradient is not the gradient of the sampled "
+        "reward. Check dropout, the sampling arguments, and the weights in the sampler. In groups "
+        "of 2 or 3, the relative error of C2 and C3 is about this share."
     ]

@@ -1,4 +1,8 @@
-"""Scoring of a run's groups without changing the model, and communication between ranks."""
+"""Scores of a run's groups, computed without changing the model, and communication between ranks.
+
+The score of a completion is the gradient of its log-probability. Scores of different prompts are
+compared as sketches, which are random projections to R dimensions.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +50,12 @@ UNCHECKED = (
 class GroupScorer:
     """Scorer for the groups of a `GRPOTrainer`.
 
-    The scores of two completions are checked against plain differentiation. If the model has
-    dropout, scores are computed with active dropout and with separate masks for each completion, as
-    in TRL's loss. The masks of different groups are independent, whichever ranks score the groups.
-    They have the same distribution as the masks of the update, which are drawn later.
-    `update_scores` repeats the draws of the update.
+    The scores of two completions of the first group are checked against plain differentiation.
+
+    If the model has dropout, scores are computed with active dropout and with separate masks for
+    each completion, as in TRL's loss. The masks of different groups are independent, whichever
+    ranks score the groups. The masks of the update are drawn later, so they are different masks
+    with the same distribution. Only `update_scores` repeats the exact masks of the update.
 
     Args:
         trainer: trainer whose groups are scored.
@@ -65,11 +70,11 @@ class GroupScorer:
         self.sketch: Sketch | None = None
         # Remarks for the user, each a sentence.
         self.notes: list[str] = []
-        # Sums from the last `update_scores` if pi and pi_old have different dropout masks: the sum
-        # of |log pi/pi_old| over tokens, the number of clipped tokens, and the number of tokens.
+        # Sums over tokens that `update_scores` adds up if pi and pi_old have different dropout
+        # masks: |log pi/pi_old|, the number of clipped tokens, and the number of tokens.
         self.ratio_gaps = np.zeros(3)
         self._checked = False
-        # Number of scored batches, equal on all ranks.
+        # Number of calls of `all_scores`, equal on all ranks; used in the seed of dropout masks.
         self._batches = 0
 
     def sketch_of(self, model: Any) -> Sketch:
@@ -84,10 +89,11 @@ class GroupScorer:
         """Score each group on one of the ranks; return all scores on all ranks.
 
         Args:
-            model: model with full weights, or with layers whose weights are gathered in step.
+            model: model with full weights on this rank, or with weights that are gathered layer by
+                layer.
             groups: groups, keyed by index in the batch; equal on all ranks.
-            layers: layers whose weights are gathered in step, so that each rank scores one group
-                per round; None with full weights.
+            layers: layers whose weights all ranks gather together, so that each rank scores one
+                group per round; None if the model has full weights.
 
         Returns:
             Scores, keyed by index of the group.
@@ -135,13 +141,16 @@ class GroupScorer:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-            # Inside the handler, the error would still keep memory allocated.
+            # This is done outside the handler, in which the error would keep its memory allocated.
             self._halve()
 
     def _scores(
         self, model: Any, group: Group, place: int, layers: LayersInStep | None
     ) -> GroupScores:
-        """Score a group with the dropout masks of its index; the first call checks the scores."""
+        """Score a group with dropout masks seeded by its index; the first call checks the scores.
+
+        The check is skipped if weights are gathered layer by layer.
+        """
         trainer = self.trainer
         tokenizer = tokenizer_of(trainer)
         policy = Policy(model, tokenizer, frozenset(), tokenizer.pad_token_id)
@@ -160,7 +169,7 @@ class GroupScorer:
             )  # fmt: skip
 
     def _states(self, model: Any, place: int) -> RandomStates:
-        """Return generator states for the dropout masks of the group at an index of this batch."""
+        """Return random states for the dropout masks of the group at index `place` of the batch."""
         seeds = [self.trainer.args.seed, self._batches, place]
         (seed,) = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
         return seeded_states(model.device, int(seed))
@@ -173,14 +182,15 @@ class GroupScorer:
         sign_B: Array,
         trl_positions: bool,
     ) -> Array:
-        """Sketch the scores of a micro-batch's rows with the dropout masks of TRL's loss, [B, R].
+        """Sketch the scores of a micro-batch's B rows with the dropout masks of the loss, [B, R].
 
-        The gradient of each token is multiplied by a factor that depends on its ratio pi/pi_old.
+        If pi_old was computed with other dropout masks, the gradient of each token is multiplied by
+        the factor that TRL's loss applies because of pi/pi_old; see `ratio_factors`.
 
         Args:
-            model: model with full weights, with the same values as in the loss.
-            inputs: inputs of the loss.
-            states: states of the random generators before the loss.
+            model: model with full weights that have the same values as in the loss.
+            inputs: inputs of TRL's loss.
+            states: states of the random generators before TRL computed the loss.
             sign_B: sign of each row's advantage, -1 or 1.
             trl_positions: True to use the positions of TRL's loss, which passes no positions to
                 the model.
@@ -228,10 +238,10 @@ class GroupScorer:
         return features_BR.cpu().numpy()
 
     def shifts_positions(self, model: Any) -> bool:
-        """Return True if padding before a prompt changes the output unless positions are passed.
+        """Return True if padding before a prompt changes the model's output in TRL's loss.
 
-        TRL's loss passes no positions. The padding changes the output if positions are absolute, as
-        in GPT-2.
+        TRL's loss passes no positions to the model, so padding shifts the positions of all later
+        tokens. The shift changes the output if positions are absolute, as in GPT-2.
         """
         ids_BT = torch.tensor([[0, 2, 3, 4]], device=model.device)
         mask_BT = torch.tensor([[0, 1, 1, 1]], device=model.device)
@@ -249,11 +259,11 @@ class GroupScorer:
         return bool(share > (1e-3 if model.dtype.itemsize >= 4 else 0.1))
 
     def _passes(self) -> int:
-        """Return the number of passes through the model for a group."""
+        """Return the number of passes through the model that one group takes."""
         return math.ceil(self.trainer.num_generations / self.at_once)
 
     def _halve(self) -> None:
-        """Halve the number of completions per pass."""
+        """Halve the number of completions per pass, and free cached GPU memory."""
         if self.at_once == 1:
             raise ConfigError("out of memory with one completion at a time")
         self.at_once //= 2
@@ -262,7 +272,10 @@ class GroupScorer:
 
     @contextmanager
     def reads_group(self, layers: LayersInStep | None) -> Iterator[None]:
-        """Allow a call of `logprobs` within the block; with `layers`, all ranks must enter it."""
+        """Make weights available for a call of `logprobs` within the block.
+
+        With `layers`, all ranks must enter the block.
+        """
         if layers is None:
             yield
             return
@@ -270,7 +283,7 @@ class GroupScorer:
             yield
 
     def logprobs(self, model: Any, group: Group) -> Array:
-        """Compute the log-probabilities of a group's completion tokens, [G, T]; 0 for padding."""
+        """Return the log-probabilities of a group's completion tokens, [G, T]; padding gets 0."""
         rollouts, pad_token = group.rollouts(), tokenizer_of(self.trainer).pad_token_id
         size = len(group.completions)
         parts = np.split(np.arange(size), range(self.at_once, size, self.at_once))
@@ -311,7 +324,10 @@ class GroupScorer:
 
 
 def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Return the items of all ranks in rank order; an error on one rank is raised on all ranks."""
+    """Call a function on each rank, and return the items of all ranks in rank order.
+
+    If the function fails on one rank, the error is raised on all ranks. No rank then waits forever.
+    """
     try:
         made = list(make())
     except Exception as error:
@@ -324,7 +340,7 @@ def from_all_ranks(make: Callable[[], Sequence[Any]]) -> list[Any]:
 
 @contextmanager
 def _trl_positions(model: Any) -> Iterator[None]:
-    """Use column indices as positions within the block, as if no positions were passed."""
+    """Pass column indices as positions within the block, which is the default of the model."""
 
     def counting(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Add the column indices to the model's arguments as positions."""
@@ -340,7 +356,7 @@ def _trl_positions(model: Any) -> Iterator[None]:
 
 
 class _Failure(NamedTuple):
-    """Reason why a rank has no items."""
+    """Reason why `from_all_ranks` got no items from a rank."""
 
     reason: str
 
@@ -353,9 +369,10 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode and to the precision of its weights within the block.
+    """Switch the model to evaluation mode, without autocast, within the block.
 
-    Modes and random states are restored afterwards. The `grad` of parameters is not used.
+    Modes and random states are restored afterwards. The `grad` of parameters, in which training
+    accumulates its gradients, is not changed.
     """
     modes = {module: module.training for module in model.modules()}
     generators = random.getstate(), np.random.get_state()
@@ -384,9 +401,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def only_these(model: torch.nn.Module, pattern: str | None) -> Iterator[None]:
-    """Freeze, within the block, the parameters whose names contain no match of a pattern.
+    """Freeze all parameters whose names do not contain a match of a pattern, within the block.
 
-    If there is no pattern, all parameters stay trainable.
+    If the pattern is None, all parameters stay trainable.
     """
     others = [
         p

@@ -1,11 +1,14 @@
 """Gathering of the full weights of a sharded model: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
 
-Scores need full parameters with their original shapes and names. All parameters are gathered before
-scoring and released afterwards. The frameworks' hooks gather and release one layer at a time, which
-would force all ranks to score in step. The hooks are therefore removed during scoring. Without
-hooks no rank waits for another rank until the end, and a rank that fails does not delay the other
-ranks. If the full weights do not fit in the memory of some rank, they are gathered layer by layer;
-see `in_step`.
+Scores (gradients of log-probabilities) need full parameters with their original shapes and names.
+All parameters are gathered before scoring and released afterwards.
+
+The forward hooks of the frameworks gather and release one layer at a time, and all ranks must then
+compute the same layer at the same time. The hooks are removed during scoring, so that each rank can
+score its own groups at its own pace. A rank that fails does not delay the other ranks.
+
+If the full weights do not fit in the memory of some rank, they are gathered layer by layer; see
+`in_step`.
 """
 
 from __future__ import annotations
@@ -80,10 +83,10 @@ def scored_weights(
 ) -> Iterator[tuple[Any, LayersInStep | None]]:
     """Gather the model's weights on this rank, with the names and shapes of an unsharded model.
 
-    Yields the model with full weights, and None. If the full weights do not fit in the memory of
-    some rank, yields the model and the layers whose weights are gathered in step. All ranks must
-    enter and leave the block together. With full weights, the ranks work independently within the
-    block. With layer-by-layer gathering, they work in rounds. Weights must not be changed.
+    If the full weights fit in the memory of every rank, the context yields (model with full
+    weights, None), and the ranks work independently within the block. Otherwise it yields (model,
+    layers whose weights are gathered one by one), and the ranks work in rounds; see `in_step`. All
+    ranks must enter and leave the block together. Weights must not be changed.
 
     Args:
         trainer: trainer with the model, which may be unsharded.
@@ -94,8 +97,8 @@ def scored_weights(
         model, gather = SHARDED[sharding](trainer)
         sizes, gathered = gather(model, ())
         layers = None
-        # Memory is checked first, because the other ranks would wait forever for a rank that ran
-        # out of memory later.
+        # Memory is checked before gathering: if a rank ran out of memory during it, the other ranks
+        # would wait forever.
         if by_layer or (sharding and not _fit_on_all_ranks(sizes, model.device)):
             layers = LayersInStep(_layers(model, by_layer), gather)
             sizes, gathered = gather(model, layers.layers)
@@ -104,7 +107,7 @@ def scored_weights(
                 raise ConfigError(f"{NO_MEMORY}, even layer by layer: {INSTEAD}")
 
         def enter() -> list[None]:
-            """Gather the weights; other ranks need no result."""
+            """Gather the weights; return no items for the other ranks."""
             stack.enter_context(gathered)
             return []
 
@@ -118,7 +121,7 @@ def scored_weights(
 
 
 def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
-    """Return True if every rank has memory for allocations of these sizes, in bytes."""
+    """Return True if every rank has enough memory for allocations of these sizes, in bytes."""
 
     def fits() -> bool:
         """Return True if this rank has enough memory."""
@@ -134,7 +137,7 @@ def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
 
 
 def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
-    """Return the layers of a model that may have FSDP1's wrappers."""
+    """Return the layers of a model without FSDP1's wrappers; refuse a model without layers."""
     with _unwrapped(model) as inner:
         layers = separate_layers(inner)
     if layers:
@@ -164,7 +167,10 @@ def _zero3(trainer: Any) -> tuple[Any, Gather]:
 
 
 def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
-    """Return the model under FSDP2, and a function that gathers weights in compute precision."""
+    """Return the model under FSDP2, and a function that gathers weights.
+
+    FSDP2 gathers weights in the precision in which the model computes.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     model = trainer.model
@@ -194,14 +200,18 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
         """Gather the full weights of a module except for some modules within it."""
         some = _units_within(module, without, units)
         sizes = [list(sizes_of[unit].values()) for unit in some]
-        # The weights of a unit are received in one buffer and then copied.
+        # FSDP2 receives the weights of a unit in one buffer and then copies them, so the largest
+        # unit needs its memory twice.
         return [*sum(sizes, []), max(map(sum, sizes), default=0)], gathered(some)
 
     return model, gather
 
 
 def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
-    """Return the model under FSDP1, and a function that gathers weights in optimizer precision."""
+    """Return the model under FSDP1, and a function that gathers weights.
+
+    FSDP1 gathers weights in the precision that the optimizer uses.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = trainer.model
@@ -292,7 +302,10 @@ def _inner(module: Any) -> nn.Module:
 
 
 def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
-    """Return the precision of a trainer's loss, or None if no trainable weight is more precise."""
+    """Return the precision of a trainer's loss if it is lower than the precision of some weight.
+
+    Return None if no trainable weight is more precise than the loss.
+    """
     accelerator = trainer.accelerator
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     # A DeepSpeed engine keeps weights in the precision of the loss.
@@ -308,8 +321,8 @@ def in_precision_of_loss(
 ) -> Iterator[None]:
     """Make a model compute in the precision of a trainer's loss within the block, with autocast.
 
-    FSDP1 converts the weights for the loss to the precision of the loss. With FSDP1, the weights
-    and buffers are therefore also converted here, and restored after the block.
+    For TRL's loss, FSDP1 also converts the weights to the precision of the loss. With FSDP1, the
+    weights and buffers are therefore converted here too, and restored after the block.
 
     Args:
         trainer: trainer of the model.

@@ -1,11 +1,14 @@
-"""Windows of scored groups, pooled over generation batches until there are enough groups.
+"""Windows: scored groups from consecutive generation batches, collected until there are enough.
 
-With TRL's defaults a generation batch has a single prompt, so prompts cannot be compared within a
-batch. C2 and C3 are means over groups. Each group contributes the value for the policy that wrote
-it, so pooling does not affect C2 and C3. C1 and ||grad J||^2 need products between groups. If a
-window pools batches of several policies, C1 and ||grad J||^2 are based on means of
-<grad J_s, grad J_t> over pairs of steps s and t. These steps are close to each other, because they
-belong to the same window.
+With TRL's defaults a generation batch has a single prompt, so one batch is not enough to compare
+prompts. A window therefore collects the groups of several batches. The policy changes a little from
+batch to batch, which affects the constants differently:
+
+- C2 and C3 are means over groups, and each group contributes a value of the policy that wrote it.
+  They are means over these policies.
+- C1 and ||grad J||^2 need inner products between groups. If the groups come from several policies,
+  the estimates are means of <grad J_s, grad J_t> over pairs of steps s and t of the window. These
+  steps are close to each other.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ WINDOW_GROUPS = 16
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """Group of a generation batch, with its scores but without its tokens."""
+    """Group of a generation batch, with its scores (gradients) but without its tokens."""
 
     # Number of updates before the group was generated.
     step: int
@@ -40,21 +43,21 @@ class ScoredGroup:
     lengths_G: Integers
     # True for each completion that contributes to TRL's loss.
     counted_G: Mask
-    # None if the group was not scored, because its gradient is 0 whatever the scores are.
+    # None if no scores were computed: the rewards are equal, so the gradient is 0 in any case.
     scores: GroupScores | None
 
 
 @dataclass
 class OpenWindow:
-    """Groups of the generation batches since the last window."""
+    """Groups of the generation batches since the last complete window."""
 
     groups: list[ScoredGroup] = field(default_factory=list)
     batches: int = 0
-    # Number of groups left out because a completion has no reward from any function.
+    # Number of groups left out because no reward function gave a reward to some completion.
     unknown: int = 0
     # First group with unequal rewards, and its log-probabilities under the policy that wrote it.
     first: tuple[Group, Array] | None = None
-    # Change from the policy that wrote `first` to the last policy, in nats per completion.
+    # Change from the policy that wrote `first` to the latest policy, in nats per completion.
     drift: float = 0.0
 
     @property
@@ -65,13 +68,13 @@ class OpenWindow:
 
 @dataclass(frozen=True)
 class Window:
-    """Pooled groups of consecutive generation batches."""
+    """Estimates from the groups of consecutive generation batches."""
 
-    # Numbers of updates before the first and before the last batch.
+    # Number of updates before the first batch of the window, and before its last batch.
     first: int
     last: int
     terms: GroupTerms
-    # Number of groups left out because a completion has no reward from any function.
+    # Number of groups left out because no reward function gave a reward to some completion.
     unknown: int
     # Change from the first policy to the last, in nats per completion; see `groups.policy_drift`.
     drift: float = 0.0
@@ -101,12 +104,13 @@ def window_batches(groups: int) -> int:
 def window_of(
     groups: Sequence[ScoredGroup], unknown: int, drift: float = 0.0, same_policy: bool = True
 ) -> Window:
-    """Return the window of pooled groups.
+    """Compute the estimates of a window from its groups.
 
     Args:
         groups: at least two scored groups.
         unknown, drift: see `Window`.
-        same_policy: True if the scored policy wrote the completions; the expected score is then 0.
+        same_policy: True if the policy in the scores wrote the completions. The expected score is
+            then 0, which the estimates use.
     """
     rewards_PG = np.stack([group.rewards_G for group in groups])
     sq_norm_PG, gram_PP = np.zeros(rewards_PG.shape), np.zeros((len(groups), len(groups)))
@@ -126,9 +130,10 @@ def window_of(
 
 
 def score_pool(groups: Sequence[ScoredGroup]) -> ScorePool:
-    """Return the groups as a pool of N = G completions per prompt, with each function's rewards.
+    """Return the groups as a score pool: each prompt has the N = G completions of its group.
 
-    Groups that were not scored get scores of 0, because every loss gives them weight 0.
+    Groups without scores get scores of 0. This changes nothing, because every loss gives their
+    completions the weight 0.
     """
     size = len(groups[0].rewards_G)
     dimension = max(
