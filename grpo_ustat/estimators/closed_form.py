@@ -119,7 +119,7 @@ class ClosedForm:
     # The following statistics exist only if the intervals are over questions. In their names, G is
     # one of `CURVE_SIZES`, or `best` for the best G.
     # `gstar`: G* at a fixed number of rollouts.
-    # `gstar_paper`: `gstar` minus 1, close to the paper's formula sqrt(C3/C1).
+    # `gstar_paper`: `gstar` minus 1, which is sqrt(C3/C1), the G* of the paper.
     # `gstar_NAME`: best G at a fixed cost in the unit NAME.
     # `noise/G`: noise scale n_c in rollouts.
     # `noise_tokens/G`: noise scale n_c in tokens; here `best` is the best G at a fixed number of
