@@ -225,7 +225,8 @@ def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> d
 def _decided(best: Interval) -> float:
     """Return G* if both ends of its interval are finite; otherwise return NaN.
 
-    If G* is uncertain, the error at the estimated G* would underestimate the smallest error.
+    The function decides if statistics at G* are reported. If G* is uncertain, the error at the
+    estimated G* would underestimate the smallest error.
     """
     return best.estimate if math.isfinite(best.high) else math.nan
 

@@ -251,7 +251,16 @@ def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
 
 
 def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array]:
-    """Compute ||ghat||^2, [...], and the sketch of ghat, [..., R], for weights [..., B, V]."""
+    """Compute the squared norm and the sketch of an update.
+
+    Args:
+        pool: scored pool.
+        batch: completions of the update.
+        weights: one or several sets of row weights, [..., B, V]; see `_weights`.
+
+    Returns:
+        ||ghat||^2 for each set of weights, [...], and the sketch of ghat, [..., R].
+    """
     completions = pool.rewards_PN.shape[1]
     place_BV = np.concatenate(
         [batch.place_BG + kind * completions for kind in range(len(pool.kinds))], axis=1

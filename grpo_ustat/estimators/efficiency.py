@@ -176,7 +176,7 @@ def update_moments(
     """Compute the moments of an update that is a mean of independent terms, one per prompt.
 
     Args:
-        terms: terms of every prompt, at one G.
+        terms: moments of the term of every prompt, at one G.
         gradient_PR: unbiased sketches of the prompts' gradients.
         prompts: number of prompts in the update, B = n / G, which need not be an integer. An array
             [D] if B is itself estimated from the prompts.
@@ -313,7 +313,7 @@ def relative(
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of a loss divided by the error of the same loss in smaller groups.
+    """Estimate the error of a loss divided by the error of the same loss with smaller groups.
 
     The ratio is the efficiency of the smaller groups relative to the larger groups. The interval is
     computed on the log scale with Student's t. The degrees of freedom come from the effective

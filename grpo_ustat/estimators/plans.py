@@ -10,11 +10,12 @@ sees neither texts nor scores. `estimators.plan_terms` can therefore list all wa
 draws can end. `Plan.more` never draws more than `Setting.most` completions of a prompt.
 
 Some plans do not have a stopping rule but a value for every further completion (`Plan.saving`), for
-example the reduction of the variance. Such a *valued* plan first draws some completions of the
-prompt: a pilot, which is trained, or a history from an earlier epoch, which is not. It then adds
-completions as long as one more completion saves more than a price. All prompts have the same price,
-which is fitted to a given mean number of completions (`price_of`). If the savings of a prompt
-decrease, this gives the best sizes for that mean.
+example the reduction of the variance. Such a *valued* plan first draws a few completions of the
+prompt. They are a pilot, if they are used for training, or a history, if they come from an earlier
+epoch and are not. The plan then adds completions as long as one more completion saves more than a
+price. All prompts have the same price, which is fitted to a given mean number of completions
+(`price_of`). If the savings of a prompt decrease with its number of completions, no other sizes
+with the same mean save more.
 
 To add a plan, decorate a function here, or install a package with an entry point in the group
 `grpo_ustat.plans` that is a `Plan`.
@@ -80,8 +81,8 @@ class Plan:
     # Function (rewards of the history or pilot, K sizes n, setting) -> K values: the saving if a
     # prompt with n completions gets one more. The saving must decrease with n.
     saving: Saving | None = None
-    # True if the first stage comes from an earlier epoch. It is then neither trained nor counted as
-    # generated.
+    # True if the first stage comes from an earlier epoch. Its completions are then neither used for
+    # training nor counted as generated.
     has_history: bool = False
     # Function from the rewards of all generated completions to the rewards of those that are used
     # for training, both by stage.
@@ -356,8 +357,8 @@ def balanced(rewards: Rewards) -> Rewards:
 
 
 @plan(
-    "Rounds of the size until there are right completions for a quarter of a round and wrong ones "
-    "for another quarter; these are trained.",
+    "Rounds of the size, until a quarter of a round can be filled with right completions and "
+    "another quarter with wrong ones; this half of a round is trained.",
     "Reinforce-Ada, balanced, arXiv 2510.04996v2 and its code",
     trains=balanced,
     baseline_of_generated=True,

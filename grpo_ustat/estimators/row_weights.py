@@ -238,7 +238,10 @@ class Loss:
         return lengths * ended if self.mask_truncated_completions and ended is not None else lengths
 
     def length_factors(self, lengths: Integers, ended: Mask | None = None) -> Array:
-        """Return the factor of n w_i that depends only on row i, with the shape of `lengths`."""
+        """Return the length factor of each row, with the shape of `lengths`.
+
+        It is n w_i without the parts of w_i that depend on other rows.
+        """
         counted = self.counted_lengths(lengths, ended)
         if self.loss_type in ("grpo", "sapo"):
             return (counted > 0) / np.maximum(counted, 1)

@@ -197,7 +197,8 @@ class ScalingLaw:
 
         Args:
             c1, c2, c3: constants of the law.
-            covariance, dof: see `stored_errors`; both None if the errors are unknown.
+            covariance, dof: covariance of the errors of C1, C2 and C3, and its degrees of freedom,
+                from `stored_errors`; both None if the errors are unknown.
             prior: prior for decisions on the group size.
         """
         covariance_K44 = np.full((1, 4, 4), math.nan)
@@ -217,7 +218,11 @@ class ScalingLaw:
         }
 
     def with_c3(self, weights_4: Array) -> ScalingLaw:
-        """Return the law in which a linear combination of the four constants replaces C3."""
+        """Return the law in which a linear combination of the four constants replaces C3.
+
+        Args:
+            weights_4: weights of C1, C2, C3 and ||grad J||^2 in the new C3.
+        """
         matrix_44 = np.stack([C1, C2, weights_4, GRAD_SQ])
         covariance_K44 = matrix_44 @ self.covariance_K44 @ matrix_44.T
         constants_4 = matrix_44 @ self.constants_4
@@ -268,7 +273,10 @@ class ScalingLaw:
 
     @property
     def undrawn(self) -> float:
-        """Relative variance that undrawn prompts may add to C1, `kappa / m_eff` in `group_size`."""
+        """Allowance for prompts that were not drawn, as a relative variance of C1.
+
+        It is `kappa / m_eff` in the docstring of `group_size`.
+        """
         if not self.c3 > 0:
             return math.inf
         relative = float(self.covariance_33[2, 2]) / self.c3**2
@@ -316,16 +324,22 @@ class ScalingLaw:
         return Interval(max(0.0, above / below) if determined else math.nan, low, high)
 
     def _covariance(self, left_4: Array, right_4: Array) -> Array:
-        """Return each part's contribution to the covariance of two linear combinations, [K]."""
+        """Return the contribution of each of the K parts to a covariance, [K].
+
+        It is the covariance of the errors of two linear combinations of the four constants.
+        """
         return _weighted(np.outer(left_4, right_4), self.covariance_K44).sum(axis=(1, 2))
 
     def mse(self, num_prompts: int, group_size: float) -> float:
-        """Compute MSE(B, G) for prompts drawn independently."""
+        """Compute MSE(B, G) for B independently drawn prompts; see the module's docstring."""
         second = self.c3 / (group_size * (group_size - 1))
         return (self.c1 + self.c2 / group_size + second) / num_prompts
 
     def n_mse(self, group_size: float) -> float:
-        """Compute n MSE(n/G, G) = G C1 + C2 + C3/(G-1), which does not depend on n."""
+        """Compute n times the MSE of n rollouts in groups of G, which does not depend on n.
+
+        It is G C1 + C2 + C3/(G-1).
+        """
         return group_size * self.c1 + self.c2 + self.c3 / (group_size - 1)
 
     def least(self, sizes: Sequence[int]) -> int:
@@ -399,9 +413,9 @@ class ScalingLaw:
         return high
 
     def _slope(self, g: float, k: float, c: float) -> float:
-        """Compute the derivative, with respect to G, of K times the error at a fixed cost K.
+        """Compute the derivative with respect to G of the error at a fixed cost K, times K.
 
-        `(k + G c) { C1 + C2/G + C3/(G (G-1)) }` has the derivative
+        K times the error is `(k + G c) { C1 + C2/G + C3/(G (G-1)) }`. Its derivative is
         `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, which increases with G if
         C2, C3 >= 0.
         """
@@ -412,14 +426,14 @@ class ScalingLaw:
         """Estimate the best G at a fixed cost.
 
         If the data decide among `USUAL_SIZES`, the interval is the smallest one that contains the
-        central 95 % of the posterior under every prior. Without a prior, it is Fieller's set. If
-        the data do not decide, the interval has no upper end. Its lower end is then the lower end
-        of Fieller's set with twice the critical value.
+        central 95 % of the posterior under every prior density. Without a prior, it is Fieller's
+        set. If the data do not decide, the interval has no upper end. Its lower end is then the
+        lower end of Fieller's set with twice the critical value.
 
-        The estimate is the plug-in estimate if the interval contains it. Otherwise it is the best G
-        for the posterior median of log(C3/C1), averaged over the priors. The estimate is NaN if
-        there is no best G. The estimate is too large on average, because `1 + sqrt(C3/C1)` is
-        convex in C1.
+        The estimate is the plug-in estimate if the interval contains it. If not, it is the best G
+        for the posterior median of log(C3/C1), averaged over the prior densities. The estimate is
+        NaN if there is no best G. It is too large on average, because `1 + sqrt(C3/C1)` is convex
+        in C1.
 
         Args:
             prompt_cost, completion_cost: see `best_size`.
@@ -462,10 +476,11 @@ class ScalingLaw:
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
         """Estimate the extra error of G compared with R, MSE(n/G, G) / MSE(n/R, R) - 1, at fixed n.
 
-        The estimate is the plug-in estimate. The extra error is monotonic in k = C3/C1. The ends of
-        the interval are therefore the extra errors at the two ends of the posterior interval of k.
-        All pairs of G and R share this interval of k. The intervals of all extra errors therefore
-        hold simultaneously, even if R was chosen with the same data.
+        The estimate uses the estimated constants. For the interval, note that the extra error is
+        monotonic in k = C3/C1. The ends of its interval are therefore the extra errors at the two
+        ends of the posterior interval of k. All pairs of G and R share this interval of k. The
+        intervals of all extra errors therefore hold simultaneously, even if R was chosen with the
+        same data.
 
         Args:
             group_size: G.

@@ -74,7 +74,8 @@ class TokenWeights:
     level: str = "none"
     # Function of the importance ratio: clip, cispo, sapo or vespo.
     form: str = "clip"
-    # Clipping bounds; None if the ratio is not clipped.
+    # Clipping bounds of the ratio: 1 - epsilon and 1 + epsilon_high; `cispo` uses epsilon_high
+    # itself as the upper bound. None if the ratio is not clipped.
     epsilon: float | None = None
     epsilon_high: float | None = None
     # Coefficient of the KL penalty; 0 if there is no penalty.
@@ -169,7 +170,7 @@ def token_factors(
 
 
 def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
-    """Compute omega as a function of rho and of the advantage's sign."""
+    """Compute omega from the logarithm of the ratio rho, for the sign of A that `kind` gives."""
     ratio, below = np.exp(log_ratio), kind == NEGATIVE
     if weights.form == "cispo":
         high = weights.epsilon_high

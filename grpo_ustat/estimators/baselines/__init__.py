@@ -11,6 +11,10 @@ and on the context. A baseline does all centring and scaling; advantages are not
 later. Baselines are pure functions and compute in float64. Their options are keyword arguments
 with defaults. The decorator of a built-in baseline declares everything else that the command line
 and the studies need, for example the smallest group size; see `registry.baseline`.
+
+The modules use the following symbols. For completion i: advantage A_i, reward r_i (z in moments),
+length L_i in tokens, score s_i and squared score norm q_i. For a group: mean reward rbar. For a
+prompt x: expected reward V(x), std of the rewards sigma(x), and g(x), the gradient of V(x).
 """
 
 from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards

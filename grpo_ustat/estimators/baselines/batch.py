@@ -1,4 +1,8 @@
-"""Baselines that read the rewards of the whole batch of prompts."""
+"""Baselines that read the rewards of the whole batch of prompts.
+
+In the formulas, A_i is the advantage of completion i, r_i its reward and L_i its length. The mean
+reward of its group is rbar.
+"""
 
 from __future__ import annotations
 
@@ -95,10 +99,12 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
 def length_weighted(
     rewards_PG: Array, context: BaselineContext, *, power: float = 0.75, epsilon: float = 1e-4
 ) -> Array:
-    """Weight `group_std` by L_i^-power: VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558).
+    """Multiply `group_std` by weights L_i^-power: VL-Norm (Zhiyuan He et al. 2025).
 
-    The weights are divided by their mean in the batch, `w_i = L_i^-power / mean of L^-power`, as in
-    the authors' code (Delta-L-Normalization). Prompts with short completions therefore count more.
+    The source is arXiv 2509.07558. The weights are divided by their mean in the batch,
+    `w_i = L_i^-power / mean of L^-power`, as in the authors' code (Delta-L-Normalization). Prompts
+    with short completions therefore count more.
+
     With power 1 the weights minimise the variance if two conditions hold: the variance of a
     completion's gradient is proportional to its length L, and the mean of this gradient does not
     depend on L. Under these conditions the weighted mean is also unbiased. Neither condition holds
@@ -169,7 +175,7 @@ def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) 
 
 
 def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
-    """Compute advantages with lambda_x = factor v / (v + s + epsilon), see `james_stein`."""
+    """Compute the advantages of `james_stein`, with `factor` in place of (P - 1)/P."""
     count, size = rewards_PG.shape
     loo_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (size - 1)
     mean_P, noise_P = rewards_PG.mean(axis=1), rewards_PG.var(axis=1, ddof=1) / size

@@ -1,4 +1,9 @@
-"""Baselines that read only the rewards of the completion's own group."""
+"""Baselines that read only the rewards of the completion's own group.
+
+In the formulas, A_i is the advantage of completion i, r_i its reward, L_i its length and s_i its
+score. The mean reward of the group is rbar. For a prompt x, V is the expected reward, sigma the std
+of the rewards and g the gradient of V.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +46,10 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
 def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the group mean: `A_i = r_i - rbar`.
 
-    This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). On every sample the estimate is
-    (G-1)/G times the estimate of `leave_one_out`. Its expected direction is therefore right, but
-    its expected length is too small. This shrinkage alone can make its MSE smaller than the MSE of
-    unbiased baselines.
+    This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). For the same completions, the
+    estimate is (G-1)/G times the estimate of `leave_one_out`. Its expected direction is therefore
+    right, but its expected length is too small. This shrinkage alone can make its MSE smaller than
+    the MSE of unbiased baselines.
 
     >>> group_mean(np.array([[1.0, 0.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[0.75, -0.25, -0.25, -0.25]]

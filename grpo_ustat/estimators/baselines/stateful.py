@@ -3,7 +3,8 @@
 `train.baseline_state` keeps the memory between batches; this module contains the arithmetic. For
 `running_mean`, `critic` and `spo`, the memory is read before the current batch is added to it. The
 value b that is subtracted is then independent of the batch's completions. If the memory were
-updated first, it would not be independent, and the estimate would be biased.
+updated first, it would not be independent, and the estimate would be biased. "Unbiased given the
+past" means that the expectation, conditional on past batches, is the gradient.
 """
 
 from __future__ import annotations
