@@ -253,7 +253,7 @@ def cause_of(
 
 
 def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
-    """Describe the faults that multiply a gradient by this ratio; "" if there are none.
+    """Describe the faults that would multiply a gradient by this ratio; "" if none is known.
 
     >>> factor_text(0.25, FULL, divided(4, "processes"))
     'divided once more by processes = 4'
@@ -316,7 +316,7 @@ def other_losses(
         loss: declared loss.
         advantage_N: advantages of the rows, keyed by baseline; see `advantages_by_baseline`.
         weight_N: declared token weight of each row.
-        lengths_N: number of tokens in each row that contribute to the loss; 0 for an excluded row.
+        lengths_N: number of tokens of each row that contribute to the loss; 0 for a masked row.
     """
     same = ALIASES.get(loss.loss_type, loss.loss_type)
     kinds = {loss.loss_type: weight_N}

@@ -304,7 +304,7 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
 
 
 def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Array:
-    """Return a mean over draws, then the mean without each prompt, [1 + P].
+    """Return a mean over draws, then the mean without each prompt for the jackknife, [1 + P].
 
     Without a prompt, fewer draws remain, so the mean changes even if the prompt has no influence.
     Let v be the variance of one draw's value, D the number of draws, and D_x the number of draws

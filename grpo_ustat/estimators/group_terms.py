@@ -6,10 +6,11 @@ mean of B independent terms
 
     T = 1/G sum_{i in S} A_i phi_i s_i
 
-Here S is the group, A_i the advantage and s_i the score of completion i, and phi_i = n w_i is the
-token weight times the number of rows. The mean of T over all groups of G in the pool is an unbiased
-estimate of `E T`, and the mean of `||T||^2` is an unbiased estimate of `E||T||^2`. There are three
-ways to compute these means.
+Here S is the group, A_i the advantage and s_i the score of completion i. The *length factor*
+phi_i = n w_i is the token weight w_i of the row (`row_weights`) times the number n of rows; with
+many loss types it depends on the length of the completion. The mean of T over all groups of G in
+the pool is an unbiased estimate of `E T`, and the mean of `||T||^2` is an unbiased estimate of
+`E||T||^2`. There are three ways to compute these means.
 
 **Table of counts.** With many baselines, equal rewards in a group have equal advantages. The
 advantages then depend only on the counts k_l: the number of completions of the group at each reward

@@ -20,7 +20,7 @@ policy, C1 <= E||g||^2 <= C3/2. Therefore G* is at least 1 + sqrt(2), and at the
 rollouts the error with groups of 3 is at most the error with pairs.
 
 **Windows.** An estimate of ||grad J||^2 needs at least two groups. If each batch has only one
-group, the groups of several successive batches are combined to a window, which replaces the step.
+group, the groups of several successive batches form a window, which takes the place of the step.
 These groups were sampled from successive policies. C2, C3 and E||g||^2 are computed within groups,
 so they are means over these policies. Products between groups, however, combine different policies,
 and the later policies were trained on the earlier groups. `withheld` describes the resulting bias.
@@ -81,7 +81,7 @@ class GroupTerms(NamedTuple):
 
     @property
     def without_each_4P(self) -> Array:
-        """Estimates of the same constants with each group left out in turn, [4, P]."""
+        """Estimates of C1, C2, C3 and ||grad J||^2 with each group left out in turn, [4, P]."""
         terms_4P = np.stack(self[:4])
         # Each product of two groups is counted in the sums of both groups.
         own_4P = np.stack([*self[:3], 2 * self.others_P])

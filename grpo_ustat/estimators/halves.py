@@ -14,7 +14,7 @@ from grpo_ustat.records import Array, Integers, ScorePool
 
 # Number of random splits into two halves, over which results are averaged.
 HALVINGS = 16
-# Minimum number of prompts for a jackknife.
+# Minimum number of prompts for a jackknife over results from halves.
 MIN_PROMPTS = 10
 # Minimum number of completions for unbiased moments in both halves.
 MIN_COMPLETIONS = 6

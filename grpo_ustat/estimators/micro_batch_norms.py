@@ -26,8 +26,9 @@ micro-batches. tests/estimators/test_micro_batch_norms.py checks the three split
        (G-1)/(n-1) { C1 + E||g_x||^2 / (G-1)^2 }
 
    and the estimate of V/P is too small by the same amount. The noise that the random choice of
-   prompts causes, G C1 / n, is nearly invisible, and it cannot be added without another estimate of
-   C1. Both errors make the noise scale n V / (P ||grad J||^2) too small, so it is a lower bound.
+   prompts causes, G C1 / n, is nearly invisible. The bias cannot be removed without another
+   estimate of C1. Both errors make the noise scale n V / (P ||grad J||^2) too small, so it is a
+   lower bound.
 
 3. The rows of a group are split over consecutive micro-batches. A block is a sequence of h
    micro-batches that together contain whole groups. Products between micro-batches of different

@@ -319,7 +319,8 @@ def estimates_of(plan: Plan) -> list[str]:
 
     The estimate `earlier` requires that the use of a completion for training depends only on its
     own and earlier stages. If a plan uses only some of the generated completions, the use of a
-    completion can also depend on later stages. `earlier` and `without_last` are then left out.
+    completion can also depend on later stages. `earlier` and `without_last` are then left out. They
+    are also left out, like `all_orders`, if the plan has a history.
     """
     names = ["per_rollout", "per_prompt"]
     if plan.trains is all_of and not plan.has_history:

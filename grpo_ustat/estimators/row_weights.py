@@ -218,8 +218,8 @@ class Loss:
         """Return the factor c of a loss whose mean update is c grad J for any policy and rewards.
 
         The result is None if there is no such factor. If groups with equal rewards are replaced,
-        the mean update is c grad J / K instead, where K is the share of groups that are kept. This
-        requires a baseline whose advantages are 0 in groups with equal rewards;
+        the mean update is c grad J / K, where K is the share of groups that are kept; the result is
+        still c. This requires a baseline whose advantages are 0 in groups with equal rewards;
         `estimators.dynamic_sampling` gives the reason.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)

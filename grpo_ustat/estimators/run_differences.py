@@ -27,7 +27,7 @@ MIN_COMMON = 0.5
 class Difference(NamedTuple):
     """Mean reward of a second run minus that of a first run."""
 
-    # Difference with its interval over prompts.
+    # Difference with its interval for new prompts.
     interval: Interval
     # Number of prompts by which the runs are paired; 0 if they are not paired.
     pairs: int
