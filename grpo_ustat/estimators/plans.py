@@ -301,7 +301,7 @@ def refill(rewards: Rewards, setting: Setting) -> int:
 
 
 @plan(
-    "Rounds of half the size until the rewards of the prompt differ.",
+    "Rounds of half the size, until the rewards of the prompt differ.",
     "trl#3758, trl#7402 with pass_rate; open-instruct#1861 at a fixed policy",
 )
 def until_mixed(rewards: Rewards, setting: Setting) -> int:
@@ -314,7 +314,7 @@ def until_mixed(rewards: Rewards, setting: Setting) -> int:
 
 
 @plan(
-    "Rounds of half the size until one completion is right.",
+    "Rounds of half the size, until at least one completion is right.",
     "AR3PO, arXiv 2509.25808; Reinforce-Ada, positive-focused, before down-sampling",
 )
 def until_success(rewards: Rewards, setting: Setting) -> int:
@@ -327,7 +327,7 @@ def until_success(rewards: Rewards, setting: Setting) -> int:
 
 
 @plan(
-    "Two completions, then one at a time until the second success.",
+    "Two completions, then one at a time until two completions are right.",
     "inverse sampling, Haldane 1945",
 )
 def second_success(rewards: Rewards, setting: Setting) -> int:

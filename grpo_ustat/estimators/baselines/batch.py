@@ -21,7 +21,7 @@ NO_SPREAD = 1e-12
 
 
 @baseline(
-    "(r - group mean) / (std of all rewards of the batch + epsilon). Biased.",
+    "(reward - group mean) / (std of all rewards of the batch + epsilon). Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
 )  # fmt: skip
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
@@ -40,7 +40,8 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 
 
 @baseline(
-    "REINFORCE++: whitened over the tokens of the batch, epsilon under the root. Biased.",
+    "REINFORCE++: (reward - mean) / sqrt(variance + epsilon), with mean and variance over the "
+    "tokens of the batch. Biased.",
     unbiased=False, min_group_size=1, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
 )  # fmt: skip
@@ -60,7 +61,8 @@ def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float 
 
 
 @baseline(
-    "r - group mean, then whitened over the tokens of the batch. Biased.",
+    "REINFORCE++-baseline: reward minus group mean, then whitened over the tokens of the batch as "
+    "in reinforce_pp. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
 )  # fmt: skip
@@ -92,7 +94,7 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
 
 
 @baseline(
-    "VL-Norm: GRPO's advantage times weights length^-power, whose mean in the batch is 1. Biased.",
+    "VL-Norm: group_std times weights length^-power, whose mean in the batch is 1. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="weighted_by_length",
 )  # fmt: skip
@@ -125,8 +127,8 @@ def length_weighted(
 
 
 @baseline(
-    "leave_one_out shrunk towards the other prompts, which decide how far (arXiv "
-    "2511.03710). Unbiased.",
+    "leave_one_out, but its baseline is shrunk towards the mean reward of the other prompts, whose "
+    "rewards also determine the amount of shrinkage (arXiv 2511.03710). Unbiased.",
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
 def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
@@ -158,7 +160,7 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
 
 
 @baseline(
-    "james_stein as in its authors' code: without the factor (P-1)/P, P prompts. Unbiased.",
+    "james_stein as in its authors' code: without the factor (P-1)/P for P prompts. Unbiased.",
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
 def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
@@ -188,7 +190,8 @@ def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
 
 
 @baseline(
-    "BNPO: (r - group mean) over a Beta density of it; rewards from [minimum, maximum]. Biased.",
+    "BNPO: (reward - group mean) divided by a Beta density at the group mean, fitted to all group "
+    "means; rewards must be in [minimum, maximum]. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, target="g_over_density",
 )  # fmt: skip
 def beta(

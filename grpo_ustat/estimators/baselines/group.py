@@ -21,7 +21,7 @@ ROUNDING = 1e-12
 
 
 @baseline(
-    "The paper's GRPO: the mean reward of the group's other completions. Unbiased.",
+    "The paper's GRPO: reward minus the mean reward of the group's other completions. Unbiased.",
     unbiased=True, min_group_size=2,
 )  # fmt: skip
 def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -40,7 +40,8 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "The group's own mean: (G-1)/G times leave_one_out. Biased by shrinking.",
+    "Reward minus the group mean: (G-1)/G times leave_one_out. Biased, because the estimate is too "
+    "short.",
     unbiased=False, min_group_size=2,
 )  # fmt: skip
 def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -58,8 +59,9 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "GRPO as published: (r - mean) / (std with divisor G-1 + epsilon). Biased; for large G "
-    "towards g/sigma, with 0/1 rewards the gradient of E[2 arcsin sqrt V].",
+    "GRPO as published: (reward - group mean) / (group std with divisor G-1 + epsilon). Biased: "
+    "for large G, the gradient g of a prompt is divided by sigma, the std of its rewards. With 0/1 "
+    "rewards, g/sigma is the gradient of E[2 arcsin sqrt V], where V is the success rate.",
     unbiased=False, min_group_size=2, target="g_over_sigma",
 )  # fmt: skip
 def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
@@ -78,8 +80,8 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 
 
 @baseline(
-    "GRPO's advantage less its bias of order 1/G, by the jackknife; groups of 3 or more. "
-    "Biased by order 1/G^2 against g/sigma.",
+    "group_std minus its bias of order 1/G, estimated by the jackknife; needs groups of 3 or more. "
+    "Biased: a difference of order 1/G^2 from g/sigma remains; see group_std.",
     unbiased=False, min_group_size=3, target="g_over_sigma",
 )  # fmt: skip
 def group_std_jackknife(
@@ -112,9 +114,9 @@ def group_std_jackknife(
 
 
 @baseline(
-    "(r - mean of the others) / (std of the others + epsilon), groups of 3 or more. Exact "
-    "in direction for each prompt; a small epsilon makes it explode near groups of equal "
-    "rewards.",
+    "(reward - mean of the others) / (std of the others + epsilon), where the others are the other "
+    "completions of the group; needs groups of 3 or more. Its direction is exact for each prompt. "
+    "With a small epsilon, it is very large if all other rewards are equal.",
     unbiased=False, min_group_size=3, target="g_over_sigma",
 )  # fmt: skip
 def leave_one_out_std(
@@ -144,7 +146,7 @@ def leave_one_out_std(
 
 
 @baseline(
-    "QAE: (r - quantile of the group's rewards) / (std + epsilon). Biased.",
+    "QAE: (reward - quantile of the group's rewards) / (group std + epsilon). Biased.",
     unbiased=False, min_group_size=2, target="g_over_sigma",
 )  # fmt: skip
 def quantile(
@@ -179,7 +181,8 @@ def quantile(
 
 
 @baseline(
-    "PODS: GRPO's advantage within the part of the group whose rewards vary most. Biased.",
+    "PODS: group_std within the part of the group whose rewards vary most; the other completions "
+    "have advantage 0. Biased.",
     unbiased=False, min_group_size=2, target="kept_part",
 )  # fmt: skip
 def pods(
@@ -232,8 +235,8 @@ def pods(
 
 
 @baseline(
-    "(r - group mean) / (group mean + epsilon). Biased; for large G towards g/V, the "
-    "gradient of E[log V].",
+    "MaxRL: (reward - group mean) / (group mean + epsilon). Biased: for large G, the gradient g of "
+    "a prompt is divided by its expected reward V; g/V is the gradient of E[log V].",
     unbiased=False, min_group_size=2, target="g_over_v",
 )  # fmt: skip
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
@@ -259,7 +262,7 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
 
 
 @baseline(
-    "OPO: length-weighted mean reward of the group's other completions. Unbiased.",
+    "OPO: reward minus the length-weighted mean reward of the group's other completions. Unbiased.",
     unbiased=True, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -280,7 +283,8 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "OPO in its released form: length-weighted mean reward of the whole group. Biased.",
+    "OPO in its released form: reward minus the length-weighted mean reward of the whole group. "
+    "Biased.",
     unbiased=False, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:

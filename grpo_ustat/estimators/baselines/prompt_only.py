@@ -29,7 +29,7 @@ def none(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "One number for all prompts. Unbiased.",
+    "Reward minus the same number for all prompts. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
 def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5) -> Array:
@@ -44,7 +44,8 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
 
 
 @baseline(
-    "Expected reward, from budget.value_completions fresh completions per prompt. Unbiased.",
+    "Reward minus the prompt's expected reward, estimated from budget.value_completions fresh "
+    "completions. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"value_P"},
 )  # fmt: skip
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -62,8 +63,8 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "Mean reward weighted by squared score norms, from budget.value_completions fresh completions "
-    "per prompt. Unbiased.",
+    "Reward minus the prompt's mean reward weighted by squared score norms, E[q Z]/E[q], estimated "
+    "from budget.value_completions fresh completions. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
 )  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -94,7 +95,7 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
 
 
 @baseline(
-    "The reward of one greedy completion per prompt. Unbiased.",
+    "ReMax: reward minus the reward of a greedy completion of the prompt. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"greedy_P"},
 )  # fmt: skip
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:
