@@ -40,8 +40,7 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 
 
 @baseline(
-    "REINFORCE++: (reward - mean) / sqrt(variance + epsilon), with mean and variance over the "
-    "tokens of the batch. Biased.",
+    "REINFORCE++: (reward - mean) / sqrt(variance + epsilon) over the batch's tokens. Biased.",
     unbiased=False, min_group_size=1, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
 )  # fmt: skip
@@ -61,8 +60,7 @@ def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float 
 
 
 @baseline(
-    "REINFORCE++-baseline: reward minus group mean, then whitened over the tokens of the batch as "
-    "in reinforce_pp. Biased.",
+    "Reward minus group mean, then whitened over the batch's tokens as in reinforce_pp. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
 )  # fmt: skip
@@ -190,8 +188,7 @@ def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
 
 
 @baseline(
-    "BNPO: (reward - group mean) divided by a Beta density at the group mean, fitted to all group "
-    "means; rewards must be in [minimum, maximum]. Biased.",
+    "BNPO: (reward - group mean) / (fitted Beta density); rewards in [minimum, maximum]. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, target="g_over_density",
 )  # fmt: skip
 def beta(

@@ -181,8 +181,7 @@ def quantile(
 
 
 @baseline(
-    "PODS: group_std within the part of the group whose rewards vary most; the other completions "
-    "have advantage 0. Biased.",
+    "PODS: group_std, applied only to the completions whose rewards vary most. Biased.",
     unbiased=False, min_group_size=2, target="kept_part",
 )  # fmt: skip
 def pods(

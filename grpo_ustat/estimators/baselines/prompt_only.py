@@ -44,8 +44,7 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
 
 
 @baseline(
-    "Reward minus the prompt's expected reward, estimated from budget.value_completions fresh "
-    "completions. Unbiased.",
+    "Reward minus its mean over budget.value_completions other completions. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"value_P"},
 )  # fmt: skip
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -63,8 +62,7 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "Reward minus the prompt's mean reward weighted by squared score norms, E[q Z]/E[q], estimated "
-    "from budget.value_completions fresh completions. Unbiased.",
+    "oracle with the mean weighted by squared score norms, E[q Z]/E[q]. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
 )  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:

@@ -17,8 +17,7 @@ from grpo_ustat.records import Array, BaselineContext
 
 
 @baseline(
-    "Reward minus a moving average of the rewards of past batches, which starts at 0. Unbiased "
-    "given the past.",
+    "Reward minus a moving average over past batches, from 0. Unbiased given the past.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"running"}, memory={"decay": 0.95},
 )  # fmt: skip
 def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -43,8 +42,8 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
 
 
 @baseline(
-    "Reward minus the prediction of a linear value head, fitted on past batches that are "
-    "discounted by decay; training only. Unbiased.",
+    "Reward minus a linear value head of past batches, discounted by decay; training only. "
+    "Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"critic_P"},
     memory={"decay": 0.9, "ridge": 1.0},
 )  # fmt: skip
@@ -61,8 +60,7 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "SPO: reward minus the estimate of a per-prompt tracker of past rewards, then whitened over "
-    "the batch; training only. Biased.",
+    "Reward minus a per-prompt tracker of past rewards, whitened; training only. Biased.",
     unbiased=False, min_group_size=1, couples_prompts=True, needs={"tracker_P"},
     memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06}, target="multiple_of_g",
 )  # fmt: skip
