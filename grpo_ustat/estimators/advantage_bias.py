@@ -1,25 +1,26 @@
-r"""Bias from zero-variance groups: in the mean reward of a prompt, but not in the gradient.
+r"""Effect of dropping zero-variance groups: it biases a prompt's mean reward, not its gradient.
 
-A group has G rewards of 0 or 1, each 1 with probability p, and mean `m`. Let M be the event that
-the group is mixed: its rewards are not all equal. Let `h = p^G + (1-p)^G` be the probability that
-all rewards are equal. Over all groups, m has mean p. Over mixed groups,
+A group has G rewards z of 0 or 1, each 1 with probability p, and mean `m`. Let M be the event that
+the group is mixed, that is, its rewards are not all equal. All rewards are equal with probability
+`h = p^G + (1-p)^G`. Over all groups, m has mean p. Over mixed groups only, its mean is shifted:
 
     E[ m - p | M ] = ( p (1-p)^G - (1-p) p^G ) / (1 - h)
 
-For p < 1/2 this expectation is positive, so a hard prompt looks easier than it is, and each of its
-advantages `z - m` is too low. An easy prompt looks harder than it is (arXiv 2601.08521). However,
-if all rewards in a group are equal, all its advantages are 0. For any baseline, dropping such
-groups therefore only rescales the mean gradient:
+For p < 1/2 this shift is positive, so a hard prompt looks easier than it is, and each of its
+advantages `z - m` is too low. An easy prompt looks harder than it is (arXiv 2601.08521). The
+gradient ghat of a group has no such bias. If all rewards in a group are equal, all its advantages
+are 0. For every baseline with this property, dropping such groups only rescales the mean gradient:
 
     E[ ghat | M ] = E[ ghat ] / (1 - h)        P(M) E[ ghat | M ] = E[ ghat ]
 
-The mean gradient of the kept groups is longer by the factor 1/(1 - h). This factor exactly
-compensates for the dropped groups. For both easy and hard prompts, E[ ghat ] is g if the baseline
-is the mean reward of the other completions, and (G-1)/G g if the baseline is the group mean.
+The mean gradient of the kept groups is longer by the factor 1/(1 - h), which exactly compensates
+for the dropped groups. For both easy and hard prompts, E[ ghat ] is g if the baseline is the mean
+reward of the other completions, and (G-1)/G g if the baseline is the group mean.
 
-A group in which all completions are wrong indicates a hard prompt. Prompts are therefore weighted
-by the probability of such a group, (1-p)^G. If a quantity has mean x(p) over a prompt's groups, its
-weighted mean over prompts is E[ (1-p)^G x(p) ] / E[ (1-p)^G ].
+The functions of this module estimate the shift for hard and for easy prompts. A prompt is hard to
+the degree that a group is likely to have only wrong completions. Means over hard prompts therefore
+give each prompt the weight (1-p)^G. If a quantity has mean x(p) over a prompt's groups, its
+weighted mean over prompts is E[ (1-p)^G x(p) ] / E[ (1-p)^G ]. For easy prompts, the weight is p^G.
 """
 
 from __future__ import annotations
@@ -33,15 +34,14 @@ from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_inte
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, Integers
 
-# The jackknife needs at least this many prompts with a nonzero shift.
+# Smallest number of prompts with a nonzero shift for an estimate; the jackknife needs this number.
 MIN_PROMPTS = 8
 
 
 class MixedGroups(NamedTuple):
     """Estimates for the mixed groups of hard or easy prompts, with prompts weighted by w(p)."""
 
-    # Unbiased estimates of w(p), the probability that the completions of another group of the
-    # prompt are all wrong (hard prompts) or all right (easy prompts).
+    # Unbiased estimates of the weight w(p): (1-p)^G for hard prompts, p^G for easy prompts.
     weight_P: Array
     # Unbiased estimates of w(p) E[(m - p) 1(M)].
     shift_P: Array
@@ -49,11 +49,17 @@ class MixedGroups(NamedTuple):
     mixed_P: Array
 
     def shift(self, level: float = CONFIDENCE) -> Interval:
-        """Return E[m - p | M], averaged over weighted prompts, with an interval for new prompts."""
+        """Return the shift E[m - p | M] of the mean reward, with an interval for new prompts.
+
+        The shift is the ratio of the weighted means of E[(m - p) 1(M)] and P(M).
+        """
         return _ratio(self.shift_P, self.mixed_P, level)
 
     def longer(self, level: float = CONFIDENCE) -> Interval:
-        """Return 1/P(M), the factor by which dropping other groups lengthens the mean gradient."""
+        """Return 1/P(M), the factor by which the mean gradient of mixed groups is longer.
+
+        The interval is for new prompts.
+        """
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)
 
@@ -61,12 +67,13 @@ class MixedGroups(NamedTuple):
 def mixed_groups_after(rewards_PN: Array, group_size: int) -> dict[str, MixedGroups]:
     """Return estimates for the mixed groups of hard and easy prompts, keyed by difficulty.
 
-    The weight of a prompt is the probability that all completions of another group are wrong
-    (`hard`) or all are right (`easy`). A difficulty is omitted if fewer than `MIN_PROMPTS` prompts
-    have a nonzero shift. The weight is estimated from one half of a prompt's completions, and the
-    shift and the share of mixed groups from the other half. The halves are then swapped. If the
-    weight and the shift were estimated from the same completions, hard prompts would look harder
-    than they are, because a prompt with few right answers in a small sample is not always hard.
+    The difficulties are `hard`, with the weight (1-p)^G of a prompt, and `easy`, with the weight
+    p^G. A difficulty is omitted if fewer than `MIN_PROMPTS` prompts have a nonzero shift.
+
+    The weight is estimated from one half of a prompt's completions, and the shift and the share of
+    mixed groups from the other half. Then the halves change places, and the results are averaged.
+    If both were estimated from the same completions, hard prompts would look harder than they are,
+    because a prompt with few right answers in a small sample is not always hard.
 
     Args:
         rewards_PN: 0/1 rewards of N >= 2 (G + 1) completions of each prompt.
@@ -99,8 +106,10 @@ def _ratio(above_P: Array, below_P: Array, level: float) -> Interval:
 def mean_shift(rewards_PN: Array, group_size: int) -> Array:
     """Return unbiased estimates of `E[(m - p) 1(M)] = p (1-p)^G - (1-p) p^G`, [P].
 
-    Each estimate is the mean of `-(m - z) 1(rewards equal)` over all ways to choose, from the
-    prompt's pool, a group of G completions and one further completion, whose reward is z.
+    Because E[m - p] = 0, this expectation is `-E[(m - p) 1(rewards equal)]`. To estimate it without
+    bias, p is replaced by the reward z of a completion outside the group. The estimate is the mean
+    of `-(m - z) 1(rewards equal)` over all ways to choose a group of G completions and one further
+    completion of the prompt.
 
     Args:
         rewards_PN: 0/1 rewards of N > G completions of each prompt.

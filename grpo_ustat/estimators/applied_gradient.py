@@ -1,22 +1,25 @@
 r"""Audit: comparison of a trainer's applied gradient with the gradient that its loss declares.
 
-Let p be the negated gradient that the optimizer receives (the ascent direction, before clipping).
-Let d be the declared gradient, `sum_i W_i s_i`, with the weights W_i of `row_weights` and the
-scores s_i. Then
+The *applied* gradient p is the gradient that the optimizer receives, before clipping, with its sign
+reversed to point uphill. The *declared* gradient is d = `sum_i W_i s_i`, where the loss determines
+the row weights W_i (`row_weights`) and s_i is the score of row i. The audit computes
 
     ratio = <p, d> / ||d||^2        cosine = <p, d> / (||p|| ||d||)
 
 If p = d, the ratio and the cosine are both 1. A constant factor changes only the ratio. Different
-row weights change the ratio and the cosine, so p is also compared with the gradients of losses with
-other row weights. The rounding error of each row is a fraction of its term W_i s_i, even if the
-terms cancel in d. This fraction is small if scores and loss are computed in the same precision.
-Therefore two gradients count as equal if
+row weights change the ratio and the cosine. To name the cause of a difference, p is therefore also
+compared with the gradients of losses with other row weights.
+
+Rounding also makes p and d differ. The rounding error of each row is a fraction of W_i s_i, even
+if these vectors cancel in the sum d. This fraction is small if scores and loss are computed in the
+same precision. Two gradients therefore count as equal if
 
     ||p - d||^2 <= epsilon^2 ( ||d||^2 + sum_i W_i^2 ||s_i||^2 )
 
-Inner products of sketches are unbiased (`policy.scores.sketch`), and their error is proportional to
-||p - c d||. If p equals c d up to rounding, the inner products of the sketches are therefore exact
-up to rounding.
+The gradients can be sketches, that is, random projections to a lower dimension. Inner products of
+sketches are unbiased (`policy.scores.sketch`), and their error is proportional to ||p - c d|| for
+the best factor c. If p equals c d up to rounding, sketches therefore give the same result as full
+gradients.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ NOT_OF_ROWS = (
     "no row weights reproduce it; check for dropout, for another term in the loss (such as a "
     "penalty or an entropy bonus), and for tokens, masks or parameters that were not declared"
 )
-# If the tolerance is at least this value, the declared gradient counts as 0 up to rounding.
+# If the tolerance for ||p - d|| / ||d|| is at least this value, rounding errors are as large as d.
+# The declared gradient d then counts as 0.
 VANISHES = 1.0
-# Value of epsilon if all computations use float32, measured by
-# scripts/benchmarks/audit_tolerances.py.
+# Value of epsilon in the module's docstring if all computations use float32. Both values were
+# measured by scripts/benchmarks/audit_tolerances.py.
 FULL = 1e-3
-# Value of epsilon if scores and loss both use bfloat16, float16 or TF32, measured by the same
-# script.
+# Value of epsilon if scores and loss both use bfloat16, float16 or TF32.
 REDUCED = 0.1
 
 
@@ -85,16 +88,22 @@ def agreement(applied_declared: float, declared_sq: float, applied_sq: float) ->
 
 
 class Fault(NamedTuple):
-    """Known fault that multiplies the gradient by a factor."""
+    """Known mistake in a trainer that multiplies the gradient by a factor."""
 
-    # Applied gradient divided by the declared gradient.
+    # Factor: applied gradient divided by declared gradient.
     ratio: float
-    # Description of the fault, phrased as the end of a sentence.
+    # Description of the mistake, phrased as the end of a sentence about the applied gradient.
     says: str
 
 
 def divided(by: int, what: str) -> list[Fault]:
-    """Return two faults, an extra division by a number and a missing one; [] for the number 1.
+    """Return two faults: the gradient is divided by a number once too often, or not at all.
+
+    The list is empty for the number 1.
+
+    Args:
+        by: number.
+        what: name of the number, such as "processes".
 
     >>> [fault.ratio for fault in divided(4, "gradient_accumulation_steps")]
     [0.25, 4.0]
@@ -118,7 +127,7 @@ class GradientAudit:
     difference: float
     # Largest difference that rounding can explain; see `rounding`.
     tolerance: float
-    # Description of the cause if the difference is larger than `tolerance`; otherwise empty.
+    # Description of the cause of a difference; empty if the gradients count as equal.
     cause: str = ""
 
     @property
@@ -146,12 +155,12 @@ class GradientAudit:
 
 
 def rounding(epsilon: float, declared_sq: float, rows_sq: float) -> float:
-    """Return the largest ||p - d|| / ||d|| due to rounding; infinite if the scores cancel to 0.
+    """Return the largest ||p - d|| / ||d|| that rounding can cause; infinite if d cancels to 0.
 
     Args:
         epsilon: `FULL` or `REDUCED`, depending on the precision.
         declared_sq: ||d||^2.
-        rows_sq: sum_i W_i^2 ||s_i||^2, which equals ||d||^2 if the scores are orthogonal.
+        rows_sq: sum_i W_i^2 ||s_i||^2.
     """
     if declared_sq > 0:
         return epsilon * math.sqrt(1 + rows_sq / declared_sq)
@@ -170,11 +179,12 @@ def judged(
 
     Args:
         applied_R, declared_R: gradients p and d.
-        others: gradients with other row weights, keyed by description, with the most likely first.
-        tolerance: largest difference that rounding explains.
-        faults: known faults that multiply the gradient. They are considered before divisions by
-            arbitrary whole numbers.
-        hints: possible causes of a cosine below 1, other than different row weights.
+        others: gradients of losses with other row weights, by description; the most likely come
+            first.
+        tolerance: largest relative difference that rounding explains; see `rounding`.
+        faults: known faults that multiply the gradient by a factor. If none has the right factor,
+            divisions by small whole numbers are considered.
+        hints: other possible causes, named if neither a factor nor row weights explain p.
     """
     comparison = compared(applied_R, declared_R)
     if (settled := without_cause(comparison, tolerance, bool(applied_R.any()))) is not None:
@@ -190,10 +200,10 @@ def compared(applied_R: Array, other_R: Array) -> Agreement:
 
 
 def without_cause(comparison: Agreement, tolerance: float, applied: bool) -> GradientAudit | None:
-    """Return the audit if no cause must be searched for; otherwise return None.
+    """Return the audit if no search for a cause is needed; otherwise return None.
 
-    No search is needed if p equals d, or if p or d is 0 or not finite. The same is true
-    if the terms of the declared gradient cancel, because d then consists only of rounding errors.
+    No search is needed if p equals d, or if p or d is 0 or not finite. No search is possible if the
+    rows of the declared gradient cancel, because d then consists only of rounding errors.
 
     Args:
         comparison: ratio and cosine of p and d.
@@ -219,7 +229,7 @@ def cause_of(
     tolerance: float,
     faults: Sequence[Fault],
 ) -> str:
-    """Describe the factor or row weights that explain the applied gradient; "" if none do.
+    """Describe a factor or other row weights that explain the applied gradient; "" if none do.
 
     The arguments are those of `judged`.
     """
@@ -243,7 +253,7 @@ def cause_of(
 
 
 def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
-    """Describe the faults that multiply a gradient by this ratio; "" if there are none.
+    """Describe the faults that would multiply a gradient by this ratio; "" if none is known.
 
     >>> factor_text(0.25, FULL, divided(4, "processes"))
     'divided once more by processes = 4'
@@ -262,7 +272,7 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
     if exact := [fault.says for fault in faults if is_near(fault.ratio)]:
         return " or ".join(exact)
     parts = round(max(ratio, 1 / ratio))
-    # With such a large tolerance, a neighbouring whole number would fit equally well.
+    # If the tolerance is too large, a neighbouring whole number would fit equally well.
     if parts == 1 or 2 * parts * tolerance > 1:
         return ""
     if is_near(1 / parts):
@@ -275,9 +285,12 @@ def factor_text(ratio: float, tolerance: float, faults: Sequence[Fault]) -> str:
 def advantages_by_baseline(
     loss: Loss, rewards_PG: Array, context: BaselineContext
 ) -> dict[str, Array]:
-    """Compute a batch's advantages with the loss's baseline and with others, each [P, G].
+    """Compute the advantages of a batch, [P, G], with the loss's baseline and with other baselines.
 
-    The baseline of the loss comes first.
+    The audit can then find out if a trainer uses another baseline than declared.
+
+    Returns:
+        The advantages by baseline. The baseline of the loss comes first.
     """
     baselines: dict[str, Mapping[str, float]] = {loss.baseline: loss.options}
     baselines |= {
@@ -294,16 +307,16 @@ def advantages_by_baseline(
 def other_losses(
     loss: Loss, advantage_N: Mapping[str, Array], weight_N: Array, lengths_N: Integers
 ) -> dict[str, Array]:
-    """Return the row weights of losses that are similar to the declared loss.
+    """Return the row weights of losses that are similar to the declared loss, by description.
 
-    Each loss differs from the declared loss in the token normaliser, in the advantages, or in both.
-    Losses that differ in both come last.
+    Each loss differs from the declared loss in the loss type (`row_weights.token_weights`), in the
+    advantages, or in both. Losses that differ in both come last.
 
     Args:
         loss: declared loss.
         advantage_N: advantages of the rows, keyed by baseline; see `advantages_by_baseline`.
         weight_N: declared token weight of each row.
-        lengths_N: number of tokens in each row that contribute to the loss; 0 for an excluded row.
+        lengths_N: number of tokens of each row that contribute to the loss; 0 for a masked row.
     """
     same = ALIASES.get(loss.loss_type, loss.loss_type)
     kinds = {loss.loss_type: weight_N}
@@ -320,9 +333,11 @@ def other_losses(
     return {" with ".join(changes): weights for changes, weights in variants if changes}
 
 
+# Loss types that `other_losses` tries.
 OTHER_KINDS = ("sum", "dr_grpo", "grpo", "dapo")
-# Loss types with the same weights as another loss type.
+# Loss types with the same weights as one of `OTHER_KINDS`.
 ALIASES = {"luspo": "sum", "sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}
+# Baselines, with options, that `advantages_by_baseline` tries.
 OTHER_BASELINES: dict[str, Mapping[str, float]] = {
     "group_mean": {},
     "group_std": {"epsilon": 1e-4},
@@ -335,8 +350,8 @@ OTHER_BASELINES: dict[str, Mapping[str, float]] = {
 def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: float) -> str:
     """Describe rows that an applied gradient omits, adds or weights differently from the loss.
 
-    The weights c in p = sum_i c_i s_i are fitted by least squares. Rows with equal scores are
-    merged.
+    The weights c_i in p = sum_i c_i s_i are fitted by least squares and compared with the declared
+    weights. Rows with equal scores are merged, because their weights cannot be separated.
 
     Args:
         applied_R: sketch of p.
@@ -346,7 +361,7 @@ def rows_text(applied_R: Array, scores_BR: Array, weights_B: Array, tolerance: f
 
     Returns:
         Description of the rows, or `NOT_OF_ROWS` if p is not a weighted sum of these scores. The
-        description is empty if the sketches are too short to decide.
+        result is empty if the sketches are too short for the number of rows.
 
     >>> rows_text(np.eye(12)[:2].sum(axis=0), np.eye(12)[:3], np.ones(3), FULL)
     '1 of 3 rows is missing (2)'

@@ -1,12 +1,13 @@
-r"""Error of an update of n rollouts with any baseline, estimated for new questions.
+r"""Error of an update of n rollouts with any baseline, with intervals for new questions.
 
-A baseline is treated as a loss whose rows have weight 1/n, so `estimators.losses` gives the moments
-of the update ghat. If all groups of G in the pool can be enumerated by their reward levels, or the
-baseline is linear in the rewards, the moments are means over all these groups. Otherwise they are
-means over randomly drawn groups or, for baselines that couple the questions of a batch, over
-randomly drawn batches. With B = n / G questions drawn independently,
+The update ghat consists of B = n / G independently drawn questions with groups of G. Its error is
 
     MSE = E||ghat||^2 - 2 <E ghat, grad J> + ||grad J||^2
+
+A baseline is treated as a loss whose rows all have weight 1/n. `estimators.losses` then gives the
+moments in this formula. For many baselines they are means over all groups of G in the pool. For
+other baselines they are means over randomly drawn groups. For baselines whose advantages depend on
+the whole batch, they are means over randomly drawn batches.
 
 Products of means use pairs of different questions, so the MSE and its interval apply to the
 population from which the questions are sampled.
@@ -31,10 +32,12 @@ def baseline_rows(
     group_sizes: Sequence[int],
     rollouts: int,
 ) -> list[LossRow]:
-    """Return a row for each baseline and G, with a reason if the baseline cannot be measured.
+    """Return a row for each baseline and G; it gives the reason if it cannot be measured.
 
     Args:
+        pool: scored pool.
         baselines: options of each baseline, by name.
+        group_sizes: group sizes, G.
         rollouts: number of rollouts per update, n.
     """
     losses = [Loss(name, name, options, "sum", 1) for name, options in baselines.items()]
@@ -50,10 +53,13 @@ def baseline_errors(
     draws: int,
     seed: int,
 ) -> dict[tuple[str, int], GradientError]:
-    """Compute the errors of all measurable baselines, by baseline and G; see `baseline_rows`.
+    """Compute the errors of all baselines that can be measured, by baseline and G.
 
     Args:
-        draws: number of pairs of batches for baselines that couple the questions of a batch.
+        pool, baselines, group_sizes, rollouts: see `baseline_rows`.
+        draws: number of pairs of random batches, for baselines whose advantages depend on the whole
+            batch.
+        seed: seed of the random draws.
     """
     measured: dict[Loss, list[int]] = {}
     for row in baseline_rows(pool, baselines, group_sizes, rollouts):

@@ -1,30 +1,36 @@
 r"""Error curves, scaling law and a test of Assumption 2 from a score pool, with intervals.
 
+A score pool contains N completions of each of m questions, with their rewards and the inner
+products of their scores. The symbols q, Z, M_0, A_V and A_b* are defined in `moments`.
+
 The errors of the baselines none, oracle, leave_one_out, group_mean, constant, running_mean and
-remax have unbiased estimates. The error of the baseline optimal depends on A_{b*} = A_V - E[Cov(q,
-Z)^2 / M_0]. Because of the ratio in this formula, the estimate of A_{b*} is consistent but not
-unbiased (see `moments.covariance_excess`).
+remax have unbiased estimates. The error of the baseline optimal depends on
+`A_b* = A_V - E[Cov(q, Z)^2 / M_0]`. Because of the ratio in this formula, the estimate of A_b* is
+consistent but not unbiased (see `moments.covariance_excess`).
 
 Every statistic is computed from two inputs. The first are unbiased estimates of each question's
-moments, averaged over questions. The second is `S = sum_{x != y} <ghat_x, ghat_y>`, the sum of
-inner products between the pool gradients of different questions. For example,
+moments, averaged over questions. The second is `S = sum_{x != y} <ghat_x, ghat_y>`, a sum over
+pairs of different questions. Here ghat_x is the gradient estimate from all completions of question
+x. For example, the estimate of the squared length of the true gradient is
 
     ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
 
-If a pool has several metrics (see `ScorePool.metrics`), S is the sum of the products within each
-metric, multiplied by the ratio of the number of all pairs to the number of pairs within metrics.
-Every statistic is then a mean over the metrics. The questions of different metrics are independent
-of each other.
+If a pool has several metrics (see `ScorePool.metrics`), products exist only between questions of
+the same metric. S is then the sum of these products, multiplied by the ratio of the number of all
+pairs to the number of pairs within metrics. Every statistic is a mean over the metrics. The
+questions of different metrics are independent of each other.
 
-For intervals given the questions, the jackknife leaves out one completion of one question at a
-time. Questions are independent, so their jackknife variances are added. For intervals over
-questions, the jackknife leaves out one question at a time. A bootstrap over completions is never
-used, because duplicate completions turn U-statistics into V-statistics.
+There are two kinds of intervals. Intervals given the questions hold the questions fixed: the
+jackknife leaves out one completion of one question at a time. Questions are independent, so their
+jackknife variances are added. Intervals over questions apply to new questions: the jackknife leaves
+out one question at a time. A bootstrap over completions is never used, because duplicate
+completions turn U-statistics into V-statistics.
 
 The numbers for training (C1, C2, C3, G*, the noise scale) apply to the population from which the
-questions are sampled, because a training step draws other questions from this population. The mean
-gradient of m given questions has the squared length ||grad J||^2 + C1/m. A noise scale computed for
-only these questions would therefore grow with m by construction.
+questions are sampled, because a training step draws other questions from this population. They are
+not computed for the m questions alone. The mean gradient of m given questions has the squared
+length ||grad J||^2 + C1/m, so a noise scale for only these questions would grow with m by
+construction.
 """
 
 from __future__ import annotations
@@ -48,8 +54,8 @@ from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
-# Number of questions whose sketches are converted to float64 at once. They occupy 30 MB with the
-# default budget.
+# Number of questions whose sketches are converted to float64 at once. With the default budget, the
+# sketches of 64 questions occupy 30 MB.
 BLOCK = 64
 # Group sizes at which the curves are computed.
 CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -82,7 +88,9 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Request:
-    """Points of the curves to compute, and properties of the pool's questions."""
+    """Statistics to compute, and properties of the pool's questions that they depend on."""
+
+    # Points of the error curves.
 
     points: list[CurvePoint]
     # Options of each baseline, by the name of the baseline.
@@ -90,11 +98,11 @@ class Request:
     # Number of questions in the pool, m.
     questions: int
     # True if the questions are a sample from a population. C1 and ||grad J||^2 are then estimated
-    # for this population. C1 has divisor m - 1, and C1/m is subtracted from the squared length of
-    # the sample's mean gradient.
+    # for this population: C1 has divisor m - 1, and ||grad J||^2 is the squared length of the
+    # sample's mean gradient minus C1/m.
     sample: bool
-    # Cost of a prompt and cost of a completion, by the name of their unit. For each unit, the best
-    # group size at a fixed budget is computed.
+    # Costs of a prompt and of a completion, by the name of the unit of cost, such as `tokens`. For
+    # each unit, the best group size at a fixed budget is computed.
     costs: Mapping[str, tuple[float, float]]
     # Prior of C1/C3 for decisions on the group size.
     prior: Prior = WEAK_PRIOR
@@ -104,23 +112,27 @@ class Request:
 class ClosedForm:
     """Statistics of a pool with their intervals, and other numbers without intervals."""
 
-    # Statistics by name; see `_statistics`. `mse/...` is the error at a point (see
-    # `CurvePoint.key`), and `ratio/...` is this error divided by the oracle's error. The interval
-    # of a ratio is computed on the log scale. The comparison is paired, because both errors come
-    # from the same delete-one pools. The following statistics exist only if the intervals are over
-    # questions. `gstar` is G* at a fixed number of rollouts, and `gstar_NAME` is the best G at a
-    # fixed cost in the unit NAME. `noise/G` and `noise_tokens/G` are the noise scale n_c in
-    # rollouts and in tokens. `prompt_share/G` is the share of the noise from prompts (see
-    # `estimators.scaling`). In these names, G is one of `CURVE_SIZES`, or `best` for G*. In
-    # `noise_tokens/best`, `best` is the best G at a fixed number of tokens.
+    # Statistics by name; `_statistics` computes most of them.
+    # `mse/...`: error at a point of a curve; see `CurvePoint.key`.
+    # `ratio/...`: this error divided by the oracle's error. Its interval is computed on the log
+    # scale. The comparison is paired, because both errors come from the same completions.
+    # The following statistics exist only if the intervals are over questions. In their names, G is
+    # one of `CURVE_SIZES`, or `best` for the best G.
+    # `gstar`: G* at a fixed number of rollouts.
+    # `gstar_paper`: `gstar` minus 1, which is sqrt(C3/C1), the G* of the paper.
+    # `gstar_NAME`: best G at a fixed cost in the unit NAME.
+    # `noise/G`: noise scale n_c in rollouts.
+    # `noise_tokens/G`: noise scale n_c in tokens; here `best` is the best G at a fixed number of
+    # tokens.
+    # `prompt_share/G`: share of the noise from prompts; see `estimators.scaling`.
     statistics: dict[str, Interval]
-    # (bias^2, variance, E||T||^2, <E T, grad J>, ||grad J||^2) of a batch's gradient estimate T, at
-    # every point.
+    # For every point, a tuple about the gradient estimate T of a batch: bias^2, variance, E||T||^2,
+    # <E T, grad J> and ||grad J||^2.
     parts: dict[CurvePoint, tuple[float, ...]]
     # Scaling law, which contains C1, C2, C3, ||grad J||^2 and the covariance of their errors.
     law: ScalingLaw
-    # Measures of the tails of the squared score norms and of A_0, A_V and C3, which determine the
-    # curves.
+    # Measures of heavy tails: of the squared score norms, and of A_0, A_V and C3, which determine
+    # the curves. They show if the intervals can be trusted; see `Tails.heavy`.
     tails: Tails
 
     def __getitem__(self, name: str) -> Interval:
@@ -132,9 +144,10 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
 
     Args:
         pool: pool of N >= 4 completions for each of m questions.
-        interval: `completions` for intervals given the questions, `questions` for intervals over a
-            sample of questions. With `questions` and fewer than 4 questions, all statistics are
-            NaN.
+        request: points of the curves and other choices.
+        interval: `completions` for intervals given the questions, `questions` for intervals over
+            questions; see the module's docstring. With `questions` and fewer than 4 questions, all
+            statistics are NaN.
     """
     moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
     # Unbiased estimates for each question by name, [m]. Every statistic is computed from their
@@ -169,7 +182,10 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
         intervals |= _of_training(law, request.costs)
 
     def crossover(excess: float) -> float:
-        """Return 1 + 1/excess, which is 1 + C3 / (A_0 - A_V); infinite if `excess` <= 0."""
+        """Return the G above which leave_one_out has a smaller error than none.
+
+        This G is 1 + 1/excess = 1 + C3 / (A_0 - A_V). It is infinite if `excess` <= 0.
+        """
         return 1 + 1 / excess if excess > 0 else math.inf
 
     estimate, low, high = intervals["vanilla_excess"]
@@ -209,19 +225,26 @@ def _of_training(law: ScalingLaw, costs: Mapping[str, tuple[float, float]]) -> d
 def _decided(best: Interval) -> float:
     """Return G* if both ends of its interval are finite; otherwise return NaN.
 
-    If G* is uncertain, the error at the estimated G* would underestimate the smallest error.
+    The function decides if statistics at G* are reported. If G* is uncertain, the error at the
+    estimated G* would underestimate the smallest error.
     """
     return best.estimate if math.isfinite(best.high) else math.nan
 
 
 def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arrays:
-    """Compute A_b of the baselines constant, remax and running_mean.
+    """Compute A_b = E[q (Z - b)^2] of the baselines constant, remax and running_mean.
 
-    A single completion hardly changes these baselines. With a fixed policy, a running mean
-    converges to b, the mean of V over questions. For each question, `b = o + V/m`, where o is the
-    contribution of the other questions. Products with the question's V are computed from the
-    question's moments. The estimate of o^2 is the square of the estimate of o minus the variance of
-    that estimate. Leaving out a completion of the question does not change o.
+    The values b of these baselines do not depend on the group. For constant and remax, b is known.
+    For running_mean it must be estimated: with a fixed policy, a running mean converges to b, the
+    mean of V over questions. For each question, `b = o + V/m`, where o is the contribution of the
+    other questions. Products with the question's V are computed from the question's moments. The
+    estimate of o^2 is the square of the estimate of o minus the variance of that estimate. Leaving
+    out a completion of the question does not change o.
+
+    Args:
+        pool: score pool.
+        request: points and options; only baselines of these points are computed.
+        moments: moments of each question, [P], or also without each completion in turn, [P, N].
     """
     column = (-1,) + (1,) * (moments.m0.ndim - 1)
     names = {point.baseline for point in request.points}
@@ -250,9 +273,16 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
 
 
 def _statistics(means: Arrays, between: Array | float, count: int, request: Request) -> Arrays:
-    """Compute all statistics, keyed by name, elementwise in `means` and `between`.
+    """Compute all statistics, keyed by name.
 
-    `between` is S/m^2, and `count` is m.
+    The arithmetic is elementwise in `means` and `between`. The same function therefore computes the
+    statistics of the whole sample and those without each unit of the jackknife.
+
+    Args:
+        means: moments averaged over questions, by name.
+        between: S/m^2; see the module's docstring.
+        count: number of questions, m.
+        request: points of the curves and other choices.
     """
     grad_sq = means["g_sq"] / count + between
     c1 = means["g_sq"] - grad_sq
@@ -289,8 +319,15 @@ def _point_moments(
 ) -> tuple[Array, ...]:
     """Return the mean squared error of one point, and the moments from which it is computed.
 
-    The values are, in this order, the mean squared error, bias^2, variance, E||T||^2, <E T, grad J>
-    and ||grad J||^2.
+    Args:
+        point: baseline, group size, setting and number of questions.
+        means: moments averaged over questions, by name.
+        grad_sq: squared length of the population's gradient.
+        at_hand: squared length of the mean gradient of the pool's questions.
+
+    Returns:
+        The mean squared error, bias^2, variance, E||T||^2, <E T, grad J> and ||grad J||^2, where T
+        is the gradient estimate of a batch.
     """
     second, shrink, size = 0.0, 1.0, point.group_size
     # Advantages with group_mean are (G-1)/G times the advantages with leave_one_out, so both
@@ -337,10 +374,11 @@ def _delete_one_completion(
 
 
 def _change_between(pool: ScorePool) -> Array:
-    """Compute the change of <ghat_x, sum_{y != x} ghat_y> if completion i is left out, [m, N].
+    """Compute how <ghat_x, sum_{y != x} ghat_y> changes if completion i of x is left out, [m, N].
 
-    The change is <ghat_x without i - ghat_x, sum_{y != x} ghat_y>, computed from the completions'
-    sketches.
+    Only ghat_x depends on this completion. The change is therefore the inner product of
+    (ghat_x without i) - ghat_x with sum_{y != x} ghat_y. It is computed from the sketches of the
+    completions' scores.
     """
     z, n = pool.rewards_PN, pool.rewards_PN.shape[1]
     sz = z.sum(axis=1, keepdims=True)
@@ -361,7 +399,7 @@ def _change_between(pool: ScorePool) -> Array:
 
 
 def _with_others(pool: ScorePool, metric: int) -> Array:
-    """Compute <ghat_x, sum_{y != x} ghat_y> within the questions of one metric, [m/K]."""
+    """Compute <ghat_x, sum_{y != x} ghat_y> for the questions x and y of one metric, [m/K]."""
     count, step = len(pool.rewards_PN), BLOCK * pool.metrics
     blocks = [slice(x, x + step, pool.metrics) for x in range(metric, count, step)]
     total_R = np.zeros(pool.gradients_of(slice(1)).shape[1])
@@ -379,15 +417,15 @@ def _features(pool: ScorePool, rows: slice) -> Array:
 
 
 def _by_metric(values_P: Array, metrics: int) -> Array:
-    """Split the values of all questions by metric, [K, m/K, ...]."""
+    """Split the values of all questions by metric, [K, m/K, ...]; question x has metric x mod K."""
     return np.stack([values_P[k::metrics] for k in range(metrics)])
 
 
 def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: Request) -> Arrays:
     """Compute every statistic without question x, for each of the K h questions, [K, h].
 
-    Each statistic is a mean over the metrics. Leaving out x changes only the term of the metric
-    that x belongs to.
+    K is the number of metrics, and h is the number of questions of one metric. Each statistic is a
+    mean over the metrics. Leaving out x changes only the contribution of the metric of x.
     """
     count, (metrics, h) = request.questions, with_others_Kh.shape
     means: Arrays = {}

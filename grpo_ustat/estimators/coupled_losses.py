@@ -1,20 +1,23 @@
-r"""Moments of losses whose row weights depend on the whole batch, estimated from drawn batches.
+r"""Moments of losses whose row weights depend on the whole batch, estimated from random batches.
 
-A draw consists of two batches without common prompts. Each batch has B prompts, and a group of G
-completions from each prompt's pool. Let ghat and ghat' be the updates of the two batches, and g_y
-the pool gradients of the prompts in neither batch. The unbiased estimates of the moments are
+Such a loss *couples* the prompts of a batch. The batches are drawn from the stored completions of a
+pool. A draw consists of two batches without common prompts. Each batch has B prompts, and a group
+of G completions of each prompt. Let ghat and ghat' be the updates of the two batches, and g_y the
+gradient estimates of the prompts in neither batch. The unbiased estimates of the moments are
 
-    E||ghat||^2      Gram matrices within prompts, sketches between prompts
-    ||E ghat||^2     <ghat, ghat'>
-    <E ghat, grad J> <ghat, mean of g_y>
+    E||ghat||^2        ||ghat||^2, from Gram matrices within prompts and sketches between prompts
+    ||E ghat||^2       <ghat, ghat'>
+    <E ghat, grad J>   <ghat, mean of g_y>
 
 With few batches, these estimates have large errors. Therefore only the effect of the coupling is
 estimated from draws. The additive loss is the same loss without the coupling, and its moments are
-computed from all groups (`estimators.group_terms`). The update of the additive loss on the same
-batch, times the best-fitting factor alpha, serves as the control variate. From the draws comes the
-mean difference between the moments of the loss and those of its control variate. It is added to the
-control variate's moments over all groups. In the jackknife, the value without a prompt is the mean
-over the draws that do not contain this prompt, because these are draws from the other prompts.
+known from all groups (`estimators.group_terms`). On each drawn batch, the update of the additive
+loss times the best-fitting factor alpha serves as the control variate. The draws give the mean
+difference between the moments of the loss and the moments of the control variate. This difference
+is added to the moments of the control variate over all groups.
+
+In the jackknife, the value without a prompt is the mean over the draws that do not contain this
+prompt, because these are draws from the other prompts.
 
 If the loss replaces groups with equal rewards, prompts are tried until B of them have a group with
 unequal rewards. Prompts whose groups were replaced also count as part of the draw, so the mean of
@@ -44,8 +47,8 @@ from grpo_ustat.estimators.row_weights import (
 )
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
 
-# Number of questions that a draw requires, as a multiple of the batch size B. Each draw has two
-# batches of B prompts and leaves at least B questions outside both batches.
+# A draw requires this many times the B questions of a batch: two batches of B questions, and at
+# least B questions outside both batches.
 QUESTIONS_A_PROMPT = 3
 
 
@@ -54,7 +57,7 @@ class Batch:
     """One of the two batches of a draw."""
 
     prompt_B: Integers
-    # Index of each group member in the pool of its prompt.
+    # Index of each completion of a group in the pool of its prompt.
     place_BG: Integers
     # Order of the rows before they are split into micro-batches.
     order_N: Integers
@@ -63,7 +66,10 @@ class Batch:
 
 
 def additive_part(loss: Loss, group_size: int) -> Loss:
-    """Return the loss without the parts that couple prompts; replacement of groups is kept."""
+    """Return the loss without the parts that couple prompts.
+
+    If the loss replaces groups with equal rewards, the result replaces them too.
+    """
     baseline, options = loss.baseline, loss.options
     if baseline == "gdpo":
         # Unlike gdpo, group_std uses only the weighted sum of the reward functions.
@@ -94,7 +100,15 @@ def prompts_needed(prompts: int, kept: float = 1.0) -> int:
 def drawn_batches(
     questions: int, completions: int, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches without common prompts; equal arguments give equal draws."""
+    """Yield draws of two batches without common prompts; equal arguments give equal draws.
+
+    Args:
+        questions, completions: number of questions in the pool, and of completions per question.
+        prompts: number of prompts per batch, B.
+        group_size: group size, G.
+        draws: number of draws.
+        seed: seed of the draws.
+    """
     for draw in range(draws):
         rng = generator(seed, "losses", draw, str(group_size))
         order_M = rng.permutation(questions)[: 2 * prompts]
@@ -112,12 +126,16 @@ def drawn_batches(
 def drawn_mixed_batches(
     rewards_PN: Array, prompts: int, group_size: int, draws: int, seed: int
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield draws of two batches of mixed groups; equal arguments give equal draws.
+    """Yield draws of two batches of mixed groups, that is, groups with unequal rewards.
 
-    Each prompt is tried at most once in a draw. Prompts and their groups are independent. The mixed
-    groups therefore have the conditional distribution of groups with unequal rewards, whatever the
-    number of tries is. A draw with too few mixed groups is repeated, which does not change the
-    distribution.
+    Equal arguments give equal draws. Each prompt is tried at most once in a draw. Because prompts
+    and their groups are independent, the mixed groups have the same distribution for any number of
+    tries: the distribution of groups given that their rewards are unequal. A draw with too few
+    mixed groups is repeated, which does not change this distribution.
+
+    Args:
+        rewards_PN: rewards of the pool.
+        prompts, group_size, draws, seed: see `drawn_batches`.
     """
     questions, completions = rewards_PN.shape
     place_N = np.arange(completions, dtype=np.int64)
@@ -144,9 +162,12 @@ def drawn_mixed_batches(
 
 
 def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batch]]) -> float:
-    """Return the mean share of counted rows over drawn batches; see `rows_that_count`.
+    """Return the share of rows that the filter of a loss keeps, averaged over drawn batches.
+
+    `rows_that_count` applies the filter.
 
     Args:
+        pool: scored pool.
         loss: loss whose baseline reads only rewards.
         draws: pairs of batches; see `drawn_batches`.
     """
@@ -165,12 +186,13 @@ def coupled_moments(
     additive: Sequence[UpdateMoments],
     draws: Sequence[tuple[Batch, Batch]],
 ) -> list[UpdateMoments]:
-    """Estimate the moments of the updates of coupled losses, all from the same draws.
+    """Estimate the moments of the updates of losses that couple prompts, from the same draws.
 
     Args:
         pool: scored completions with a single metric.
         gradient_PR: sketch of each prompt's gradient, estimated from the pool.
-        additive: moments of each loss's `additive_part`, at the B and G of the draws.
+        losses: losses that couple prompts.
+        additive: moments of the `additive_part` of each loss, for the B and G of the draws.
         draws: pairs of batches from `drawn_batches`, or from `drawn_mixed_batches` if the losses
             replace groups.
     """
@@ -196,8 +218,7 @@ def coupled_moments(
     lacks_DP: Mask = np.logical_not(inside_DP.reshape(-1, questions))
     outside_DP: Mask = np.logical_not(inside_DP.any(axis=1))
     moments: list[UpdateMoments] = []
-    # alpha is 0 if the additive part is 0 in every draw, that is, if no drawn group has unequal
-    # rewards.
+    # If no drawn group has unequal rewards, the additive part is 0 in every draw, and alpha is 0.
     alphas = np.divide(products, squares, out=np.zeros(len(losses)), where=squares > 0)
     for number, (alpha, plain) in enumerate(zip(alphas, additive, strict=True)):
         energy_change = energy[0, number] - alpha**2 * energy[1, number]
@@ -216,7 +237,10 @@ def coupled_moments(
 
 
 def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
-    """Compute the row weights of a batch, [B, V]; V runs over kinds, then over group members."""
+    """Compute the row weights of a batch, [B, V].
+
+    V is the number of vectors of a group: for each kind of vector, one for each completion.
+    """
     rows = batch.prompt_B[:, None], batch.place_BG
     rewards_BG = pool.rewards_PN[rows]
     ended_BG = None if pool.ended_PN is None else pool.ended_PN[rows]
@@ -227,7 +251,16 @@ def _weights(pool: ScorePool, loss: Loss, batch: Batch) -> Array:
 
 
 def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array]:
-    """Compute ||ghat||^2, [...], and the sketch of ghat, [..., R], for weights [..., B, V]."""
+    """Compute the squared norm and the sketch of an update.
+
+    Args:
+        pool: scored pool.
+        batch: completions of the update.
+        weights: one or several sets of row weights, [..., B, V]; see `_weights`.
+
+    Returns:
+        ||ghat||^2 for each set of weights, [...], and the sketch of ghat, [..., R].
+    """
     completions = pool.rewards_PN.shape[1]
     place_BV = np.concatenate(
         [batch.place_BG + kind * completions for kind in range(len(pool.kinds))], axis=1
@@ -244,14 +277,23 @@ def _update(pool: ScorePool, batch: Batch, weights: Array) -> tuple[Array, Array
 
 
 def _mean_and_without(values_D: Array, lacks_DP: Mask) -> Array:
-    """Return the mean over all draws, then over the draws without each prompt, [1 + P]."""
+    """Return the mean over all draws, then the means over the draws without each prompt, [1 + P].
+
+    Args:
+        values_D: value of each of D draws.
+        lacks_DP: True if the draw does not contain the prompt.
+    """
     return _without_drawing_noise(values_D, values_D @ lacks_DP, lacks_DP)
 
 
 def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
-    """Return the mean product with the gradients of prompts in neither batch, [1 + P].
+    """Return the mean product of updates with the gradients of prompts in neither batch, [1 + P].
 
     The first value uses all prompts, and each of the other P values leaves out one prompt.
+
+    Args:
+        along_DP: product of the update of each of D draws with each prompt's gradient.
+        outside_DP: True if the prompt is in neither batch of the draw.
     """
     outside = along_DP * outside_DP
     total_D, count_D = outside.sum(axis=1), outside_DP.sum(axis=1)
@@ -262,13 +304,14 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
 
 
 def _without_drawing_noise(values_D: Array, sums_P: Array, lacks_DP: Mask) -> Array:
-    """Return a mean over draws, then the mean without each prompt, [1 + P].
+    """Return a mean over draws, then the mean without each prompt for the jackknife, [1 + P].
 
-    Leaving out a prompt also changes the set of draws. Let v be the variance of one draw's value, D
-    the number of draws, and D_x the number of draws that do not contain prompt x. On average, the
-    change of the set adds `v (1/D_x - 1/D)` to the squared change of the mean. The changes are
-    therefore shrunk so that the sum of their squares, which is the jackknife variance, equals the
-    variance due to prompts plus v/D, the variance due to the draws.
+    Without a prompt, fewer draws remain, so the mean changes even if the prompt has no influence.
+    Let v be the variance of one draw's value, D the number of draws, and D_x the number of draws
+    that do not contain prompt x. On average, the smaller number of draws adds `v (1/D_x - 1/D)` to
+    the squared change of the mean. The changes are therefore shrunk. The sum of their squares,
+    which is the jackknife variance, is then the variance due to prompts plus v/D, the variance due
+    to the draws.
 
     Args:
         values_D: value of every draw.

@@ -10,16 +10,16 @@ from grpo_ustat.estimators.efficiency import without
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# An effective share of at most this value depends on a few large weights, and even larger weights
-# may be missing from the sample. The lower end of such a share's interval is therefore set to 0.
+# If an effective share is at most this value, it depends on a few large weights, and even larger
+# weights may be missing from the sample. The lower end of its interval is then set to 0.
 MIN_BOUNDED = 0.6
 
 
 def effective_share(sums_P: Array, squares_P: Array, counts_P: Array) -> Array:
-    """Compute the effective share over all prompts, and with each prompt left out, [1 + P].
+    """Compute the effective share of importance weights w, [1 + P].
 
     The effective share is the effective sample size `(sum w)^2 / sum w^2` divided by the number of
-    weights.
+    weights. The first value is for all prompts, and each other value leaves out one prompt.
 
     Args:
         sums_P, squares_P: sums of each prompt's weights and of their squares.
@@ -40,8 +40,8 @@ class Drift:
 
     # KL(sampling policy || current policy), in nats per token.
     kl: Interval
-    # Effective share of the tokens, `(sum w)^2 / (count sum w^2)`; the weights w are the tokens'
-    # importance ratios.
+    # Effective share of the tokens; see `effective_share`. The weight of a token is its importance
+    # ratio.
     tokens: Interval
     # Effective share of the completions. The weight of a completion is the product of its tokens'
     # importance ratios. The first value is for all questions, and each other value leaves out one

@@ -1,28 +1,32 @@
 r"""Effect of dynamic sampling on the gradient, and the cost of a kept group (DAPO, 2503.14476).
 
-Groups are drawn until B of them have unequal rewards; zero-variance groups are dropped. Let q_x be
-the probability that a group of prompt x has zero variance (`p^G + (1-p)^G` for 0/1 rewards),
-`K = E[1 - q_X]` the share of kept groups, and ghat any estimate that is 0 on zero-variance groups.
-Then
+Dynamic sampling draws groups until B of them have unequal rewards, and drops zero-variance groups.
+Let rho(x) be the distribution of prompts, q_x the probability that a group of prompt x has zero
+variance (`p^G + (1-p)^G` for 0/1 rewards), and `K = E[1 - q_X]` the share of groups that are kept.
+Let ghat be any estimate from one group that is 0 on zero-variance groups.
 
-    prompt of a kept group              distribution rho(x) (1 - q_x) / K
+**Direction.** The prompt of a kept group has the distribution rho(x) (1 - q_x) / K, and
+
     E[ ghat | kept ] = E ghat / K       E[ ||ghat||^2 | kept ] = E||ghat||^2 / K
 
 The factor 1 - q_x cancels because `E[ghat | x] = (1 - q_x) E[ghat | x, kept]`. The mean gradient of
-kept groups therefore has the direction of the mean gradient of all groups and is longer by the
-factor 1/K, which changes with the policy. On average, B kept groups need `B / K` generated groups.
-If ghat is unbiased and `M = E||ghat||^2`, the errors after multiplying the mean of the kept groups
-by K are
+kept groups therefore has the same direction as the mean gradient of all groups. It is longer by the
+factor 1/K, which changes with the policy.
 
-    B kept groups                      ( K M - ||grad J||^2 ) / B
-    N = B / K generated, none dropped  (   M - ||grad J||^2 ) / N
+**Error.** On average, B kept groups need N = B / K generated groups. Let ghat be unbiased and
+`M = E||ghat||^2`. If the mean of the kept groups is multiplied by K, it has the error
 
-In terms of N, the first error is `(M - ||grad J||^2 / K) / N`. It is smaller than the second error
-because the number of kept groups is fixed, but the difference, as a share of the second error, is
-only `(1/K - 1) G / n_c(G)`, where n_c is the noise scale. Without dynamic sampling, the same N
-groups give the second error at the same cost. Dynamic sampling, however, generates groups in
-batches and discards mixed groups in excess of B. At equal cost it therefore has the smaller error
-only if the discarded share of mixed groups is less than
+    ( K M - ||grad J||^2 ) / B  =  ( M - ||grad J||^2 / K ) / N        with dynamic sampling
+
+The mean of N generated groups, none of which is dropped, has the same cost and the error
+
+    ( M - ||grad J||^2 ) / N                                           without dynamic sampling
+
+The first error is smaller, because the number of kept groups is fixed. The difference, as a share
+of the second error, is only `(1/K - 1) G / n_c(G)`, where n_c is the noise scale. Dynamic sampling
+also has a disadvantage: it generates groups in batches and discards mixed groups in excess of B. At
+equal cost it therefore has the smaller error only if the discarded share of mixed groups is less
+than the break-even share
 
     s = (1/K - 1) G / n_c(G)
 """
@@ -41,13 +45,14 @@ from grpo_ustat.records import Array
 class KeptGroups(NamedTuple):
     """Share and cost of the kept groups in dynamic sampling, for one group size."""
 
-    # Share of kept groups, K, with an interval over prompts.
+    # Share K of generated groups that are kept, with an interval for new prompts.
     kept: Interval
-    # Generated groups per kept group, 1/K. The mean gradient of kept groups is longer than that of
-    # all groups by the same factor.
+    # Number of generated groups per kept group, 1/K. It is also the factor by which the mean
+    # gradient of kept groups is longer than the mean gradient of all groups.
     generated: Interval
-    # Break-even value s of the share of mixed groups that are discarded. Its interval combines the
-    # intervals of K and n_c and has a coverage of at least 90 %.
+    # Break-even share s: dynamic sampling reduces the error at equal cost only if it discards less
+    # than this share of the mixed groups. The interval combines the intervals of K and n_c and has
+    # a coverage of at least 90 %.
     break_even: Interval
 
 
@@ -65,7 +70,7 @@ def kept_groups(
         group_size: group size, G.
         scale: noise scale in rollouts, n_c(G). Unknown ends must be NaN, and a missing upper end
             must be infinite.
-        most: number of independent groups from which each q_x was estimated, at least 1.
+        most: number of independent groups behind each estimate of q_x, at least 1.
         level: coverage of the intervals of K and of `scale`.
 
     >>> shares = np.array([0.5, 0.5, 0.5, 0.5])  # half of the groups of every prompt
@@ -79,7 +84,7 @@ def kept_groups(
     generated = Interval(*(1 / x if x > 0 else math.inf for x in (kept[0], kept[2], kept[1])))
 
     def threshold(more: float, noise: float) -> float:
-        """Compute the break-even share s from 1/K and n_c."""
+        """Return the break-even share s, given 1/K and n_c."""
         if math.isinf(noise):
             return 0.0
         return (more - 1) * group_size / noise if noise > 0 else math.nan

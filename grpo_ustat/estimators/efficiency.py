@@ -1,8 +1,9 @@
 r"""Efficiency of a loss relative to the unbiased gradient estimate.
 
-The update of a loss is a random vector ghat with mean `mu = E ghat`. The length of ghat does not
-matter, because the learning rate rescales it. The error is therefore defined for ghat / kappa, the
-multiple of ghat whose mean, projected onto the true gradient, is grad J:
+The update of a loss is a random vector ghat with mean `mu = E ghat`. The true gradient is grad J,
+where J is the expected reward. The length of ghat does not matter, because the learning rate
+rescales it. The error is therefore defined for ghat / kappa. The factor kappa is chosen such that
+the mean of ghat / kappa, projected onto the true gradient, is grad J:
 
     kappa = <mu, grad J> / ||grad J||^2
     error = E|| ghat / kappa - grad J ||^2 = ( ||mu - kappa grad J||^2 + tr Cov ghat ) / kappa^2
@@ -17,18 +18,20 @@ unbiased estimate with the leave-one-out baseline has the error
     relative efficiency = MSE(n, G) / error
 
 is the number of rollouts that the unbiased estimate needs, at the same G, to match one rollout of
-the loss. If the numerator is instead the smallest measured MSE over all G, the ratio compares the
+the loss. A second ratio has the smallest measured MSE over all G as its numerator. It compares the
 loss with the unbiased estimate at its best G. Two properties of the update are reported separately:
 
     direction     cos^2(mu, grad J) = 1 - ||mu - kappa grad J||^2 / ||mu||^2, the same for any n
     noise         tr Cov ghat / E||ghat||^2, the share of an update that is noise
 
-If the mean of a loss is `c grad J` for any policy (`Loss.scale`), kappa = c is known. The
-efficiency is then a ratio of variances that needs no estimate of grad J. Inner products of means
-are averages over pairs of different prompts, because different prompts have independent terms.
-Second moments need only products within a prompt. All results are functions of such averages. Their
-intervals come from a jackknife that leaves out the same prompt for all losses, one prompt at a
-time.
+For some losses the mean is `c grad J` for any policy, with a known factor c (`Loss.scale`). Then
+kappa = c is known, and the efficiency is a ratio of variances that needs no estimate of grad J.
+
+The update is a mean of one term per prompt, and terms of different prompts are independent. Inner
+products of means are therefore estimated by averages over pairs of different prompts. Second
+moments need only products within a prompt. All results are functions of such averages. Their
+intervals come from a jackknife that leaves out one prompt at a time. All losses are recomputed
+without the same prompt, so comparisons between them are paired.
 """
 
 from __future__ import annotations
@@ -56,17 +59,18 @@ from grpo_ustat.records import Array
 if TYPE_CHECKING:
     from grpo_ustat.estimators.group_terms import GroupTerms
 
-# Axis D: a statistic of all prompts, then the statistic without each prompt in turn, [1 + P].
-# Axis h: the P / K prompts of one metric.
+# Arrays with suffix D have length 1 + P: first a statistic computed from all P prompts, then the
+# same statistic without each prompt in turn. With K metrics (see `ScorePool.metrics`), suffix h
+# stands for the h = P / K prompts of one metric.
 
 # Number of prompts whose products are computed at once.
 BLOCK = 256
 UNKNOWN = Interval(math.nan, 0.0, math.inf)
 UNKNOWN_DIRECTION = Interval(math.nan, 0.0, 1.0)
-# Allowance for undrawn prompts in the variance of ||mu||^2; see `undrawn` in `ratio_interval`. If
-# the interval of the direction is short although there are few prompts, the sample usually lacks
-# the prompts that would change the direction. The value was chosen with the populations in
-# `scripts/benchmarks/error_rates.py turned`.
+# Value of `undrawn` in `ratio_interval` for the direction. It increases the variance of ||mu||^2
+# to allow for prompts that were not drawn. Without it, a sample of few prompts gives a short
+# interval mostly if it lacks the prompts that would change the direction. The value was chosen with
+# the populations in `scripts/benchmarks/error_rates.py turned`.
 UNDRAWN_VARIANCE = 0.5
 
 
@@ -80,8 +84,8 @@ class UpdateMoments:
     mean_sq_D: Array
     # <mu, grad J>.
     cross_D: Array
-    # Factor c for which mu = c grad J for any policy. If zero-variance groups are replaced, the
-    # value is c divided by the share of kept groups, [D]. None if there is no such factor.
+    # Factor c of a loss with mu = c grad J for any policy; None for other losses. If zero-variance
+    # groups are replaced, the value is c divided by the share of groups that are kept, [D].
     scale: float | Array | None
 
 
@@ -99,7 +103,8 @@ class LossError:
     energy_D: Array
     # True if kappa is known or significantly above 0.
     kappa_known: bool
-    # Numerator and denominator of kappa if kappa is estimated; None if kappa is known.
+    # Numerator <mu, grad J> and denominator ||grad J||^2 of kappa if kappa is estimated; None if
+    # kappa is known.
     cross_D: Array | None = None
     signal_D: Array | None = None
 
@@ -132,7 +137,9 @@ def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
 
 
 def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array:
-    """Estimate <E left, E right> from pairs of different prompts, also without each prompt, [D].
+    """Estimate <E left, E right> from pairs of different prompts, [D].
+
+    The first value is computed from all prompts, the others without each prompt in turn.
 
     Args:
         left_PR, right_PR: sketches of the prompts' vectors.
@@ -169,9 +176,10 @@ def update_moments(
     """Compute the moments of an update that is a mean of independent terms, one per prompt.
 
     Args:
-        terms: terms of every prompt, at one G.
+        terms: moments of the term of every prompt, at one G.
         gradient_PR: unbiased sketches of the prompts' gradients.
-        prompts: number of prompts, B = n / G, which may be fractional, and may be estimated, [D].
+        prompts: number of prompts in the update, B = n / G, which need not be an integer. An array
+            [D] if B is itself estimated from the prompts.
         scale: factor c; see `Loss.scale`.
         metrics: number of metrics, K; see `ScorePool.metrics`.
     """
@@ -194,6 +202,7 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
     """Compute the error of a loss's update.
 
     Args:
+        moments: moments of the update.
         signal_D: ||grad J||^2.
         metrics: number of metrics, K; see `ScorePool.metrics`.
     """
@@ -235,8 +244,8 @@ def relative_efficiency(
     Args:
         loss: error of the loss at n rollouts in groups of G.
         group_size: group size of the loss, G.
-        unbiased: errors of the unbiased estimate at n rollouts, by group size. `group_size` must be
-            among the keys.
+        unbiased: errors of the unbiased estimate at n rollouts, [D] each, by group size.
+            `group_size` must be among the keys.
         metrics: number of metrics, K; see `ScorePool.metrics`.
         level: confidence level of each interval.
     """
@@ -256,8 +265,8 @@ def at_best_size(
     """Estimate the relative efficiency against the unbiased estimate at its best G.
 
     The best G of the unbiased estimate is selected with the same data. If the selected G is not the
-    true best G, the efficiency at the best G is overestimated. To compensate, the lower end of the
-    interval is the smallest lower end among all G that may be the best.
+    true best G, the efficiency at the best G is overestimated. To compensate, the function computes
+    an interval for every G that may be the best, and uses the smallest lower end.
 
     Args:
         loss, unbiased, metrics, level: see `relative_efficiency`.
@@ -274,13 +283,13 @@ def relative(
 ) -> Interval:
     """Estimate the error of the unbiased estimate divided by the error of a loss.
 
-    If kappa is estimated, the ratio is reported only if kappa is significantly above 0, which
-    happens more often if kappa is overestimated. Because of this selection, the jackknife interval
-    misses the true ratio in up to one of five cases. The interval is therefore extended. It
-    contains the ratios that result if kappa is replaced by its lower or its upper one-sided
-    confidence limit and all other numbers keep their estimates. The result is `UNKNOWN` if the
-    error at the upper limit of kappa is not positive. `scripts/benchmarks/error_rates.py turned`
-    checks the coverage.
+    If kappa is estimated, the jackknife interval misses the true ratio in up to one of five cases.
+    The cause is a selection: the ratio is reported only if kappa is significantly above 0, which
+    happens more often if kappa is overestimated. The interval is therefore extended. It contains
+    the two ratios that result if kappa is replaced by its lower or its upper one-sided confidence
+    limit and all other numbers keep their estimates. The result is `UNKNOWN` if the error at the
+    upper limit of kappa is not positive. `scripts/benchmarks/error_rates.py turned` checks the
+    coverage.
 
     Args:
         unbiased_D: error of the unbiased estimate.
@@ -304,15 +313,17 @@ def relative(
 def between_sizes(
     loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
 ) -> Interval:
-    """Estimate the error of a loss divided by the error of the same loss in smaller groups.
+    """Estimate the error of a loss divided by the error of the same loss with smaller groups.
 
     The ratio is the efficiency of the smaller groups relative to the larger groups. The interval is
-    computed on the log scale with Student's t. The degrees of freedom are computed from the
-    effective number of prompts that determine the standard error, because the standard error is too
-    small if few prompts carry the signal. With degrees of freedom based on the total number of
-    prompts, the interval missed the true ratio in 9 % of cases
-    (`scripts/benchmarks/error_rates.py smaller`, 64 groups). The result is `UNKNOWN` if either
-    kappa may be 0, or if the ratio is not positive for all prompts together or without one of them.
+    computed on the log scale with Student's t. The degrees of freedom come from the effective
+    number of prompts that determine the standard error. They do not come from the total number of
+    prompts, because the standard error is too small if few prompts have most of the gradient. With
+    the total number, the interval missed the true ratio in 9 % of cases
+    (`scripts/benchmarks/error_rates.py smaller`, 64 groups).
+
+    The result is `UNKNOWN` if the kappa of either error may be 0. It is also `UNKNOWN` if the ratio
+    is not positive, for all prompts together or without any one of them.
 
     Args:
         loss: error of the loss at n rollouts in groups of G.
@@ -333,14 +344,17 @@ def between_sizes(
 def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
     """Estimate cos^2 of the angle between the mean of a loss's update and the gradient.
 
-    The interval is the union of two intervals. The first is Fieller's set for the share of ||mu||^2
-    that is orthogonal to the gradient. This set is accurate if cos^2 is near 1, where the
-    distribution of the estimate is skewed. If mu and the gradient clearly differ in direction, the
-    upper end of this set for cos^2 is too low, because samples with a small ||mu||^2 have a
-    standard error that is too small. The second is the jackknife interval of cos^2, with a
-    Student's t quantile for the effective number of prompts. If mu and the gradient clearly differ
-    in direction, the upper end of this interval is accurate, but the lower end is too high. The
-    result is `UNKNOWN_DIRECTION` if the union contains every value from 0 to 1.
+    The result joins two intervals, because neither is accurate for every direction:
+
+    1. Fieller's set for the share of ||mu||^2 that is orthogonal to the gradient, converted to
+       cos^2. It is accurate if cos^2 is near 1, where the distribution of the estimate is skewed.
+       If mu and the gradient clearly differ in direction, its upper end is too low, because samples
+       with a small ||mu||^2 have a standard error that is too small.
+    2. The jackknife interval of cos^2, with a Student's t quantile for the effective number of
+       prompts. If mu and the gradient clearly differ in direction, its upper end is accurate, but
+       its lower end is too high.
+
+    The result is `UNKNOWN_DIRECTION` if the joined interval contains every value from 0 to 1.
 
     Args:
         loss: moments of the loss.
@@ -378,9 +392,9 @@ def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]
 def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
     """Return the G with the smallest error, and all G that are not significantly worse.
 
-    A G is significantly worse if the paired interval of its error minus the smallest error is above
-    0. The confidence level is Bonferroni-corrected for the number of sizes. The best G is selected
-    with the same data.
+    A size G is significantly worse if the interval of the paired difference, its error minus the
+    smallest error, lies above 0. The confidence level is Bonferroni-corrected for the number of
+    sizes. There is no correction for the selection of the best G with the same data.
 
     Args:
         errors: error by group size, [D] each.
@@ -429,5 +443,5 @@ def ratio(
 
 
 def without(values_D: Array, metrics: int = 1) -> Array:
-    """Return the statistic without each prompt, by metric, [K, h]."""
+    """Return the values of a statistic without each prompt, ordered by metric, [K, h]."""
     return values_D[1:].reshape(-1, metrics).T

@@ -1,20 +1,20 @@
 r"""Noise scale estimated from squared gradient norms only, for any loss and training engine.
 
-The leave-one-out gradient of b independently drawn groups of g completions has
+Let ghat_b be the leave-one-out gradient from b independently drawn groups of g completions. By
+Proposition 3 of the paper,
 
     E||ghat_b||^2 = ||grad J||^2 + V/b        V = C1 + C2/g + C3/(g (g-1))
 
-(Proposition 3). Squared norms at two or more values of b therefore identify ||grad J||^2 and V.
-McCandlish et al. (2018, appendix A.1) use the norms of a batch and of its parts. The noise scale in
-rollouts is
+where `scaling` defines C1, C2 and C3. Squared norms at two or more values of b therefore identify
+||grad J||^2 and V. For example, McCandlish et al. (2018, appendix A.1) use the norms of a batch and
+of its parts. The noise scale in rollouts is
 
     n_c(g) = g V / ||grad J||^2
 
-`ScalingLaw.noise_scale` computes the noise scale from scores. Here no scores are needed, but the
-result applies only to the g of the measured gradients. To estimate G* or the noise scale at another
-g, scores are needed. For any other loss that is a mean over groups, the first equation is true if
-||grad J||^2 is replaced by the squared norm of the loss's expected gradient and V by the variance
-of one group's gradient.
+The result applies only to the g of the measured gradients. To estimate G* or the noise scale at
+another g, scores are needed; see `ScalingLaw.noise_scale`. For any other loss that is a mean over
+groups, the first equation is true with other meanings: the squared norm of the loss's expected
+gradient replaces ||grad J||^2, and the variance of one group's gradient replaces V.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def noise_scale_from_norms(
 ) -> dict[str, Interval]:
     """Estimate ||grad J||^2, the squared error of one group's gradient, and the noise scale.
 
-    The first two results are the intercept and the slope of a straight line in 1/b, fitted to the
-    mean squared norm at each b. With two values of b, the line passes through both means. With more
-    values, it is fitted by least squares with weight b^2, because the standard deviation of a
-    squared norm is proportional to 1/b if noise dominates. Intercept and slope are unbiased for any
-    weights. If the policy changes between steps, they estimate means over the steps, and the noise
-    scale is computed from the ratio of these means.
+    The mean squared norm at b groups is fitted by a straight line in 1/b. The intercept of the line
+    is ||grad J||^2, and its slope is the squared error V. With two values of b, the line passes
+    through both means. With more values, it is fitted by least squares with weight b^2, because the
+    standard deviation of a squared norm is proportional to 1/b if noise dominates. Intercept and
+    slope are unbiased for any weights. If the policy changes between steps, they estimate means
+    over the steps, and the noise scale is computed from the ratio of these means.
 
-    The jackknife leaves out one step at a time, with its norms at every b. It is valid whether the
-    norms at different b come from the same rollouts (a batch and its micro-batches) or from
-    different rollouts. The interval of the noise scale is a Fieller interval; see `ratio_interval`.
-    It has no upper end if the data do not exclude ||grad J||^2 = 0.
+    The jackknife leaves out one step at a time, with its norms at every b. It is therefore valid
+    for norms at different b from the same rollouts (a batch and its micro-batches) and for norms
+    from different rollouts. The interval of the noise scale is a Fieller interval; see
+    `ratio_interval`. It has no upper end if the data do not exclude ||grad J||^2 = 0.
 
     Args:
-        sq_norms: squared gradient norms before clipping, keyed by the number of groups in a
-            gradient, b. The shape is [S] for one gradient at each of S >= 4 steps, or [S, K] for K
-            parts of each step with b groups each.
+        sq_norms: squared gradient norms before clipping. The keys are the numbers of groups b
+            behind a norm. The values have shape [S] for one gradient at each of S >= 4 steps, or
+            [S, K] for K parts of each step with b groups each.
         group_size: completions per group, g.
         level: coverage of the intervals.
 
@@ -72,13 +72,15 @@ def noise_scale_from_norms(
     """
     if len(sq_norms) < 2:
         raise ValueError(
-            f"norms for b = {[*sq_norms]} groups: give norms for at least two numbers of groups"
+            f"the keys of the norms are {[*sq_norms]}: give norms for at least two numbers of "
+            "groups"
         )
     steps = {b: len(norms) for b, norms in sq_norms.items()}
     count = min(steps.values())
     if count < MIN_UNITS or count != max(steps.values()):
         raise ValueError(
-            f"numbers of steps by b are {steps}: use equal numbers, {MIN_UNITS} or more"
+            f"the numbers of steps, by number of groups, are {steps}: they must be equal and at "
+            f"least {MIN_UNITS}"
         )
     norms_BSK = [np.reshape(norms, (count, -1)).astype(float) for norms in sq_norms.values()]
     groups_B = np.array([*sq_norms], dtype=float)

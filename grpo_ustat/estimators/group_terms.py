@@ -1,32 +1,41 @@
-r"""Mean and second moment of a prompt's term in a loss, over all groups of G in the prompt's pool.
+r"""Moments of a prompt's contribution to an update, over all groups of G in the prompt's pool.
 
-If the row weights of a loss depend only on their own group, an update of B prompts is the mean of B
-independent terms
+The contribution of a prompt is called its *term* T. The pool contains N scored completions of the
+prompt. If the row weights of a loss depend only on their own group, an update of B prompts is the
+mean of B independent terms
 
-    T = 1/G sum_{i in A} A_i phi_i s_i        A the group, A_i advantage, phi_i = n w_i
+    T = 1/G sum_{i in S} A_i phi_i s_i
 
-The mean of T over all groups of G in a pool of N completions is an unbiased estimate of `E T`. The
-mean of `||T||^2` over these groups is an unbiased estimate of `E||T||^2`. If equal rewards in a
-group always have equal advantages, the advantages depend only on the counts `k_l` of the reward
-levels. These counts have a multivariate hypergeometric distribution. Let `a_l(k)` be the advantage
-of level l. Then
+Here S is the group, A_i the advantage and s_i the score of completion i. The *length factor*
+phi_i = n w_i is the token weight w_i of the row (`row_weights`) times the number n of rows; with
+many loss types it depends on the length of the completion. The mean of T over all groups of G in
+the pool is an unbiased estimate of `E T`, and the mean of `||T||^2` is an unbiased estimate of
+`E||T||^2`. There are three ways to compute these means.
 
-    E[ A_i 1(i in A) ]           = sum_k P(k) a_l k_l / n_l
-    E[ A_i A_j 1(i, j in A) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
+**Table of counts.** With many baselines, equal rewards in a group have equal advantages. The
+advantages then depend only on the counts k_l: the number of completions of the group at each reward
+level l. If n_l completions of the pool have level l, the counts of a random group have a
+multivariate hypergeometric distribution P(k). Let `a_l(k)` be the advantage of level l. For
+completion i of level l and completion j of level m,
 
-The mean over all groups can therefore be computed from a table of counts. If there are many reward
-levels, this table would be too long. An advantage that is linear in the rewards,
-`A_i = u_i - b sum_{j in A, j != i} u_j`, needs no table (`linear_terms`). Other advantages are
-averaged over randomly drawn groups, with a linear advantage on the same groups as control variate
-(`with_control`).
+    E[ A_i 1(i in S) ]           = sum_k P(k) a_l k_l / n_l
+    E[ A_i A_j 1(i, j in S) ]    = sum_k P(k) a_l a_m k_l (k_m - 1(l=m)) / (n_l (n_m - 1(l=m)))
+
+The means over all groups are computed from a table of all counts k (`LevelSums`).
+
+**Linear advantages.** With many reward levels, this table would be too long. An advantage that is
+linear in the rewards, `A_i = u_i - b sum_{j in S, j != i} u_j`, needs no table (`linear_terms`).
+
+**Random groups.** Other advantages are averaged over randomly drawn groups (`drawn_terms`). A
+linear advantage on the same groups serves as control variate (`with_control`).
 
 If a row has vectors of several kinds (`estimators.token_weights`), level l has one advantage per
-kind. The sums then run over both levels and kinds, J = (kind, level).
+kind. The sums then run over all J pairs of a kind and a level.
 
-If groups are drawn until their rewards differ, let M be the event that the rewards differ, and let
-K be the mean of P(M | x) over prompts. The mean of a term is then E[T | M] = E[T 1(M)] / K, and its
-second moment follows in the same way. The sums over k contain only mixed counts, and K is the mean
-of their probability.
+Dynamic sampling draws groups until their rewards differ. Let M be the event that the rewards
+differ, and K the mean of P(M | x) over prompts. The mean of a term is then
+E[T | M] = E[T 1(M)] / K, and its second moment follows in the same way. The sums over k then
+contain only counts with at least two levels, and K is the mean of their total probability.
 """
 
 from __future__ import annotations
@@ -46,8 +55,7 @@ from grpo_ustat.estimators.token_weights import ALL, by_kind
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.records import Array, BaselineContext, Integers, ScorePool
 
-# Baselines that give completions with equal rewards in a group equal advantages, whatever their
-# order.
+# Baselines that give equal advantages to completions with equal rewards in a group.
 BY_LEVELS = (
     "none", "leave_one_out", "group_mean", "constant", "group_std", "maxrl", "group_std_jackknife",
     "leave_one_out_std", "quantile",
@@ -63,25 +71,31 @@ MAX_COMPOSITIONS = 5000
 
 @dataclass(frozen=True)
 class GroupTerms:
-    """Moments of each prompt's term T of a loss, at one group size."""
+    """Moments of each prompt's term T of a loss, at one group size.
 
-    # E||T||^2 of every prompt, or E[||T||^2 1(M)] if groups are replaced.
+    M is the event that the rewards of a group differ; see the module's docstring.
+    """
+
+    # E||T||^2 of every prompt; if zero-variance groups are replaced, E[||T||^2 1(M)].
     energy_P: Array
-    # Sketch of E T, or of E[T 1(M)] if groups are replaced.
+    # Sketch of E T; if zero-variance groups are replaced, of E[T 1(M)].
     mean_PR: Array
-    # P(M); None if groups are not replaced.
+    # P(M); None if zero-variance groups are not replaced.
     kept_P: Array | None = None
 
 
 class LevelSums:
     """Sums of a pool's scores by kind and reward level, each score multiplied by its length factor.
 
+    In array shapes, K is the number of kinds of vectors, L the number of reward levels and J = K L.
+
     Args:
+        pool: scored pool.
         factors_PN: length factor phi of each completion.
     """
 
     def __init__(self, pool: ScorePool, factors_PN: Array):
-        # The K kinds of vectors of each completion.
+        # The kinds of vectors that each completion has; see `estimators.token_weights`.
         self.kinds = pool.kinds
         self.level_L, level_PN = np.unique(pool.rewards_PN, return_inverse=True)
         member_PNL = (level_PN[..., None] == np.arange(len(self.level_L))).astype(float)
@@ -96,7 +110,8 @@ class LevelSums:
         own_PKKN = np.diagonal(gram_PKNKN, axis1=2, axis2=4) * np.square(factors_PN)[:, None, None]
         # Sums of `phi_i^2 <s_i, s'_i>` over a level, for the vectors s and s' of two kinds.
         self.own_PLKK = np.einsum("pnl,pkjn->plkj", member_PNL, own_PKKN)
-        # Sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j; the terms i = j are subtracted below.
+        # Sums of `phi_i phi_j <s_i, s'_j>` over pairs i != j. The product with the Gram matrix
+        # includes the pairs i = j, which the loop below subtracts.
         self.pairs_PJJ = weighted_PVJ.transpose(0, 2, 1) @ (pool.gram_PNN @ weighted_PVJ)
         by_level = self.pairs_PJJ.reshape(prompts, kinds, levels, kinds, levels)
         for level in range(levels):
@@ -122,18 +137,18 @@ class LevelSums:
             baseline, options: baseline of the advantages, and its options.
             group_size: group size, G.
             replaced: True if groups with equal rewards are replaced by new draws.
-            beta: coefficient of the penalty; used only for penalty vectors.
+            beta: coefficient of the KL penalty; used only if completions have penalty vectors.
         """
         composition_CL = compositions(len(self.level_L), group_size)
         reward_CG = np.array([np.repeat(self.level_L, counts) for counts in composition_CL])
         advantage_CG = advantages(baseline, reward_CG, BaselineContext(), options)
-        # Index of the first group member at each level. For a level without members the index does
-        # not matter, because its count is 0.
+        # Index of the first completion of each level in the group. For a level without completions
+        # the index does not matter, because its count is 0.
         first_CL = np.cumsum(composition_CL, axis=1) - composition_CL
         advantage_CL = np.take_along_axis(
             advantage_CG, np.minimum(first_CL, group_size - 1), axis=1
         )
-        # Imported here, so that a refused command line does not wait for SciPy.
+        # SciPy is imported here so that a rejected command line fails without loading it.
         from scipy.stats import multivariate_hypergeom
 
         counts_UL, which_P = self.distinct_counts
@@ -158,7 +173,10 @@ class LevelSums:
 
     @cached_property
     def distinct_counts(self) -> tuple[Array, Integers]:
-        """Distinct numbers of completions by level, [U, L], and the index of each prompt's, [P]."""
+        """Numbers of completions by level without duplicates, [U, L], and each prompt's row, [P].
+
+        Prompts with the same numbers share one of the U rows, so that chances are computed once.
+        """
         counts_UL, which_P = np.unique(self.counts_PL, axis=0, return_inverse=True)
         return counts_UL, which_P.reshape(-1)
 
@@ -172,11 +190,11 @@ class LevelSums:
         """Return E||T||^2, [P], and the sketches of E T, [P, R], of weighted sums of scores T.
 
         Args:
-            chance_UC: chance of each of C ways to draw completions, from each of the
+            chance_UC: probability of each of C outcomes of a draw of completions, for each row of
                 `distinct_counts`.
-            members_CJ: sums of the weights by kind and level.
-            products_CJJ: sums of `w_i w_j` over pairs i != j.
-            squares_CLKK: sums of `w_i w'_i` over a level, for the weights of two kinds.
+            members_CJ: for each outcome, the sums of the weights w_i by kind and level.
+            products_CJJ: the sums of `w_i w_j` over pairs i != j.
+            squares_CLKK: the sums of `w_i w'_i` over a level, for the weights of two kinds.
         """
         kinds, levels = len(self.kinds), len(self.level_L)
         counts_UL, which_P = self.distinct_counts
@@ -196,7 +214,7 @@ class LevelSums:
 
 
 def compositions(levels: int, group_size: int) -> Integers:
-    """List all possible counts of the L levels in a group of G, [C, L].
+    """List all C possible counts of the L levels in a group of G, [C, L].
 
     >>> compositions(2, 2).tolist()
     [[2, 0], [1, 1], [0, 2]]
@@ -208,8 +226,9 @@ def compositions(levels: int, group_size: int) -> Integers:
 def linear_terms(pool: ScorePool, loss: Loss, group_size: int) -> GroupTerms:
     """Compute the terms of a baseline in `LINEAR` over all groups of G; see `is_linear`.
 
-    Let `A_i = c (u_i - b S_i)`, where S_i is the sum of u over the other members of the group. Let
-    R be the sum of u over k completions drawn from the n other completions in the pool. Then
+    Let `A_i = c (u_i - b U_i)`, where U_i is the sum of u over the other completions of the group.
+    Let R be the sum of u over k random completions out of n completions of the pool. The values of
+    k and n are at the right of the formulas; completion i, or i and j, are not among the n. Then
 
         E[ A_i | i in A ]        = c ( u_i - b E R )                            k = G-1, n = N-1
         E[ A_i^2 | i in A ]      = c^2 ( u_i^2 - 2 b u_i E R + b^2 E R^2 )
@@ -282,8 +301,9 @@ def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> Base
     The reward history is empty, as at the first step.
 
     Args:
+        pool: scored pool.
         prompt_P1: index of each group's prompt.
-        place_PG: indices of the group members in the pool of this prompt.
+        place_PG: indices of the group's completions in the pool of this prompt.
     """
     of_functions_PNF = pool.rewards_PNF
     return BaselineContext(
@@ -295,10 +315,14 @@ def context_of(pool: ScorePool, prompt_P1: Integers, place_PG: Integers) -> Base
 
 
 def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BLOCK) -> GroupTerms:
-    """Compute the terms of a baseline that treats prompts separately, averaged over drawn groups.
+    """Compute the terms of a loss as averages over randomly drawn groups.
+
+    The row weights of the loss must depend only on their own group.
 
     Args:
-        order_PDG: indices of the members of D groups in each prompt's pool.
+        pool: scored pool.
+        loss: loss.
+        order_PDG: indices of the completions of D groups in each prompt's pool.
         rows: number of prompts processed at once.
     """
     prompts, draws, size = order_PDG.shape
@@ -333,7 +357,7 @@ def drawn_terms(pool: ScorePool, loss: Loss, order_PDG: Integers, rows: int = BL
 
 
 def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> GroupTerms:
-    """Reduce the sampling noise of terms over drawn groups with a control variate.
+    """Reduce the noise that the random choice of groups causes, with a control variate.
 
     The factor alpha of the control variate is fitted to all prompts together. A separate factor for
     each prompt would bias the result, because it would be fitted to the same groups to which it is
@@ -341,8 +365,8 @@ def with_control(drawn: GroupTerms, control: GroupTerms, exact: GroupTerms) -> G
 
     Args:
         drawn: terms of a loss over drawn groups.
-        control: terms of another loss over the same groups.
-        exact: terms of that other loss over all groups.
+        control: terms of the control variate, which is another loss, over the same groups.
+        exact: terms of the control variate over all groups.
     """
     square = np.square(control.mean_PR).sum()
     alpha = (drawn.mean_PR * control.mean_PR).sum() / square if square > 0 else 0.0
@@ -364,7 +388,11 @@ def is_linear(loss: Loss) -> bool:
 
 
 def has_levels(pool: ScorePool, baseline: str, group_size: int) -> bool:
-    """Return True if all groups of G can be enumerated by their reward levels."""
+    """Return True if `LevelSums` can compute the terms of the baseline.
+
+    The advantages must depend only on the counts of the reward levels, and the table of all
+    possible counts in groups of G must not be too long.
+    """
     levels = len(np.unique(pool.rewards_PN))
     listed = comb(group_size + levels - 1, levels - 1) <= MAX_COMPOSITIONS
     return baseline in BY_LEVELS and listed and not BASELINES[baseline].needs

@@ -1,26 +1,29 @@
 r"""Scaling law from groups of completions, for sampled prompts or for several training steps.
 
 The groups of a step give unbiased estimates of C1, C2, C3 and ||grad J||^2 for the policy of that
-step. A step has few prompts, so the estimate of ||grad J||^2 can be negative. Therefore the
-estimates are averaged over steps before ratios are computed.
+step; `scaling` and `moments` define the symbols. A step has few prompts, so the estimate of
+||grad J||^2 can be negative. Therefore the estimates are averaged over steps before ratios are
+computed.
 
-Groups of two completions ("pairs") do not identify C2 and C3, because A_V needs three completions.
-The sum of C2 and C3 can be estimated from two completions. It determines the error and the noise
-scale at G = 2:
+**Pairs.** Groups of two completions ("pairs") do not identify C2 and C3, because an unbiased
+estimate of A_V needs three completions. The sum of C2 and C3 can be estimated from two completions,
+with squared score norms q and q', rewards z and z', and scores s and s'. The sum determines the
+error and the noise scale at G = 2:
 
     S = C2 + C3 = E[ A_V + D ] = E[ (q + q')(z - z')^2 ] / 2
     E||g||^2 = E[ -(z - z')^2 <s, s'> ] / 2            n_c(2) = ( 2 C1 + S ) / ||grad J||^2
 
-Because ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, A_V and D are both at least ||g||^2. C3 is
-therefore in [2 E||g||^2, S]. Under the paper's Assumption 2 (A_V = D), C3 is S/2 + E||g||^2. The
-bounds on C3 imply bounds on G*, and Assumption 2 implies a value of G*. For any policy, C1 <=
-E||g||^2 <= C3/2. Therefore G* is at least 1 + sqrt(2), and at the same number of rollouts the error
-with groups of 3 is at most the error with pairs.
+Pairs also bound G*. Because ||g|| = ||E (z - V) s|| <= E |z - V| ||s||, A_V and D are both at least
+||g||^2. C3 is therefore in [2 E||g||^2, S]. Under the paper's Assumption 2 (A_V = D), C3 is
+S/2 + E||g||^2. The bounds on C3 imply bounds on G*, and Assumption 2 implies a value of G*. For any
+policy, C1 <= E||g||^2 <= C3/2. Therefore G* is at least 1 + sqrt(2), and at the same number of
+rollouts the error with groups of 3 is at most the error with pairs.
 
-If each batch has only one group, several batches are pooled. A step is then a window of groups that
-were sampled from successive policies. C2, C3 and E||g||^2 are computed within groups, so they are
-means over these policies. Products between groups, however, combine different policies, and the
-later policies were trained on the earlier groups. `withheld` describes the resulting bias.
+**Windows.** An estimate of ||grad J||^2 needs at least two groups. If each batch has only one
+group, the groups of several successive batches form a window, which takes the place of the step.
+These groups were sampled from successive policies. C2, C3 and E||g||^2 are computed within groups,
+so they are means over these policies. Products between groups, however, combine different policies,
+and the later policies were trained on the earlier groups. `withheld` describes the resulting bias.
 """
 
 from __future__ import annotations
@@ -46,10 +49,11 @@ from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, MIN_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
 
-# Bias divided by one group's E||ghat||^2 if the policy drifts by 1 nat; see `withheld`.
+# Bias of ||grad J||^2 from a window, in units of one group's E||ghat||^2, if the policy drifts by 1
+# nat; see `withheld`.
 LOST = 0.0175
-# Largest tolerated ratio of bias to estimate, and largest tolerated drift in nats. Estimates are
-# withheld beyond these limits.
+# Largest tolerated ratio of bias to estimate, and largest tolerated drift in nats. `withheld`
+# withholds estimates beyond these limits.
 TOLERABLE_BIAS, MAX_DRIFT = 0.2, 1.0
 
 
@@ -58,13 +62,14 @@ class GroupTerms(NamedTuple):
 
     # ||g||^2.
     g_sq_P: Array
-    # A_V - ||g||^2, with mean C2. For pairs, it is (A_V + D)/2 - ||g||^2.
+    # A_V - ||g||^2, whose mean is C2. For pairs, it is (A_V + D)/2 - ||g||^2, whose mean is C2 only
+    # under Assumption 2.
     first_order_P: Array
-    # D + ||g||^2, with mean C3. For pairs, it is (A_V + D)/2 + ||g||^2. The sum of this term and
-    # `first_order_P` always has the mean C2 + C3. For pairs, this term has the mean C3, and
-    # `first_order_P` the mean C2, only under Assumption 2.
+    # D + ||g||^2, whose mean is C3. For pairs, it is (A_V + D)/2 + ||g||^2, whose mean is C3 only
+    # under Assumption 2. The mean of `first_order_P` + `second_order_P` is always C2 + C3.
     second_order_P: Array
-    # Sum of <ghat_x, ghat_y> over the other groups y.
+    # Sum of <ghat_x, ghat_y> over the other groups y, where ghat_x is the gradient estimate of
+    # group x.
     others_P: Array
     # Mean of the squared score norms; NaN if the group has zero variance.
     norm_P: Array
@@ -76,7 +81,7 @@ class GroupTerms(NamedTuple):
 
     @property
     def without_each_4P(self) -> Array:
-        """Estimates of the same constants with each group left out in turn, [4, P]."""
+        """Estimates of C1, C2, C3 and ||grad J||^2 with each group left out in turn, [4, P]."""
         terms_4P = np.stack(self[:4])
         # Each product of two groups is counted in the sums of both groups.
         own_4P = np.stack([*self[:3], 2 * self.others_P])
@@ -101,11 +106,12 @@ def group_terms(
     All terms of a group with equal rewards are 0, so its scores are not needed.
 
     Args:
+        rewards_PG: rewards.
         sq_norm_PG: squared score norms. The values of groups with equal rewards are not used.
         gradient_gram_PP: inner products <ghat_x, ghat_y> of the groups' leave-one-out gradients.
-        score_gram_PGG: inner products <s_i, s_j> of the scores if the expected score may differ
-            from 0; None if it is 0. The products are used only for groups of at least 4, because
-            fewer completions do not identify the expected score.
+        score_gram_PGG: inner products <s_i, s_j> of the scores of a group, needed if the expected
+            score may differ from 0; None if it is 0. The products are used only for groups of at
+            least 4, because fewer completions do not identify the expected score.
 
     Raises:
         ValueError: there are fewer than 2 groups or fewer than 2 completions per group.
@@ -142,9 +148,9 @@ def scaling_from_arrays(
 ) -> dict[str, Interval]:
     """Estimate C1, C2, C3, G* and the paper's sqrt(C3/C1) from arrays, with intervals over prompts.
 
-    C1 is estimated for the population from which the P prompts are sampled (divisor P - 1). The
-    jackknife leaves out one prompt at a time. The interval of G* comes from `ScalingLaw.gstar` and
-    has no upper end if the data do not decide on a group size.
+    The prompts are treated as a sample from a population. C1 is the variance in this population,
+    estimated with divisor P - 1. The jackknife leaves out one prompt at a time. The interval of G*
+    comes from `ScalingLaw.gstar` and has no upper end if the data do not decide on a group size.
 
     Args:
         rewards_PN: rewards of N >= 3 completions for each of P >= 4 prompts.
@@ -175,12 +181,15 @@ def scaling_from_arrays(
 def law_of_prompts(
     rewards_PN: Array, sq_norm_PN: Array, gradient_gram_PP: Array
 ) -> tuple[ScalingLaw, Tails]:
-    """Compute the scaling law for `scaling_from_arrays`, and the tails of its prompts."""
+    """Compute the scaling law for `scaling_from_arrays`, and measure if its sample has heavy tails.
+
+    The arguments and errors are those of `scaling_from_arrays`.
+    """
     count, completions = rewards_PN.shape
     if rewards_PN.shape != sq_norm_PN.shape or gradient_gram_PP.shape != (count, count):
         raise ValueError(
-            f"shapes {rewards_PN.shape}, {sq_norm_PN.shape}, {gradient_gram_PP.shape}: use [P, N], "
-            "[P, N], [P, P]"
+            f"shapes {rewards_PN.shape}, {sq_norm_PN.shape}, {gradient_gram_PP.shape}: with P "
+            "prompts and N completions per prompt, they must be [P, N], [P, N] and [P, P]"
         )
     if count < MIN_UNITS:
         raise ValueError(f"intervals over prompts need at least 4 prompts, got {count}")
@@ -205,13 +214,13 @@ def law_of_prompts(
 class NoiseEstimate:
     """Averages over K steps (batches, or windows of batches) with P groups each, with intervals."""
 
-    # Intervals from `ScalingLaw.intervals` at the current group size, and `zero_variance`, the
-    # share of zero-variance groups. The ends are NaN if there are fewer than 4 groups per step and
-    # also fewer than 4 steps. For pairs, `c2`, `c3`, `noise_scale_best` and the estimate of `gstar`
-    # are NaN, and there are additional entries: `c2_plus_c3`, `gstar_least` and `gstar_most` (the
-    # bounds of G*), and `gstar_assumption2` (the value of G* under Assumption 2). For pairs, the
-    # interval of `gstar` extends from the lower end of `gstar_least` to the upper end of
-    # `gstar_most`.
+    # Intervals by name: those of `ScalingLaw.intervals` at the current group size, and
+    # `zero_variance`, the share of zero-variance groups. The ends are NaN if there are fewer than 4
+    # groups per step and also fewer than 4 steps.
+    # Pairs have additional entries: `c2_plus_c3`, the bounds `gstar_least` and `gstar_most` of G*,
+    # and `gstar_assumption2`, the value of G* under Assumption 2. For pairs, `c2`, `c3`,
+    # `noise_scale_best` and the estimate of `gstar` are NaN; the interval of `gstar` extends from
+    # the lower end of `gstar_least` to the upper end of `gstar_most`.
     intervals: Mapping[str, Interval]
     # C1, C2, C3 and ||grad J||^2. For pairs, C2 and C3 rely on Assumption 2.
     law: ScalingLaw
@@ -226,10 +235,11 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
 
     All steps have equal weight. The jackknife leaves out one group at a time and treats the steps
     as independent. If steps have fewer than 4 groups or unequal numbers of groups, the jackknife
-    leaves out one step at a time. Windows are treated in the same way as steps. In simulated
-    training, the coverage of the intervals from windows is .93 to .98 if one group is left out at a
-    time. Leaving out one window at a time would give longer intervals and need more windows
-    (`scripts/benchmarks/error_rates.py windows`).
+    leaves out one step at a time. Windows are treated in the same way as steps, although their
+    groups come from successive policies. In simulated training, the coverage of the intervals is
+    still .93 to .98 if one group of a window is left out at a time. To leave out one window at a
+    time would give longer intervals and need more windows (`scripts/benchmarks/error_rates.py
+    windows`).
 
     Args:
         steps: terms of the groups of each step, or of each window of batches.
@@ -250,10 +260,12 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
 
 
 def _averages(steps: Sequence[GroupTerms]) -> tuple[Array, Array]:
-    """Return the constants averaged over steps, [4], and with one unit left out, [4, K, n].
+    """Return C1, C2, C3 and ||grad J||^2 averaged over steps, also for the jackknife.
 
-    The constants are C1, C2, C3 and ||grad J||^2. The averages with one unit left out are NaN if
-    there are too few units for a jackknife.
+    Returns:
+        The averages, [4]. The averages with one unit left out, [4, K, n]: with n groups as units in
+        each of K steps, or with n steps as units and K = 1. They are NaN if there are too few units
+        for a jackknife.
     """
     values_4K = np.stack([step.constants_4 for step in steps], axis=1)
     whole_4 = values_4K.mean(axis=1)
@@ -271,12 +283,12 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
     """Return the estimates that pairs allow: C2 + C3, bounds of G*, and G* under Assumption 2.
 
     The interval of G* extends from the lower end of the lower bound's interval to the upper end of
-    the upper bound's interval. In simulations, it missed G* in at most 3.9 % of the samples in
-    which both ends were finite. The interval under Assumption 2 missed its true value in up to a
-    third of the samples with two finite ends; the cases with such high rates had few of these
-    samples. Therefore no decision uses the interval under Assumption 2. The simulations had 20 to
-    2560 pairs from the populations in `scripts/benchmarks/populations.py`, which nearly satisfy
-    Assumption 2.
+    the upper bound's interval. Both kinds of interval were simulated with 20 to 2560 pairs from the
+    populations in `scripts/benchmarks/populations.py`, which nearly satisfy Assumption 2. The
+    interval of G* missed the true value in at most 3.9 % of the samples in which both ends were
+    finite. The interval under Assumption 2 missed the true value in up to a third of the samples in
+    which both of its ends were finite; where this rate was so high, few samples had two finite
+    ends. Therefore no decision uses the interval under Assumption 2.
 
     Args:
         law: scaling law of the pairs, under Assumption 2.
@@ -289,15 +301,15 @@ def _identified_by_pairs(law: ScalingLaw, gstar: Interval) -> dict[str, Interval
 
 
 def gstar_bounds(law: ScalingLaw, most_c3_4: Array, has_ends: bool = True) -> dict[str, Interval]:
-    """Return bounds of G* if C3 is only bounded, `gstar_least`, `gstar_most` and `gstar`.
+    """Return bounds of G* for data that bound C3 but do not estimate it.
 
-    For any policy, C3 is at least 2 E||g_x||^2 = 2 (C1 + ||grad J||^2). The interval `gstar`
-    extends from the low end of the lower bound to the high end of the upper bound. It has no
-    estimate.
+    For any policy, C3 is at least 2 E||g_x||^2 = 2 (C1 + ||grad J||^2). The entry `gstar_least` is
+    G* at this bound, and `gstar_most` is G* at the upper bound of C3. The interval `gstar` extends
+    from the lower end of `gstar_least` to the upper end of `gstar_most`. It has no estimate.
 
     Args:
         law: scaling law with valid C1 and ||grad J||^2.
-        most_c3_4: weights of the upper bound of C3.
+        most_c3_4: upper bound of C3, as weights of C1, C2, C3 and ||grad J||^2.
         has_ends: False if the errors of the law are unknown.
     """
     bounds: dict[str, Interval] = {}
@@ -313,7 +325,8 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
     """Estimate the KL divergence between two policies, in nats per completion.
 
     The completions were sampled from the first policy. The estimate is the mean over completions of
-    `sum_t (exp(d) - 1 - d)`, where d = after - before. It is unbiased and never negative.
+    `sum_t (exp(d) - 1 - d)`, where d is the log-probability of token t under the second policy
+    minus that under the first. It is unbiased and never negative.
 
     Args:
         before_GT, after_GT: log-probability of each token under the first and the second policy;
@@ -327,24 +340,30 @@ def policy_drift(before_GT: Array, after_GT: Array) -> float:
 
 
 def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """Return reasons to withhold estimates from windows of drifting policies, keyed by estimate.
+    """Return reasons to withhold estimates that policy drift within a window makes unreliable.
 
-    Products between the groups of a window are too small on average, because the update on a group
-    has already made part of the improvement in that group's direction when the later groups are
-    drawn. ||grad J||^2 is therefore underestimated, and C1 is overestimated by the same amount. In
-    measurements with a drift of up to 1 nat (docs/benchmarks.md), this bias was at most
-    `.0175 sqrt(drift) E||ghat||^2`, with ghat from one group. This bound is small compared with C1
-    but large compared with a small ||grad J||^2. C1 or ||grad J||^2 is withheld if the bound
-    exceeds both a fifth of its estimate and a fifth of the half-width of its interval. Estimates
-    that are computed from a withheld one are withheld too. A bias of a fifth in C1 lowers G* - 1 by
-    9 %. If the drift is above 1 nat, both C1 and ||grad J||^2 are withheld.
+    The policy changes between the groups of a window. Products between its groups are too small on
+    average: when the later groups are drawn, the update on an earlier group has already made part
+    of the improvement in that group's direction. ||grad J||^2 is therefore underestimated, and C1
+    is overestimated by the same amount.
+
+    In measurements with a drift of up to 1 nat (docs/benchmarks.md), this bias was at most
+    `.0175 sqrt(drift) E||ghat||^2`, where ghat is the gradient estimate from one group. This bound
+    is small compared with C1 but large compared with a small ||grad J||^2. C1 or ||grad J||^2 is
+    withheld if the bound exceeds both a fifth of its estimate and a fifth of the half-width of its
+    interval. If the drift is above 1 nat, both are withheld. Estimates that are computed from a
+    withheld one are withheld too. A bias of a fifth in C1, the largest that is tolerated, lowers
+    G* - 1 by 9 %.
 
     Args:
         estimate: estimate from windows.
         group_size: current group size G.
         drift: result of `policy_drift` for the first and the last policy of a window. It is
-            measured on a group of unequal rewards from the first policy, because the completions of
-            such a group change most.
+            measured on a group of unequal rewards from the first policy, because the probabilities
+            of such completions change most.
+
+    Returns:
+        The reasons by name of the withheld estimate.
     """
     length = estimate.intervals["grad_sq"].estimate + estimate.law.n_mse(group_size) / group_size
     lost = LOST * math.sqrt(drift) * length
@@ -357,8 +376,8 @@ def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str
         value, _, high = estimate.intervals[name]
         if drift > MAX_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
             reason = (
-                f"the policy moved {drift:.2g} nats per completion within a window, so {name} may "
-                f"be too {word} by {lost:.2g}"
+                f"the policy drifted by {drift:.2g} nats per completion within a window, so {name} "
+                f"may be too {word} by {lost:.2g}"
             )
             reasons |= dict.fromkeys((name, *others), reason)
     return reasons

@@ -1,7 +1,8 @@
 """Unbiased estimates for each prompt from two random halves of its pool.
 
-Given the prompt, the estimates from the two halves are independent. One half can therefore evaluate
-a plan or a ranking that was made from the other half.
+A pool contains N scored completions of each prompt. Given the prompt, the estimates from the two
+halves are independent. One half can therefore evaluate a plan or a ranking that was made from the
+other half, without the bias of using the same data twice.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import numpy as np
 from grpo_ustat.estimators.moments import norm_moments, pool_gradient_weights
 from grpo_ustat.records import Array, Integers, ScorePool
 
+# Number of random splits into two halves, over which results are averaged.
 HALVINGS = 16
-# Minimum number of prompts for a jackknife.
+# Minimum number of prompts for a jackknife over results from halves.
 MIN_PROMPTS = 10
 # Minimum number of completions for unbiased moments in both halves.
 MIN_COMPLETIONS = 6
 
 
 def halves_of(pool: ScorePool) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return estimates from both halves of S random splits, [2, S, P], and from full pools, [P].
+    """Return estimates for each prompt from both halves of its pool, and from the full pool.
 
-    The keys are `value` (V), `variance` (of the reward), `score` (mean squared score norm), `g_sq`
-    (||g||^2), `length` (mean length), `first` and `second`. The error of leave_one_out with a group
-    of G is `first / G + second / (G (G-1))`; see `estimators.moments`.
+    The two results are dictionaries of arrays: [2, S, P] for both halves of each of S random
+    splits, and [P] for the full pool. The keys are `value` (expected reward V), `variance` (of the
+    reward), `score` (mean squared score norm), `g_sq` (||g||^2), `length` (mean length), `first`
+    and `second`. The error of leave_one_out with a group of G is
+    `first / G + second / (G (G-1))`; see `estimators.moments`.
 
     Args:
         pool: pool of N >= 6 completions for each of P prompts. If N is odd, one completion of each

@@ -11,14 +11,14 @@ import numpy as np
 from grpo_ustat.records import ACCURACY, MEAN_REWARD, MIN_QUESTIONS, Array
 
 CONFIDENCE = 0.95
-# Smallest acceptable effective size and number of carriers. A sample below either limit is treated
-# as heavy-tailed; see `Tails.heavy`.
+# Smallest acceptable values of `Tails.effective_size` and `Tails.carriers`. A sample below either
+# limit is treated as heavy-tailed; see `Tails.heavy`.
 MIN_EFFECTIVE, MIN_CARRIERS = 80, 3
 # Minimum number of units for a jackknife.
 MIN_UNITS = 4
-# Smallest p-value that is computed, and number of bisection steps for larger p-values.
+# `decide` computes p-values down to MIN_P_VALUE, with this number of bisection steps.
 MIN_P_VALUE, P_VALUE_STEPS = 1e-9, 24
-# The upper end of an interval is reported only if it is below this multiple of the estimate.
+# `in_words` reports the upper end of an interval only if it is below this multiple of the estimate.
 MAX_RATIO_OF_UPPER_END = 100
 
 
@@ -44,6 +44,12 @@ UNDETERMINED = Interval(math.nan, math.nan, math.nan)
 
 def in_words(interval: Interval, least: float = 0, digits: int = 0) -> str:
     """Format an estimate with its interval, or only the lower end if the upper end is too large.
+
+    Args:
+        interval: estimate with its interval.
+        least: smallest possible value of the quantity. A lower end at this value says nothing, so
+            the result is then "unknown" if the upper end is too large.
+        digits: number of decimal places.
 
     >>> in_words(Interval(5.25, 4.31, 9.8), 1, 1), in_words(Interval(math.nan, 32, math.inf))
     ('5.2 [4.3, 9.8]', 'at least 32')
@@ -72,7 +78,10 @@ def normal_quantile(level: float = CONFIDENCE) -> float:
 
 
 def jackknife_variance(delete_one: Array, axis: int = -1) -> Array:
-    """Compute (K-1)/K sum_k (theta_k - mean)^2 over K delete-one (or delete-a-block) estimates.
+    """Compute the jackknife variance from K estimates, each without one unit or one block of units.
+
+    The variance is `(K-1)/K sum_k (theta_k - mean)^2`, where theta_k is the estimate without unit
+    k.
 
     >>> sample = np.array([1.0, 2.0, 6.0])
     >>> delete_one_means = (sample.sum() - sample) / 2
@@ -94,10 +103,10 @@ def positive_interval(
 ) -> Interval:
     """Return the t interval on the log scale, `estimate * exp(+- t_dof sqrt(variance) / estimate)`.
 
-    Use this interval for a nonnegative quantity with heavy tails, because samples with a low
-    estimate then have a standard error that is too small. If the plain t interval contains 0, the
-    function returns the plain interval. Its lower end is truncated at 0, unless the estimate is
-    negative.
+    Use this interval for a nonnegative quantity with heavy tails. In such samples a low estimate
+    comes with a standard error that is too small, and on the log scale the upper end is higher. If
+    the plain t interval contains 0, the function returns the plain interval, with the lower end
+    truncated at 0 unless the estimate is negative.
 
     >>> [round(x, 3) for x in positive_interval(2.0, 0.25, 1e9)]
     [2.0, 1.225, 3.265]
@@ -114,7 +123,11 @@ def positive_interval(
 def pooled_dof(variances: Array, dof: float) -> float:
     """Compute the degrees of freedom of a sum of independent variance estimates.
 
-    This is the formula of Welch and Satterthwaite.
+    The formula is from Welch and Satterthwaite.
+
+    Args:
+        variances: variance estimates.
+        dof: degrees of freedom of each estimate.
     """
     total = variances.sum()
     return float(dof * total**2 / (variances**2).sum()) if total > 0 else float(dof)
@@ -128,9 +141,9 @@ def jackknife_interval(
     The sample has K independent parts, whose jackknife variances are added.
 
     Args:
-        estimate: estimate from all units.
-        delete_one_Kn: estimates with one unit left out. Entry (k, i) leaves out unit i of part k,
-            which has n units.
+        estimate: estimate from the whole sample.
+        delete_one_Kn: estimates with one unit of the sample left out. Entry (k, i) leaves out unit
+            i of part k, which has n units.
         level: confidence level.
         positive: True for an interval on the log scale; see `positive_interval`.
     """
@@ -154,14 +167,14 @@ def ratio_interval(
     The true means must be at least 0.
 
     Args:
-        above, below: numerator and denominator, estimated from all units.
-        delete_one_above_Kn, delete_one_below_Kn: numerator and denominator with one unit left out.
-            Entry (k, i) leaves out unit i of part k, which has n units. The K parts are
-            independent.
+        above, below: numerator and denominator, estimated from the whole sample.
+        delete_one_above_Kn, delete_one_below_Kn: numerator and denominator with one unit of the
+            sample left out. The sample has K independent parts of n units each; entry (k, i) leaves
+            out unit i of part k.
         level: confidence level.
-        factor: multiplier of the critical value.
-        undrawn: factor u. The function adds `u (below^2 / (K n) + Var(below))` to the variance of
-            `below`, to allow for units that were not sampled.
+        factor: number by which the critical value is multiplied; above 1 for a wider interval.
+        undrawn: factor u of an allowance for units that were not sampled. The function adds
+            `u (below^2 / (K n) + Var(below))` to the variance of `below`.
 
     Returns:
         The ratio, which is at least 0. The estimate is NaN if the denominator is not positive, or
@@ -227,27 +240,30 @@ def fieller_set(
 class Tails(NamedTuple):
     """Measures of how heavy the tails of a sample are; see `tails`."""
 
-    # Effective sample size. A sample of this many values from a distribution with coefficient of
-    # variation 1, such as the exponential, would have a mean with the same relative error.
+    # Effective sample size. The mean of the sample has the same relative error as the mean of this
+    # many values from a distribution with coefficient of variation 1, such as the exponential.
     effective_size: float
-    # Effective number of units that determine a jackknife variance. If there are several
-    # jackknives, this is the smallest of their numbers.
+    # Effective number of units (prompts or completions) that determine a jackknife variance. If
+    # there are several jackknives, this is the smallest of their numbers.
     carriers: float
 
     @property
     def heavy(self) -> bool:
         """True if the coverage of 95 % intervals is likely to be below 90 %.
 
-        The limits were chosen by simulation. The simulated cases have score norms from lognormal,
-        Student and Pareto distributions or from a tabular policy, 12 to 250 questions of 16 to 64
-        completions, and 250 to 600 studies each. Coverage is averaged over the intervals of C3 and
-        of the error curves of none, oracle and leave_one_out. For intervals with fixed questions,
-        the property is True in 75 % of the studies with coverage below 90 %, and in 12 % of the
-        studies with coverage above 93 %. For intervals over questions, these rates are 81 % and 4
-        %. In a second simulation (`scripts/benchmarks/error_rates.py constants`, 200 studies per
-        case), the rates for fixed questions are 73 % and 4 %. If score norms have infinite
-        variance, the property is False for up to two thirds of the pools, because a sample that
-        lacks the largest values does not show the heavy tail.
+        The limits `MIN_EFFECTIVE` and `MIN_CARRIERS` were chosen by simulation. In the simulated
+        cases, score norms come from lognormal, Student and Pareto distributions or from a tabular
+        policy. A case has 12 to 250 questions of 16 to 64 completions, and 250 to 600 studies.
+        Coverage is averaged over the intervals of C3 and of the error curves of none, oracle and
+        leave_one_out. For intervals with fixed questions, the property is True in 75 % of the
+        studies with coverage below 90 %, and in 12 % of the studies with coverage above 93 %. For
+        intervals over questions, these rates are 81 % and 4 %. In a second simulation
+        (`scripts/benchmarks/error_rates.py constants`, 200 studies per case), the rates for fixed
+        questions are 73 % and 4 %.
+
+        The property misses some heavy tails. If score norms have infinite variance, it is False for
+        up to two thirds of the samples, because a sample that lacks the largest values does not
+        show the heavy tail.
         """
         return bool(self.effective_size < MIN_EFFECTIVE or self.carriers < MIN_CARRIERS)
 
@@ -255,13 +271,14 @@ class Tails(NamedTuple):
 def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
     """Measure how strongly a mean and jackknife variances depend on a few units.
 
-    `effective_size = (sum_k mean_k)^2 / sum_k s_k^2 / n` is the squared ratio of the mean to its
-    standard error. `carriers = (sum psi^2)^2 / sum psi^4` is the effective number (Kish 1965) of
-    squared deviations in the jackknife variance. The deviations psi are the delete-one estimates
-    minus their mean.
+    The first measure is the squared ratio of the mean to its standard error,
+    `effective_size = (sum_k mean_k)^2 / (sum_k s_k^2 / n)`, where part k of the sample has mean
+    mean_k and variance s_k^2. The second is the effective number (Kish 1965) of squared deviations
+    in the jackknife variance, `carriers = (sum psi^2)^2 / sum psi^4`. The deviations psi are the
+    delete-one estimates minus their mean.
 
     Args:
-        values_Kn: positive values, K independent parts of n values each.
+        values_Kn: positive values, in K independent parts of n values each.
         delete_one: delete-one estimates of one or more quantities, each [K, n]. The result contains
             the smallest number of carriers among these quantities.
     """
@@ -278,24 +295,28 @@ def tails(values_Kn: Array, delete_one: Iterable[Array]) -> Tails:
 
 
 def heavy_text(sample_tails: Tails, units: str) -> str:
-    """Describe the heavy tails of a sample in one sentence that does not suggest a remedy.
+    """Warn in one sentence that the sample is heavy-tailed, and give the reasons.
 
     Args:
         sample_tails: result of `tails`.
-        units: plural name of the units in the sample.
+        units: plural name of the units in the sample, such as "questions".
 
-    >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
-    'their mean squared score norm is known to +- 25 % (11 % is needed)'
+    >>> heavy_text(Tails(16.0, 5.0), "questions").split(" their ")[1]
+    'mean squared score norm is 25 % (at most 11 % is acceptable)'
     """
     size, carriers = sample_tails
     reasons: list[str] = []
     if size < MIN_EFFECTIVE:
         precision, needed = 1 / math.sqrt(size), 1 / math.sqrt(MIN_EFFECTIVE)
         reasons.append(
-            f"their mean squared score norm is known to +- {precision:.0%} ({needed:.0%} is needed)"
+            f"the relative standard error of their mean squared score norm is {precision:.0%} "
+            f"(at most {needed:.0%} is acceptable)"
         )
     if carriers < MIN_CARRIERS:
-        reasons.append(f"{carriers:.1f} of them determine a standard error ({MIN_CARRIERS} needed)")
+        reasons.append(
+            f"only {carriers:.1f} of them effectively determine a standard error (at least "
+            f"{MIN_CARRIERS} are needed)"
+        )
     reason = ", and ".join(reasons).replace("%", " %")
     return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"
 
@@ -328,8 +349,8 @@ def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Return the mean reward with an interval over prompts, or over completions of a single prompt.
 
     If all rewards are 0 or 1, the interval comes from `clustered_wilson`, or from `wilson` for a
-    single prompt. Otherwise the interval comes from `clustered_mean`, which assumes that rewards
-    are unbounded, because observed rewards do not show their bounds.
+    single prompt. Other rewards have bounds that the data do not show. Their interval comes from
+    `clustered_mean`, which assumes no bounds.
 
     >>> [round(x, 2) for x in mean_reward(np.zeros((5, 4)))]
     [0.0, 0.0, 0.43]
@@ -342,12 +363,13 @@ def mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 
 
 def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean reward of a pool; see `mean_reward`.
+    """Return the mean reward of N completions of each of P prompts, with its interval.
 
-    With fewer than 4 prompts, the coverage of `mean_reward` is unknown, so the interval is computed
-    over completions and holds the prompts fixed. Wilson's interval is then wider than necessary: a
-    mean over fixed prompts has at most the variance of a mean of independent trials that all have
-    the average probability.
+    With at least 4 prompts, the interval is over prompts; see `mean_reward`. With fewer prompts,
+    the coverage of that interval is unknown. The interval is then over completions and holds the
+    prompts fixed. For 0/1 rewards it is Wilson's interval, which is wider than necessary: a mean
+    over fixed prompts has at most the variance of a mean of independent trials that all have the
+    average probability.
 
     >>> [round(x, 2) for x in pool_mean_reward(np.array([[0.0, 1.0] * 8, [0.0] * 16]))]
     [0.25, 0.13, 0.42]
@@ -362,7 +384,7 @@ def pool_mean_reward(rewards_PN: Array, level: float = CONFIDENCE) -> Interval:
 
 
 def paired_difference(after_P: Array, before_P: Array, level: float = CONFIDENCE) -> Interval:
-    """Return the mean of `after - before` over prompts, with an interval over prompts."""
+    """Return the mean of `after - before` over prompts, with an interval for new prompts."""
     return clustered_mean((after_P - before_P)[:, None], level)
 
 
@@ -406,17 +428,17 @@ def clustered_wilson(values_P: Array, most: int = 1, level: float = CONFIDENCE) 
     """Return the mean of one value in [0, 1] per prompt, with an interval over prompts.
 
     The interval is Wilson's score interval and lies in [0, 1]. A prompt's completions are
-    correlated, so the number of trials is replaced by the effective number `p (1-p) / Var(mean)`,
-    in which the variance is estimated from the P values. Because the variance is estimated, the
-    effective number is multiplied by (z / t_{P-1})^2 (Korn & Graubard 1998; with Wilson's interval,
-    Franco et al. 2019). The result is clipped to the range from P to P times `most`. It is P if all
-    prompts have the same value, or if each value comes from a single 0/1 outcome. In the second
-    case, `wilson` gives the same interval.
+    correlated, so the number of trials is replaced by the effective number `p (1-p) / Var(mean)`.
+    The variance in it is itself estimated from the P values. To allow for this, the effective
+    number is multiplied by (z / t_{P-1})^2, the squared ratio of the normal to the Student quantile
+    (Korn & Graubard 1998; with Wilson's interval, Franco et al. 2019). The result is clipped to the
+    range from P to P times `most`. It is P if all prompts have the same value, or if each value
+    comes from a single 0/1 outcome. In the second case, `wilson` gives the same interval.
 
-    In simulations with at least 4 prompts of 1 to 32 completions (2000 samples per case), the
-    coverage is at least .93 if the prompts' probabilities come from Beta(1, 2), Beta(4, 8) or
-    Beta(.5, 2). It is at least .90 for the skewed Beta(.3, 6). Without the factor
-    `(z / t_{P-1})^2`, the coverage falls to .75 for 4 prompts.
+    The coverage was simulated for at least 4 prompts of 1 to 32 completions (2000 samples per
+    case). It is at least .93 if the prompts' probabilities come from Beta(1, 2), Beta(4, 8) or
+    Beta(.5, 2), and at least .90 for the skewed Beta(.3, 6). Without the factor `(z / t_{P-1})^2`,
+    the coverage falls to .75 for 4 prompts.
 
     Args:
         values_P: one value per prompt, a mean of 0/1 outcomes or an unbiased estimate of a
@@ -444,18 +466,18 @@ def steps_mean(
     """Return the mean of a series that a training run logs, with an interval for its expectation.
 
     The expectation is the average over the policies of these steps. The series is divided into at
-    most 16 blocks of consecutive steps, which absorb short correlations, such as a batch that is
-    used in several steps. The variance comes from the differences of consecutive blocks (von
-    Neumann 1941), which a trend of the policy hardly affects; K blocks give about 2 (K - 1) / 3
-    degrees of freedom.
+    most 16 blocks of consecutive steps. Blocks absorb short correlations, for example if a batch is
+    used in several steps. The variance comes from the differences between consecutive blocks (von
+    Neumann 1941), because a trend of the policy hardly affects these differences. K blocks give
+    about 2 (K - 1) / 3 degrees of freedom.
 
     Args:
         values_T: one value for each of T >= 4 steps.
         level: confidence level.
-        most: number of independent draws behind all values; None if it is unknown. Fewer draws are
-            assumed if the variance requires it.
-        share: True for shares in [0, 1], whose interval is Wilson's with the effective number of
-            draws, as in `clustered_wilson`; False for a t interval.
+        most: total number of independent draws behind the values; None if it is unknown. If the
+            variance between blocks shows that there were fewer, the smaller number is used.
+        share: True for shares in [0, 1]. Their interval is Wilson's, with an effective number of
+            draws as in `clustered_wilson`. False for a t interval.
     """
     blocks = min(len(values_T), STEP_BLOCKS)
     means = np.array([block.mean() for block in np.array_split(values_T, blocks)])
@@ -479,7 +501,7 @@ class Decision(NamedTuple):
     number: Interval
     # True if the estimate lies within the bounds; None if there is no estimate.
     inside: bool | None
-    # P-value of the hypothesis that the true number contradicts `inside`.
+    # P-value of the hypothesis that `inside` is wrong for the true number.
     p_value: float
 
 
@@ -488,11 +510,11 @@ def decide(
 ) -> Decision:
     """Decide whether a number satisfies `least < number < most` or lies outside these bounds.
 
-    The number counts as inside if its whole interval lies between the bounds, and as outside if its
-    whole interval lies below `least` or above `most`. The p-value is 1 minus the largest confidence
-    level at which the interval allows a decision. Therefore at most 5 % of the decisions at the 95
-    % level are wrong. If there is a single bound, at most 2.5 % are wrong, because the intervals
-    are two-sided.
+    The 95 % interval decides that the number is inside if the whole interval lies between the
+    bounds. It decides that the number is outside if the whole interval lies below `least` or above
+    `most`. The p-value is 1 minus the largest confidence level at which the interval still decides.
+    At the 95 % level, at most 5 % of the decisions are wrong. If there is a single bound, at most
+    2.5 % are wrong, because the intervals are two-sided.
 
     Args:
         interval_at: function that returns the interval at a confidence level. The interval at a

@@ -55,13 +55,14 @@ DRAWN_GROUPS = 256
 class Refusal(NamedTuple):
     """Reason why a loss cannot be measured on a pool at a group size."""
 
-    # "questions", "baseline reads more", "baseline remembers", "baseline's groups", "completions",
-    # "no multiple", "mixed questions", "metrics", "micro-batches", "baseline's prompts" or
-    # "coupled questions".
+    # Name of the condition in `refusal` that is not satisfied: "questions", "baseline reads more",
+    # "baseline remembers", "baseline's groups", "completions", "no multiple", "mixed questions",
+    # "metrics", "micro-batches", "baseline's prompts" or "coupled questions".
     kind: str
-    # Description of the reason, with study settings that would avoid it.
+    # One line for users: the reason, and where possible the setting that would avoid it.
     line: str
-    # Required and available number of the items in `kind`; both are 0 if `kind` names no items.
+    # Required and available number, for example of questions; both are 0 if the condition does not
+    # count anything.
     needed: int = 0
     available: int = 0
 
@@ -71,18 +72,19 @@ class LossRow:
     """Relative efficiency of a loss at one group size."""
 
     loss: Loss
-    # G.
+    # Group size, G.
     group_size: int
     # Number of rollouts per update, n.
     rollouts: int
     # None if the efficiency cannot be measured; see `reason`.
     efficiency: RelativeEfficiency | None
-    # True if this G is the best measured group size for the loss at this n.
+    # True if this G has the smallest estimated error of the measured group sizes of this loss.
     best: bool = False
-    # True if this G is not significantly worse than the best.
+    # True if the error at this G is not significantly larger than the smallest error.
     may_be_best: bool = False
+    # Reason why the efficiency cannot be measured; None if it can.
     reason: Refusal | None = None
-    # Share of groups that are not replaced, K; None if the loss does not replace groups.
+    # Share K of generated groups that are not replaced; None if the loss does not replace groups.
     kept: Interval | None = None
 
 
@@ -95,19 +97,21 @@ def loss_efficiencies(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> list[LossRow]:
-    """Estimate the relative efficiency of each loss at each G, for new questions.
+    """Estimate the relative efficiency of each loss at each G; intervals apply to new questions.
 
-    See `estimators.efficiency`.
+    `estimators.efficiency` defines the relative efficiency.
 
     Args:
         pool: N scored completions for each of at least 4 questions. The gradient and the error of
             the unbiased loss are also estimated from this pool.
+        losses: losses to measure.
         group_sizes: group sizes G to measure.
         rollouts: number of rollouts per update, n.
-        draws: number of pairs of batches drawn for losses that couple prompts.
+        draws: number of pairs of random batches, for losses whose row weights depend on the whole
+            batch.
         seed: seed of the random draws.
         weighted: pools of the same questions that were scored with token weights, keyed by these
-            weights.
+            weights; needed for losses with token weights.
     """
     weighted = weighted or {}
     refusals = {
@@ -161,6 +165,7 @@ def loss_errors(
     """Estimate the error of an update of n rollouts, by loss and G.
 
     Args:
+        pool: scored pool.
         measured: group sizes G by loss; `refusal` must return None for each pair.
         rollouts, draws, seed, weighted: see `loss_efficiencies`.
     """
@@ -178,10 +183,14 @@ def loss_moments(
     seed: int,
     weighted: Mapping[TokenWeights, ScorePool] | None = None,
 ) -> tuple[dict[tuple[Loss, int], UpdateMoments], Array]:
-    """Estimate the moments of an update of n rollouts, by loss and G, and ||grad J||^2, [D].
+    """Estimate the moments of an update of n rollouts, by loss and G.
 
     Args:
-        measured, rollouts, draws, seed, weighted: see `loss_errors`.
+        pool, measured, rollouts, draws, seed, weighted: see `loss_errors`.
+
+    Returns:
+        The moments by loss and G. ||grad J||^2, estimated from all prompts and without each prompt
+        in turn, [D].
     """
     weighted = weighted or {}
     questions, completions = pool.rewards_PN.shape
@@ -189,8 +198,8 @@ def loss_moments(
     gradient_PR = np.einsum("pn,pnr->pr", weights_PN, pool.features_PNR, optimize=True)
     moments: dict[tuple[Loss, int], UpdateMoments] = {}
     sums: dict[_LengthKind, LevelSums] = {}
-    # Losses are sorted so that consecutive losses with the same kind of length factor share the
-    # cached sums.
+    # `sums` caches the sums by reward level for one kind of length factor. The losses are sorted so
+    # that losses with the same kind follow each other.
     for loss in sorted(measured, key=lambda loss: repr(_length_kind(additive_part(loss, 2)))):
         own_pool = _pool_of(loss, pool, weighted)
         for size in measured[loss]:
@@ -198,7 +207,7 @@ def loss_moments(
                 _terms(own_pool, additive_part(loss, size), size, sums, seed, pool), gradient_PR,
                 rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
             )  # fmt: skip
-    # Group the losses that use the same draws.
+    # Losses that can use the same random batches are measured together.
     coupled: dict[tuple[int, bool, TokenWeights | None], list[Loss]] = {}
     for loss, size in moments:
         if loss.couples_prompts:
@@ -221,7 +230,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     named = f"baseline {loss.baseline}"
     if questions < MIN_QUESTIONS:
         few = "1 question is" if questions == 1 else f"{questions} questions are"
-        line = f"{few} too few for an interval: use study.questions={MIN_QUESTIONS}"
+        line = f"{few} too few for an interval: use at least study.questions={MIN_QUESTIONS}"
         return Refusal("questions", line, MIN_QUESTIONS, questions)
     missing = baseline.needs - FROM_A_POOL
     if missing - (OF_FUNCTIONS if pool.reward_weights_F is not None else set()):
@@ -240,7 +249,7 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
         )
         return Refusal("completions", line, group_size, completions)
     if rollouts % group_size:
-        line = f"study.rollouts={rollouts} is not a multiple of {group_size}"
+        line = f"study.rollouts={rollouts} is not a multiple of the group size {group_size}"
         return Refusal("no multiple", line)
     kept = 1.0
     if loss.rows.replaces:
@@ -248,14 +257,17 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
         mixed, kept = int((kept_P > 0).sum()), float(kept_P.mean())
         if mixed < MIN_QUESTIONS:
             line = (
-                f"{mixed} questions have groups of {group_size} with unequal rewards: use at least "
-                f"{MIN_QUESTIONS} such questions"
+                f"{mixed} questions can have groups of {group_size} with unequal rewards, but at "
+                f"least {MIN_QUESTIONS} such questions are needed"
             )
             return Refusal("mixed questions", line, MIN_QUESTIONS, mixed)
     if not loss.couples_prompts:
         return None
     if pool.metrics > 1:
-        line = "row weights couple questions, but each half of the questions has its own metric"
+        line = (
+            "row weights depend on other questions, but the pool has inner products only between "
+            "questions of the same metric"
+        )
         return Refusal("metrics", line, 1, pool.metrics)
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
         line = f"{rollouts} rollouts cannot be split into micro-batches of {loss.micro_batch_size}"
@@ -269,8 +281,9 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
     needed = prompts_needed(prompts, kept)
     if needed > questions:
         line = (
-            f"row weights depend on all {prompts} questions of an update, and drawing such updates "
-            f"needs {needed} questions, got {questions}: use study.questions={needed}"
+            f"row weights depend on all {prompts} questions of an update, and a measurement with "
+            f"such updates needs {needed} questions, got {questions}: use "
+            f"study.questions={needed}"
         )
         return Refusal("coupled questions", line, needed, questions)
     return None
@@ -283,10 +296,10 @@ def kept_share(pool: ScorePool, group_size: int) -> Interval:
 
 
 def draws_behind(pool: ScorePool, loss: Loss, group_size: int, draws: int) -> int | None:
-    """Return the number of draws used for a loss's moments; None if all groups are used.
+    """Return the number of random draws behind the moments of a loss; None if all groups are used.
 
-    If the loss couples prompts, a draw is a pair of batches. Otherwise, a draw is one group from
-    each question.
+    If the row weights of the loss depend on the whole batch, a draw is a pair of batches. For other
+    losses, a draw is one group from each question.
 
     Args:
         pool, loss, group_size: see `refusal`.
@@ -306,7 +319,7 @@ _LengthKind = tuple[str, int, bool, TokenWeights | None]
 
 
 def _length_kind(loss: Loss) -> _LengthKind:
-    """Return the settings of a loss that determine its sums by reward level."""
+    """Return the settings of a loss that determine its `LevelSums`."""
     cut = loss.mask_truncated_completions
     return loss.loss_type, loss.max_completion_length, cut, loss.tokens
 
@@ -319,15 +332,16 @@ def _terms(
     seed: int,
     unweighted: ScorePool,
 ) -> GroupTerms:
-    """Compute the terms of an additive loss.
+    """Compute the terms of a loss whose row weights depend only on their own group.
 
     Args:
         pool: completions scored with the token weights of the loss.
-        group_size: G.
+        loss: loss.
+        group_size: group size, G.
         sums: cache of the sums for the last kind of length factor; updated in place.
-        seed: seed of the drawn groups.
-        unweighted: pool scored without token weights, for the unbiased loss, which is the control
-            variate for drawn groups.
+        seed: seed of the random groups.
+        unweighted: pool scored without token weights. If groups are drawn at random, the loss with
+            the unbiased baseline on this pool serves as the control variate.
     """
     if has_levels(pool, loss.baseline, group_size):
         key = _length_kind(loss)

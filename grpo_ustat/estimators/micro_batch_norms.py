@@ -1,49 +1,57 @@
 r"""Gradient noise from the norms of a gradient that accumulates over the micro-batches of a step.
 
-A step adds K micro-batch gradients g_1 ... g_K, and A_k = g_1 + ... + g_k. Let n be the number of
-rollouts of the step, G the group size and P = n/G. The loss is a mean over rollouts with leave-one-
-out advantages, so A_K is the gradient ghat, E[ghat] = grad J, and row i adds c_i / n, where c_i is
-its advantage times its score. For a prompt x with gradient g_x,
+A step adds K micro-batch gradients g_1 ... g_K. Let A_k = g_1 + ... + g_k be the sum after
+micro-batch k, n the number of rollouts (rows) of the step, G the group size and P = n/G the number
+of groups. The loss is a mean over rollouts with leave-one-out advantages. Therefore A_K is the
+gradient estimate ghat with E[ghat] = grad J. Row i adds c_i / n to it, where c_i is the advantage
+of the row times its score. For a prompt x with gradient g_x,
 
-    E[ <c_i, c_j> | x ] = ||g_x||^2 (1 + 1/(G-1)^2)     two rows of one group
-    E[ <c_i, c_j> ]     = ||grad J||^2                  rows of two prompts
-    E||ghat||^2         = ||grad J||^2 + V/P            V = C1 + C2/G + C3/(G (G-1))
+    E[ <c_i, c_j> | x ] = ||g_x||^2 (1 + 1/(G-1)^2)     for two rows of one group
+    E[ <c_i, c_j> ]     = ||grad J||^2                  for rows of two prompts
+    E||ghat||^2         = ||grad J||^2 + V/P            with V = C1 + C2/G + C3/(G (G-1))
 
-The second term of the first line comes from the rewards z_i and z_j, which the baselines of rows j
-and i contain with the factor -1/(G-1). tests/estimators/test_micro_batch_norms.py enumerates all
-three splits below.
+The factor 1 + 1/(G-1)^2 arises because the baseline of row j contains the reward of row i with the
+factor -1/(G-1), and vice versa. The functions of this module estimate the *signal* ||grad J||^2 and
+the *noise* V/P. What the norms reveal depends on how the rows of groups are split among
+micro-batches. tests/estimators/test_micro_batch_norms.py checks the three splits by enumeration.
 
-1. Whole groups in each micro-batch. Micro-batches are independent, so the mean of the products
-   K^2 <g_j, g_k> is ||grad J||^2, and the rest of ||A_K||^2 is V/P. Both are unbiased.
+1. Each micro-batch contains whole groups. Micro-batches are then independent, so the expectation of
+   the products K^2 <g_j, g_k> is ||grad J||^2, and the rest of ||A_K||^2 is V/P. Both estimates are
+   unbiased.
 
-2. Rows of a group spread at random over micro-batches. Two rows of different micro-batches belong
-   to the same group with probability (G-1)/(n-1), so the mean of the products has the bias
+2. The rows of a group are spread at random over micro-batches. Two rows of different micro-batches
+   belong to the same group with probability (G-1)/(n-1). The mean of the products therefore has the
+   bias
 
        (G-1)/(n-1) { C1 + E||g_x||^2 / (G-1)^2 }
 
-   and the estimate of V/P is too small by the same amount. The noise that the draw of prompts
-   causes, G C1 / n, is nearly invisible. C1 cannot be removed without a second estimate of it.
-   Both errors make the noise scale n V / (P ||grad J||^2) too small, so it is a lower bound.
+   and the estimate of V/P is too small by the same amount. The noise that the random choice of
+   prompts causes, G C1 / n, is nearly invisible. The bias cannot be removed without another
+   estimate of C1. Both errors make the noise scale n V / (P ||grad J||^2) too small, so it is a
+   lower bound.
 
-3. Parts of a group, with the rows of a group in consecutive micro-batches. A block is h consecutive
-   micro-batches with whole groups. Products between blocks are those of split 1. Products inside a
-   block estimate E||g_x||^2 (1 + 1/(G-1)^2) and therefore C1. Since n V/P = G C1 + C2 + C3/(G-1),
-   the sum F = C2 + C3/(G-1) is known too, but not its parts. C2 >= 0 and C3 >= 2 E||g_x||^2 bound
-   G* = 1 + sqrt(C3/C1): C3 is between 2 E||g_x||^2 and (G-1) F.
+3. The rows of a group are split over consecutive micro-batches. A block is a sequence of h
+   micro-batches that together contain whole groups. Products between micro-batches of different
+   blocks have the same expectation as in split 1. Products inside a block estimate
+   E||g_x||^2 (1 + 1/(G-1)^2) and therefore C1. Since n V/P = G C1 + C2 + C3/(G-1), the sum
+   F = C2 + C3/(G-1) is known too, but not C2 and C3. Because C2 >= 0 and C3 >= 2 E||g_x||^2, C3 is
+   between 2 E||g_x||^2 and (G-1) F. This also bounds G* = 1 + sqrt(C3/C1).
 
-Without a copy of the gradient, ||g_k||^2 is unknown if ranks add their gradients during the
-backward pass. Then the increments d_k = ||A_k||^2 - ||A_{k-1}||^2 are fitted. For split 1, their
-expectation is E||g||^2 + 2 (k-1) <g_j, g_k>. If noise dominates, increments are uncorrelated and
-their variance is proportional to 2k - 1. So the weighted fit is the best linear one, and its sum of
-signal and noise is ||A_K||^2. With known ||g_k||^2, only <g_k, A_{k-1}> is fitted, with variance
-proportional to k - 1. For split 1, the result is the mean of all products. The variance of the
-signal is then smaller by a factor of 2 at K = 2 and 1.5 at K = 32.
+**Norms of single micro-batches.** If ranks add their gradients during the backward pass, only
+||A_k||^2 can be measured; ||g_k||^2 would need a copy of the gradient. The estimates are then
+fitted to the increments d_k = ||A_k||^2 - ||A_{k-1}||^2. For split 1, the expectation of d_k is
+E||g||^2 + 2 (k-1) <g_j, g_k>. If noise dominates, increments are uncorrelated and their variance is
+proportional to 2k - 1. A least-squares fit with these weights is then the best linear fit, and its
+sum of signal and noise is ||A_K||^2. If ||g_k||^2 is known, only <g_k, A_{k-1}> is fitted, whose
+variance is proportional to k - 1. For split 1, the result is the mean of all products. The variance
+of the signal is then smaller than without ||g_k||^2, by a factor of 2 at K = 2 and 1.5 at K = 32.
 
-Unequal micro-batches: let w_k be the share of micro-batch k in the loss, and c the coefficient of
-variation of the shares. If ||g_k||^2 is known, the signal is multiplied by 1 - c^2/(K-1) and the
-sum of both is unbiased. The same holds for increments if the shares have no trend in k. With a
-trend, increments mistake noise for signal: if the last of 8 micro-batches is half as large as the
-others, the noise is 10 % too large, and the signal is too small by 10 % of the noise.
+**Unequal micro-batches.** Let c be the coefficient of variation of the micro-batches' shares in the
+loss. If ||g_k||^2 is known, the expected signal is multiplied by 1 - c^2/(K-1), and the sum of
+signal and noise is unbiased. The same holds for the fit to increments if the shares have no trend
+in k. With a trend, this fit confuses signal and noise. For example, if the last of 8 micro-batches
+is half as large as the others, the noise is 10 % too large, and the signal is too small by 10 % of
+the noise.
 """
 
 from __future__ import annotations
@@ -58,12 +66,12 @@ from grpo_ustat.records import Array
 
 
 class Layout(NamedTuple):
-    """Order of the groups in the micro-batches of a step."""
+    """Split of the groups among the micro-batches of a step; see the module's docstring."""
 
     # Number of micro-batches, K.
     micro_batches: int
-    # Number of consecutive micro-batches that contain the whole groups of a block, h; 1 if each
-    # micro-batch has whole groups.
+    # Number h of consecutive micro-batches that form a block, so that each block contains whole
+    # groups; 1 if each micro-batch contains whole groups.
     per_block: int = 1
 
     @property
@@ -75,16 +83,17 @@ class Layout(NamedTuple):
 
 @cache
 def norm_weights(layout: Layout, own_norms: bool) -> Array:
-    """Return the weights that turn squared norms into signal, noise and product in a block.
+    """Return the weights with which squared norms are summed to signal, noise and inside product.
 
     Args:
-        layout: order of the groups.
+        layout: split of the groups among micro-batches.
         own_norms: True if the squared norms of single micro-batches are known.
 
     Returns:
-        Weights [3, 2K] of ||A_1||^2 ... ||A_K||^2, ||g_1||^2 ... ||g_K||^2. The rows give
+        Weights [3, 2K] of ||A_1||^2 ... ||A_K||^2, ||g_1||^2 ... ||g_K||^2. The three rows give
 
-        - signal: the squared length of the expected gradient, K^2 <g_j, g_k> for different blocks
+        - signal: the squared length of the expected gradient, estimated by K^2 <g_j, g_k> for
+          micro-batches j and k of different blocks
         - noise: E||A_K||^2 minus the signal
         - inside: K^2 <g_j, g_k> for two micro-batches of one block; 0 if h = 1
 
@@ -119,7 +128,10 @@ def norm_weights(layout: Layout, own_norms: bool) -> Array:
 
 
 def _fit(design_KJ: Array, weights_K: Array) -> Array:
-    """Return the matrix of a weighted least-squares fit; a column of zeros has coefficient 0."""
+    """Return the matrix that maps K observations to J weighted least-squares coefficients.
+
+    The coefficient of a column of zeros is 0.
+    """
     roots_K1: Array = np.sqrt(weights_K)[:, None]
     return np.asarray(np.linalg.pinv(roots_K1 * design_KJ) * roots_K1.T, float)
 
@@ -127,16 +139,16 @@ def _fit(design_KJ: Array, weights_K: Array) -> Array:
 def signal_and_noise_of_ranks(
     sq_norm_S: Array, own_sum_S: Array, ranks: int, parts_S: Array
 ) -> tuple[Array, Array]:
-    """Return signal and noise from the norms of ranks' micro-batches and of the averaged gradient.
+    """Return signal and noise of S steps from gradient norms of data-parallel ranks.
 
-    Data-parallel ranks average their gradients, so the averaged gradient is the sum of all ranks'
-    micro-batch gradients over the number of ranks. One micro-batch per rank suffices.
+    The ranks average their gradients. The averaged gradient is therefore the sum of the micro-batch
+    gradients of all ranks, divided by the number of ranks. One micro-batch per rank suffices.
 
     Args:
         sq_norm_S: squared norm of the averaged gradient at each step.
         own_sum_S: sum of the squared norms of the micro-batch gradients of all ranks.
         ranks: number of ranks.
-        parts_S: number of micro-batches of all ranks together, at least 2.
+        parts_S: number of micro-batches of all ranks together at each step, at least 2.
 
     >>> signal_S, noise_S = signal_and_noise_of_ranks(
     ...     np.array([5.0]), np.array([12.0]), ranks=2, parts_S=np.array([2])
@@ -149,10 +161,14 @@ def signal_and_noise_of_ranks(
 
 
 def law_of_norms(signal_S: Array, noise_S: Array, rollouts: float, group_size: int) -> ScalingLaw:
-    """Return a scaling law with ||grad J||^2 and the sum of C1, C2 and C3, over S >= 2 steps.
+    """Return a scaling law that is valid only for the noise scale at this group size.
 
-    Whole groups do not separate C1, C2 and C3. The constant C2 of the result is n V/P at this group
-    size, G C1 + C2 + C3/(G-1), and the others are 0. So only the noise scale at this G is valid.
+    If micro-batches contain whole groups, their norms do not separate C1, C2 and C3. They give only
+    the sum n V/P = G C1 + C2 + C3/(G-1). The result contains this sum as C2, with C1 = C3 = 0.
+
+    Args:
+        signal_S, noise_S: signal and noise at each of S >= 2 steps.
+        rollouts, group_size: number of rollouts per step, n, and group size, G.
     """
     zeros_S = np.zeros_like(signal_S)
     values_4S = np.stack([zeros_S, rollouts * noise_S, zeros_S, signal_S])
@@ -162,15 +178,16 @@ def law_of_norms(signal_S: Array, noise_S: Array, rollouts: float, group_size: i
 def law_of_blocks(
     values_3S: Array, rollouts: float, group_size: int, groups_at_once: int
 ) -> ScalingLaw:
-    """Return a scaling law with ||grad J||^2, C1 and C2 + C3/(G-1), from parts of groups.
+    """Return a scaling law from micro-batches that contain parts of groups.
 
-    The constant C2 of the result is C2 + C3/(G-1), and C3 is 0.
+    The norms do not separate C2 and C3. The result contains the sum C2 + C3/(G-1) as C2, with
+    C3 = 0; C1 and ||grad J||^2 are valid.
 
     Args:
-        values_3S: signal, noise and product in a block at each of S >= 2 steps.
-        rollouts, group_size: n and G.
-        groups_at_once: number of groups with rows in a micro-batch, R; the number of data-parallel
-            ranks whose gradients are added.
+        values_3S: signal, noise and inside product (see `norm_weights`) at each of S >= 2 steps.
+        rollouts, group_size: number of rollouts per step, n, and group size, G.
+        groups_at_once: number of groups that have rows in one micro-batch. It is the number of
+            data-parallel ranks whose gradients are added.
     """
     signal_S, noise_S, inside_S = values_3S
     same_group_S = groups_at_once * inside_S - (groups_at_once - 1) * signal_S

@@ -2,9 +2,9 @@ r"""Error of a minibatch gradient, for two ways of drawing the questions.
 
 Let ghat_x be the gradient estimate from random completions of question x. It has the second moment
 `e_x = E||ghat_x||^2` and the mean `mu_x = E ghat_x`; let `p_x = ||mu_x||^2`. Given the questions,
-the estimates of different questions are independent. A bar denotes a mean over the m questions, and
-mu is the mean of mu_x. Let T be the mean of ghat_x over the B questions of a batch, and tau the
-target. For both ways of drawing the questions, E T = mu and
+the estimates of different questions are independent. Let ebar, pbar and mu be the means of e_x, p_x
+and mu_x over the m questions. Let T be the mean of ghat_x over the B questions of a batch, and tau
+the gradient that T should estimate. For both ways of drawing the questions, E T = mu and
 
     E||T - tau||^2 = bias^2 + variance        bias^2 = ||mu - tau||^2
 """
@@ -25,16 +25,18 @@ Number = TypeVar("Number", float, Array)
 class GradientError:
     """Error of a gradient estimate T, for one baseline and one group size."""
 
-    # E||T - tau||^2 with its interval; the sum of `bias2` and `variance`.
+    # E||T - tau||^2 with its interval; the estimate is the sum of `bias2` and `variance`.
     mse: Interval
+    # Squared bias of T.
     bias2: float
+    # Variance of T.
     variance: float
-    # Cosine between one draw of T and tau, and mean squared error of the best multiple of T; see
-    # `scale_free`.
+    # Cosine of the angle between T and tau; see `scale_free`.
     cosine: float | None
+    # Mean squared error of the best multiple of T; see `scale_free`.
     best_scalar_mse: float | None
-    # Number of drawn groups per question, or number of drawn pairs of batches. None for a closed
-    # form, or if all groups of a pool are used.
+    # Number of random groups per question, or number of random pairs of batches, behind the
+    # estimates. None for a closed form, or if all groups of a pool are used.
     draws: int | None = None
 
 
@@ -49,6 +51,8 @@ def decompose(
 ) -> tuple[Number, Number, Number]:
     r"""Return (mse, bias^2, variance) of a minibatch, elementwise for arrays of the same shape.
 
+    The variance depends on how the B questions of the batch are drawn; the bias does not:
+
         all_questions_once       variance = ( ebar - pbar ) / B             B = m
         with_replacement         variance = ( ebar - ||mu||^2 ) / B
         bias^2 = ||mu||^2 - 2 <mu, tau> + ||tau||^2
@@ -57,7 +61,8 @@ def decompose(
     With `with_replacement`, T averages the estimates of B independently drawn questions. Each
     estimate has the second moment ebar and the mean mu.
 
-    All three results are linear in the arguments, so unbiased arguments give unbiased results.
+    All three results are linear in the arguments from `e` to `target_sq`, so unbiased estimates of
+    these arguments give unbiased results.
 
     Args:
         setting: one of the two names above.
@@ -82,11 +87,12 @@ def decompose(
 
 
 def scale_free(energy: float, cross: float, target_sq: float) -> tuple[float | None, float | None]:
-    """Return the cosine between one draw of T and tau, and the MSE of the best multiple of T.
+    """Return two measures of the error of T that do not depend on its length.
 
-    The cosine is `cross / sqrt(energy target_sq)`. The MSE is `target_sq - cross^2 / energy`, the
+    The first is the cosine `cross / sqrt(energy target_sq)` between T and tau. The second is the
+    mean squared error of the best multiple of T, `target_sq - cross^2 / energy`, which is the
     minimum of `E||c T - tau||^2` over factors c. Both results are None unless `energy` and
-    `target_sq` are positive. Estimates of these two values can be negative.
+    `target_sq` are positive; estimates of these arguments can be negative.
 
     Args:
         energy: E||T||^2.

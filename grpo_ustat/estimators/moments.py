@@ -1,16 +1,20 @@
 r"""Closed forms for the mean squared error of a prompt's gradient estimate (paper, Theorem 2).
 
-For one prompt, let s be the score, q = ||s||^2, z the reward, V = E z, sigma^2 = Var z and
-g = E[s z]. The moments, and the errors of three baselines with a group of G completions, are
+For a completion of one prompt, let z be the reward, s the score (the gradient of the
+log-probability) and q = ||s||^2. For the prompt, let V = E z, sigma^2 = Var z and g = E[s z], the
+gradient of V. The moments of the prompt are
 
-    M_k = E[q z^k]     A_b = M_2 - 2 b M_1 + b^2 M_0     D = M_0 sigma^2
+    M_k = E[q z^k]     A_b = E[q (z - b)^2] = M_2 - 2 b M_1 + b^2 M_0     D = M_0 sigma^2
+
+The mean squared error of the estimate from one group of G completions is, for three baselines,
+
     none             ( A_0 - ||g||^2 ) / G
     oracle           ( A_V - ||g||^2 ) / G
     leave_one_out    ( A_V - ||g||^2 ) / G  +  ( D + ||g||^2 ) / ( G (G-1) )
 
-The three errors are linear in (M_2, A_V, D, ||g||^2). Each of these four numbers has an unbiased
-estimator, computed from the rewards of a pool of N >= 3 completions and the Gram matrix of their
-scores.
+The three errors are linear in (A_0, A_V, D, ||g||^2). Each of these four numbers has an unbiased
+estimator, computed from the rewards of N >= 3 completions of the prompt (its pool) and the Gram
+matrix of their scores.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ import numpy as np
 from grpo_ustat.estimators.intervals import Interval, jackknife_interval
 from grpo_ustat.records import Array
 
-# Half-width of a 99.9 % interval divided by the half-width of a 95 % interval.
+# Half-width of a 99.9 % interval divided by the half-width of a 95 % interval; see `is_correlated`.
 CORRELATION_MARGIN = 1.68
-# A mean of squared norms counts as rounding error if it is below this fraction of the largest
-# squared norm.
+# `covariance_excess` divides by a mean of squared norms. The divisor is at least this fraction of
+# the largest squared norm, because a smaller mean is a rounding error.
 ROUNDING = 1e-12
 
 
@@ -73,8 +77,8 @@ class Moments:
 def centred(rewards: Array) -> Array:
     """Subtract the mean over the last axis from rewards; return exactly 0 if all are equal.
 
-    The first reward is subtracted first, so that a large constant in all rewards does not reduce
-    the precision.
+    The first reward is subtracted before the mean is computed. A large constant in all rewards
+    therefore does not reduce the precision.
 
     >>> centred(np.array([1e9, 1e9 + 1])).tolist()
     [-0.5, 0.5]
@@ -89,7 +93,7 @@ def pool_gradient_weights(rewards_PN: Array) -> Array:
 
 
 def exact_moments(q_PY: Array, z_PY: Array, p_PY: Array, g_sq_P: Array) -> Moments:
-    """Compute the moments of an enumerable policy with Y outcomes per prompt.
+    """Compute the exact moments of a policy for which all Y outcomes of a prompt can be listed.
 
     Args:
         q_PY: squared score norms of the outcomes.
@@ -139,8 +143,9 @@ def pool_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
     """Estimate the moments of `pool_moments` from squared norms of scores and of pool gradients.
 
-    Products of expectations are estimated by sums over distinct completions. These sums are
-    computed from power sums such as Sqz, the sum of q z over the completions. With
+    The pool gradient ghat_N is the leave-one-out gradient estimate from all N completions. Products
+    of expectations are estimated by sums over distinct completions. These sums are computed from
+    power sums such as Sqz, the sum of q z over the completions. With
     `(N)_k = N (N-1) .. (N-k+1)`, the estimates are
 
         V M_1   = ( Sz Sqz - Sqzz ) / (N)_2
@@ -148,8 +153,8 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
         W M_0   = ( Szz Sq - Sqzz ) / (N)_2,   W = E z^2
         ||g||^2 = ( ||ghat_N||^2 - A_V / N - D / (N (N-1)) ) / ( 1 - 1/N + 1 / (N (N-1)) )
 
-    The sums use centred rewards. At the end, those moments that depend on the centring are
-    converted to the original rewards.
+    The sums use rewards minus their mean, for precision. At the end, the moments that depend on
+    this shift are converted to the original rewards.
 
     Args:
         q_PN: squared score norms, float64.
@@ -170,10 +175,11 @@ def norm_moments(q_PN: Array, rewards_PN: Array, ghat_sq_P: Array) -> Moments:
 def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, Array]:
     r"""Estimate A_V, D and ||g||^2 for scores minus their expectation, [P] each.
 
-    The estimates are unbiased for any expected score. The weights of ghat sum to 0, so neither ghat
-    nor its error depends on the expected score. `norm_moments` would be biased, because its squared
-    norms include the expected score. Instead, ghat is written as the mean over pairs of the kernel
-    `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), with
+    Use this function if the expectation of the scores is not 0. `norm_moments` would then be
+    biased, because its squared norms include the expected score. The estimates here are unbiased
+    for any expected score. The weights of the pool gradient ghat sum to 0, so neither ghat nor its
+    error depends on the expected score. The function writes ghat as the mean over pairs of the
+    kernel `h_ij = (z_i - z_j)(s_i - s_j) / 2` (Hoeffding 1948), for which
 
         E||h_12||^2 = (A_V + D)/2 + ||g||^2     E<h_12, h_13> = (A_V + 3 ||g||^2)/4
         E<h_12, h_34> = ||g||^2
@@ -209,8 +215,9 @@ def shifted_moments(rewards_PN: Array, gram_PNN: Array) -> tuple[Array, Array, A
 def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
     """Estimate the moments of `pool_moments` with each completion left out in turn, [P, N] each.
 
-    Let a = sum_j s_j z_j and b = sum_j s_j. The changes in ||a||^2, <a, b> and ||b||^2 if
-    completion i is left out are computed from <s_i, a>, <s_i, b> and q_i.
+    Let a = sum_j s_j z_j and b = sum_j s_j. If completion i is left out, ||a||^2, <a, b> and
+    ||b||^2 change by terms that depend only on <s_i, a>, <s_i, b>, q_i and z_i. The estimates
+    without each completion therefore need no new pass over the pool.
 
     Raises:
         ValueError: N < 4.
@@ -231,7 +238,12 @@ def delete_one_moments(rewards_PN: Array, gram_PNN: Array) -> Moments:
 
 
 def _shifted(moments: Moments, shift: Array) -> Moments:
-    """Return the moments after a prompt-specific constant is added to each prompt's rewards."""
+    """Return the moments after a constant is added to the rewards of each prompt.
+
+    Args:
+        moments: moments of the original rewards.
+        shift: constant for each prompt.
+    """
     # This estimate of V M_0 is unbiased, because it uses pairs of different completions.
     v_m0 = moments.m1 - moments.cov_qz
     return replace(
@@ -245,7 +257,10 @@ def _shifted(moments: Moments, shift: Array) -> Moments:
 
 
 def _powers(q: Array, z: Array) -> dict[str, Array]:
-    """Compute the terms of the power sums that the moments need, each with the shape of q and z."""
+    """Compute the summands of the power sums that the moments need.
+
+    Each array has the shape of q and z; the name "qz" means q times z.
+    """
     return {"q": q, "z": z, "zz": z * z, "qz": q * z, "qzz": q * z * z, "qq": q * q}
 
 
@@ -276,12 +291,13 @@ def _moments_of_sums(n: int, sums: dict[str, Array], ghat_sq: Array) -> Moments:
 def covariance_excess(q: Array, z: Array) -> Array:
     """Estimate A_V - A_{b*} = Cov(q, z)^2 / M_0 over the last axis.
 
-    An unbiased estimate of Cov(q, z)^2, a U-statistic, is divided by the mean of q. A jackknife
-    removes the bias of order 1/N. If q and z are independent, the expectation of the result is
-    exactly 0, because the U-statistic has expectation 0 for any values of q. Otherwise the result
-    is consistent but biased, because the denominator is estimated. The bias is of order 1/N^2 and
-    directed towards 0 if the largest q dominate. The result can be negative, and it is NaN for
-    fewer than 5 completions.
+    This is how much the best baseline b* = E[q z]/E[q] of a prompt reduces A_b compared with b = V.
+    The estimate divides a U-statistic, which is unbiased for Cov(q, z)^2, by the mean of q. A
+    jackknife removes the bias of order 1/N. If q and z are independent, the expectation of the
+    result is exactly 0, because the U-statistic has expectation 0 for any values of q. If they are
+    dependent, the result is consistent but biased, because the denominator is estimated. The bias
+    is of order 1/N^2. It is directed towards 0 if the largest q dominate. The result can be
+    negative, and it is NaN for fewer than 5 completions.
     """
     count = q.shape[-1]
     if count < 5:
@@ -298,14 +314,17 @@ def covariance_excess(q: Array, z: Array) -> Array:
 
 
 def _centred_powers(q: Array, z: Array) -> dict[str, Array]:
-    """Compute the terms of the power sums after subtracting the sample means of q and z."""
+    """Compute the summands of the power sums of q and z minus their sample means."""
     q, z = q - q.mean(axis=-1, keepdims=True), z - z.mean(axis=-1, keepdims=True)
     powers = _powers(q, z)
     return powers | {"qqz": q * powers["qz"], "qqzz": powers["qz"] ** 2}
 
 
 def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
-    """Compute Cov(q, z)^2 as a U-statistic, from power sums about any origin near the means.
+    """Compute the U-statistic for Cov(q, z)^2 from power sums of q and z.
+
+    The result does not depend on constants subtracted from q and z before the sums are formed. For
+    precision, these constants should be near the means.
 
     `Cov = M_1 - V M_0`, so the square is `M_1^2 - 2 M_1 V M_0 + V^2 M_0^2`. Each product of
     expectations is estimated by a mean over distinct completions (Hoeffding 1948). The last product
@@ -330,10 +349,11 @@ def _squared_covariance(n: int, sums: dict[str, Array]) -> Array:
 def correlation(moments: Moments) -> Interval:
     """Estimate corr(q, Z), with an interval over prompts.
 
-    The correlation is E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)). It is negative if wrong
-    answers have larger score norms than right answers, and 0 under the paper's Assumption 2. The
-    three estimated means are unbiased, but their ratio has a bias of order 1/P. The result is NaN
-    if q or Z does not vary within prompts.
+    The correlation is E Cov(q, Z | X) / sqrt(E Var(q | X) E Var(Z | X)), where X is the prompt, q
+    the squared score norm and Z the reward. It is negative if wrong answers have larger score norms
+    than right answers, and 0 under the paper's Assumption 2. The three means over prompts are
+    estimated without bias, but the ratio has a bias of order 1/P. The result is NaN if q or Z does
+    not vary within prompts.
 
     Args:
         moments: moments of at least 2 prompts.
@@ -354,17 +374,19 @@ def refutes_assumption2(share: Interval, corr: Interval) -> bool:
 
     Assumption 2 states that, given the prompt, squared score norm and reward are uncorrelated.
 
-    The assumption is refuted if `E[Cov(q, Z | X)^2 / M_0] / A_V` is significantly positive. This
-    number is the share of A_V that the best prompt-only baseline removes. If prompts have
-    covariances of opposite sign, they cancel in corr(q, Z), but not in this share. The assumption
-    is also refuted if corr(q, Z) differs significantly from 0. In small pools, corr(q, Z) can be
-    significant even if the share is not. With heavy tails, the 95 % interval of corr(q, Z) wrongly
-    excludes 0 in 5 to 17 % of pools. Therefore this interval must exclude 0 by a margin
-    (`CORRELATION_MARGIN`).
+    Two tests can refute it:
 
-    If the assumption is true for every prompt, the result is nevertheless True in 1 to 4 % of
-    simulated pools, with 1 to 60 questions of 8 to 64 completions, light to heavy tails, and 300
-    pools per case.
+    1. The share `E[Cov(q, Z | X)^2 / M_0] / A_V` is significantly positive. It is the share of A_V
+       that the best prompt-only baseline removes. Covariances of opposite sign cancel in
+       corr(q, Z), but not in this share.
+    2. The correlation corr(q, Z) differs significantly from 0. In small samples, it can be
+       significant even if the share is not. With heavy tails, the 95 % interval of corr(q, Z)
+       wrongly excludes 0 in 5 to 17 % of samples. Therefore this interval must exclude 0 by a
+       margin (`CORRELATION_MARGIN`).
+
+    The rate of false refutations was simulated with 1 to 60 questions of 8 to 64 completions, light
+    to heavy tails, and 300 samples per case. If the assumption is true for every prompt, the result
+    is True in 1 to 4 % of the samples.
 
     Args:
         share: (A_V - A_b*) / A_V with its 95 % interval.

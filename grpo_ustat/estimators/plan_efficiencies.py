@@ -1,11 +1,13 @@
 """Bias and efficiency of plans, computed from a scored pool without running the model.
 
-Every plan is compared with `leave_one_out` at its best fixed G twice: with the same number of
-generated rollouts, and with the same number of trained rollouts. An update of n rollouts consists
-of `n / E[rollouts of a prompt]` prompts. A trainer that averages over all rollouts of a batch
-divides by their number; here the divisor is its mean, which differs by O(1 / prompts). The price
-and the prior of a valued plan are fitted to half of the prompts, the plan is judged on the other
-half, and vice versa.
+Every plan is compared with `leave_one_out` at its best fixed G. There are two comparisons: with the
+same number of generated rollouts, and with the same number of rollouts that are used for training.
+An update of n rollouts consists of `n / E[rollouts of a prompt]` prompts. A trainer that averages
+over all rollouts of a batch divides by their actual number. Here the divisor is the mean number,
+which changes results only by O(1 / prompts).
+
+The price and the prior of a valued plan are fitted to one half of the prompts, and the plan is
+measured on the other half. Then the halves change places, so that every prompt is measured once.
 """
 
 from __future__ import annotations
@@ -56,28 +58,31 @@ from grpo_ustat.estimators.plans import (
 )
 from grpo_ustat.records import MIN_QUESTIONS, Array, Integers, Mask, ScorePool
 
+# Mean numbers of completions per prompt at which plans are compared.
 MEAN_SIZES = (4, 8, 16)
-# Largest number of completions of a prompt divided by the mean.
+# A plan may draw at most this many times the mean number of completions for one prompt.
 MOST_TIMES_MEAN = 4
-# Number of drawn orders, and of blocks for their Monte Carlo error, if paths cannot be listed.
+# If a plan has too many paths to list, DRAWN_ORDERS random orders of the pool are used, in BLOCKS
+# blocks, whose spread gives the Monte Carlo error.
 DRAWN_ORDERS, BLOCKS = 128, 8
-# Success rates at which the weights of prompts are computed; weights are relative to `MIDDLE`.
+# Success rates p for which a table shows the weight kappa(p) of a prompt. The weights are divided
+# by the weight at p = 1/2, whose index is MIDDLE.
 RATES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 MIDDLE = RATES.index(0.5)
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Bias and efficiency of a plan with an estimate, at one size."""
+    """Bias and efficiency of one plan, with one estimate, at one size."""
 
     plan: Plan
     # Name of the estimate; see `plan_terms.ESTIMATES`.
     estimate: str
-    # Size and largest number of completions of a prompt.
+    # Options of the plan: the size, and the largest number of completions of a prompt.
     setting: Setting
-    # Reason why the plan was not measured; the fields below are then None.
+    # Reason why the plan was not measured; the fields below then have their defaults.
     reason: str | None = None
-    # Mean number of generated and of trained completions per prompt of an update.
+    # Mean number of completions per prompt of an update: generated, and used for training.
     generated: Interval | None = None
     trained: Interval | None = None
     # True if the expected update is a multiple of the gradient for every policy.
@@ -86,26 +91,29 @@ class PlanRow:
     direction: Interval | None = None
     # Share of the expected squared norm of an update of n generated rollouts that is noise.
     noise: Interval | None = None
-    # Relative efficiencies with equal numbers of generated and of trained rollouts.
+    # Efficiency relative to `leave_one_out` with the same number of generated rollouts.
     at_generated: Interval | None = None
+    # Efficiency relative to `leave_one_out` with the same number of rollouts for training.
     at_trained: Interval | None = None
-    # Weights of prompts with the success rates `RATES`, relative to success rate 1/2; None if
-    # rewards are not 0 or 1.
+    # Weights of prompts with the success rates `RATES`, divided by the weight at success rate 1/2;
+    # None if rewards are not 0 or 1.
     weights: list[float] | None = None
-    # Standard error of `at_generated` from drawn orders of the pool; None if all were used.
+    # Standard error of `at_generated` due to the choice of random orders of the pool; None if the
+    # result is exact over all orders.
     monte_carlo_error: float | None = None
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """Terms of a plan with an estimate."""
+    """Result of measuring a plan with one estimate, before it is compared with `leave_one_out`."""
 
+    # Terms of all prompts.
     whole: PlanTerms
-    # kappa if the expected update is a multiple of the gradient for every policy, otherwise None.
+    # Factor kappa if the expected update is kappa times the gradient for every policy; else None.
     scale: float | None = None
     # See `PlanRow.weights`.
     weights: list[float] | None = None
-    # Terms from blocks of drawn orders; empty if all orders were used.
+    # Terms from blocks of random orders of the pool; empty if the result is exact over all orders.
     blocks: Sequence[PlanTerms] = ()
 
 
@@ -117,15 +125,16 @@ def plan_efficiencies(
     rollouts: int,
     seed: int,
 ) -> list[PlanRow]:
-    """Judge every plan with every estimate at every size, for new questions.
+    """Measure every plan with every estimate at every size; intervals apply to new questions.
 
     Args:
-        pool: N scored completions for each of at least 4 questions.
+        pool: N scored completions for each question. With fewer than 8 questions, no plan is
+            measured, and each row gives the reason.
         plans: keys of `PLANS`, or names of plans of installed packages.
         sizes: values of `Setting.size`.
         group_sizes: group sizes of `leave_one_out` among which the best is selected.
         rollouts: number of rollouts per update, n.
-        seed: seed of the drawn orders.
+        seed: seed of the random orders of the pool.
     """
     questions, completions = pool.rewards_PN.shape
     unbiased_sizes = [size for size in group_sizes if 2 <= size <= completions]
@@ -136,7 +145,7 @@ def plan_efficiencies(
     signal_D = product_of_means(gradient_PR, gradient_PR, pool.metrics)
 
     def error(terms: GroupTerms, used_P: Array, scale: float | None) -> LossError:
-        """Return the error of an update of n rollouts, of which a prompt uses `used_P`."""
+        """Return the error of an update of n rollouts, if a prompt uses `used_P` of them."""
         used_D = mean_over_prompts(used_P, pool.metrics)
         kept_D = 1.0 if terms.kept_P is None else mean_over_prompts(terms.kept_P, pool.metrics)
         of_update = update_moments(
@@ -200,7 +209,10 @@ def _standard_error(values: Sequence[float]) -> float | None:
 
 
 def _per_prompt(number_P: Array, kept_P: Array | None, metrics: int) -> Interval:
-    """Return the mean number of completions per prompt that is not replaced, with its interval."""
+    """Return the mean number of completions per prompt of an update, with its interval.
+
+    Completions of replaced prompts count, because they were generated, but the prompts do not.
+    """
     kept_P = np.ones_like(number_P) if kept_P is None else kept_P
     return ratio(mean_over_prompts(number_P, metrics), mean_over_prompts(kept_P, metrics), metrics)
 
@@ -212,16 +224,16 @@ def refusal(
     questions, completions = pool.rewards_PN.shape
     if questions < 2 * MIN_QUESTIONS:
         return (
-            f"{questions} questions are too few to fit a plan to half of them: use "
-            f"study.questions={2 * MIN_QUESTIONS}"
+            f"{questions} questions are too few, because plans are fitted to half of them: use "
+            f"at least study.questions={2 * MIN_QUESTIONS}"
         )
     if not unbiased_sizes:
         return f"no group size fits the pool's {completions} completions per question"
     needed = plan.has_history * setting.history + 2 * setting.size
     if completions < needed:
         return (
-            f"a mean of {setting.size} needs {needed} completions per question, but the pool has "
-            f"{completions}: use budget.pool_completions={needed}"
+            f"a mean of {setting.size} completions per prompt needs {needed} stored completions "
+            f"per question, but the pool has {completions}: use budget.pool_completions={needed}"
         )
     return None
 
@@ -229,7 +241,10 @@ def refusal(
 def _judge(
     pool: ScorePool, sums: LevelSums, plan: Plan, setting: Setting, seed: int
 ) -> dict[str, _Judged]:
-    """Compute the terms of a plan with every distinct estimate, with held-out prices."""
+    """Measure a plan with every distinct estimate, by name of the estimate.
+
+    The prices and priors for one half of the prompts are fitted to the other half.
+    """
     half_P = np.arange(len(pool.rewards_PN)) // pool.metrics % 2
     settings = [fitted_setting(pool, plan, setting, half_P != judged, seed) for judged in (0, 1)]
     levels = [float(level) for level in sums.level_L]
@@ -238,7 +253,8 @@ def _judge(
     except TooManyPaths:
         return _judge_orders(pool, plan, [settings[h] for h in half_P], seed)
     judged: dict[str, _Judged] = {}
-    # The weights of two estimates can be multiples of each other with the price of one half only.
+    # The weights of two estimates can be equal (up to a factor) with the price of one half, but not
+    # with the price of the other half. An estimate that differs in either half is kept.
     names = [name for paths in paths_2 for name in distinct_weights(paths)]
     for name in dict.fromkeys(names):
         weights_2 = [weights_of(paths, name) for paths in paths_2]
@@ -253,10 +269,10 @@ def _judge(
 
 
 def _by_half(half_P: Integers, first: PlanTerms, second: PlanTerms) -> PlanTerms:
-    """Return the first terms for the prompts of half 0, and the second for those of half 1."""
+    """Combine two results: `first` for the prompts of half 0, `second` for those of half 1."""
 
     def pick(left: Array, right: Array) -> Array:
-        """Return rows of `left` or `right`."""
+        """Return the rows of `left` for half 0 and the rows of `right` for half 1."""
         return np.where((half_P == 0).reshape(-1, *(1,) * (left.ndim - 1)), left, right)
 
     kept_P = None
@@ -275,7 +291,7 @@ def _by_half(half_P: Integers, first: PlanTerms, second: PlanTerms) -> PlanTerms
 
 
 def _common(scales: Sequence[float | None]) -> float | None:
-    """Return the value of kappa if it is the same for both halves."""
+    """Return kappa if it is known and equal for both halves; otherwise return None."""
     first, second = scales
     if first is None or second is None or not np.isclose(first, second, rtol=1e-9):
         return None
@@ -293,10 +309,11 @@ def _rate_weights(pairs: Sequence[tuple[Paths, Weights]]) -> list[float]:
 def _judge_orders(
     pool: ScorePool, plan: Plan, setting_P: Sequence[Setting], seed: int
 ) -> dict[str, _Judged]:
-    """Compute the terms from drawn orders, which are the same for all plans.
+    """Measure a plan with random orders of the pool, by name of the estimate.
 
-    If all completions of a prompt are drawn in one stage, the mean of leave-one-out advantages is
-    unbiased, because the size of the stage does not depend on them.
+    The orders are the same for all plans. If all completions of a prompt are drawn in one stage,
+    the estimate `per_prompt` is unbiased, because the size of the stage does not depend on its
+    rewards.
     """
     estimates = [name for name in estimates_of(plan) if name != ALL_ORDERS]
     blocks = drawn_plan_terms(pool, plan, setting_P, estimates, _orders(pool, seed), BLOCKS)
@@ -309,7 +326,7 @@ def _judge_orders(
 
 
 def _orders(pool: ScorePool, seed: int) -> Integers:
-    """Draw orders of the completions of every prompt, [P, D, N]."""
+    """Draw D random orders of the N completions of every prompt, [P, D, N]."""
     prompts, completions = pool.rewards_PN.shape
     place_N = np.arange(completions, dtype=np.int64)
     places_PDN = np.tile(place_N, (prompts, DRAWN_ORDERS, 1))
@@ -334,7 +351,15 @@ def _mean(blocks: Sequence[PlanTerms]) -> PlanTerms:
 def fitted_setting(
     pool: ScorePool, plan: Plan, setting: Setting, planned_P: Mask, seed: int
 ) -> Setting:
-    """Return the setting with the prior and the price fitted to some of the prompts."""
+    """Return the setting with a prior and a price for a valued plan; other plans need neither.
+
+    Args:
+        pool: scored pool.
+        plan: plan.
+        setting: options of the plan.
+        planned_P: True for the prompts to which the prior and the price are fitted.
+        seed: seed of the random orders of the pool.
+    """
     if plan.saving is None:
         return setting
     rewards_PN = pool.rewards_PN[planned_P]

@@ -1,47 +1,58 @@
-r"""Exact moments of a prompt's term under a plan, over all ways in which its draws can end.
+r"""Exact moments of a prompt's contribution to an update under a plan.
 
-A plan (`estimators.plans`) draws the completions of a prompt in stages and decides, after every
-stage, how many completions come next. Completions of one stage with equal rewards are
-interchangeable. A *path* is therefore a list of counts by reward level, with an entry per stage,
-that ends where the plan stops. Let `M_c` be the number of completions of level c on a path. The
-chance of the path is
+The contribution is called the *term* of the prompt. Its moments are means over all ways in which
+the draws of the plan can end.
 
-    orders * prod_c pi_c^{M_c}                          if level c has probability pi_c
-    orders * prod_c (n_c)_{M_c} / (N)_{M}               if drawn from a pool with n_c of level c
+**Paths.** A plan (`estimators.plans`) draws the completions of a prompt in stages and decides,
+after every stage, how many completions come next. Completions of one stage with equal rewards are
+interchangeable. A *path* therefore lists, for every stage until the plan stops, the number of
+completions at each reward level. Let `M_c` be the number of completions of level c on a path, and M
+their total. The chance of the path is
 
-with orders = prod over stages of the stage's multinomial coefficient, and `(n)_k = n (n-1) ...`.
-The second chance averages over all orders of the pool, without replacement; over pools it has the
-mean of the first. The term of the prompt is `h = sum_i w_i s_i`, where an estimate (`ESTIMATES`)
-determines the weights from the path. Let A_c be the sum of the weights of level c and Q_c the sum
-of their squares. By exchange of the completions of a level,
+    orders * prod_c pi_c^{M_c}                  if a completion has level c with probability pi_c
+    orders * prod_c (n_c)_{M_c} / (N)_{M}       if the completions are drawn from a pool of N
+                                                completions, n_c of which have level c
 
-    E w_i       = E A_c / n_c                            i of level c
+Here `orders` is the product over stages of the stage's multinomial coefficient, and
+`(n)_k = n (n-1) .. (n-k+1)`. The second chance is for draws without replacement, averaged over all
+orders of the pool. Its mean over pools is the first chance.
+
+**Moments.** The term of the prompt is `h = sum_i w_i s_i`, where s_i is the score of completion i.
+An estimate (`ESTIMATES`) determines the weights w_i from the path. Let A_c be the sum of the
+weights of level c and Q_c the sum of their squares. The completions of a level are interchangeable,
+so the weight of completion i of level c and of completion j of level d have the moments
+
+    E w_i       = E A_c / n_c
     E w_i^2     = E Q_c / n_c
     E w_i w_j   = E[ A_c A_d - 1(c=d) Q_c ] / ( n_c (n_d - 1(c=d)) )
 
-so the sums of a pool by level (`group_terms.LevelSums`) give unbiased estimates of `E h` and
-`E||h||^2` for every plan.
+With these moments, the sums of a pool's scores by level (`group_terms.LevelSums`) give unbiased
+estimates of `E h` and `E||h||^2` for every plan.
 
-**Bias.** `sum_c pi_c E[s | c] = 0` for every policy. Therefore `E h = kappa g` for every policy if
-and only if `E A_c / pi_c = kappa r_c + constant`. For rewards 0 and 1 this is always true:
+**Bias.** Let r_c be the reward of level c. For every policy, `sum_c pi_c E[s | c] = 0`. Therefore
+`E h = kappa g` for every policy if and only if `E A_c / pi_c = kappa r_c + constant`. For rewards 0
+and 1 such a kappa always exists. It depends on the success rate p of the prompt:
 
     kappa(p) = E A_1 / p - E A_0 / (1-p)
 
-A plan then only reweights prompts, by a function of their success rate, and a plan with a constant
-kappa is unbiased. For more levels, a plan can also change a prompt's direction.
+A plan then only changes the weights of prompts, and it is unbiased if kappa is constant. With more
+than two reward levels, a plan can also change the direction of a prompt's gradient.
 
-**Remedies.** If the number of completions depends on their rewards, the mean of the others is not
-independent of a completion given that it was drawn. Two estimates avoid this:
+**Unbiased estimates.** If the number of completions depends on their rewards, the leave-one-out
+baseline causes a bias: the fact that a completion was drawn says something about the rewards of the
+others. Two estimates avoid this:
 
-    earlier     the baseline of a completion is the mean of the other completions of its own and of
-                earlier stages. That the completion is drawn depends on earlier stages only, so
-                `E h = E[T] g` (Wald's equation, 1945), T trained completions
-    all_orders  the leave-one-out weights of the first stage, averaged over all orders in which the
-                same completions could have been drawn. The first stage has a fixed size, so its
-                estimate is unbiased, and so is its conditional mean given the completions (Rao and
-                Blackwell). For rewards 0 and 1 drawn one at a time this is the estimate of
-                Girshick, Mosteller and Savage (1946); if drawing stops at the k-th success, it is
-                `(k-1)(T-k) / ((T-1)(T-2))` times the difference of the mean scores of both levels
+    earlier     The baseline of a completion is the mean of the other completions of its own stage
+                and of earlier stages. Only earlier stages decide if the completion is drawn, so
+                `E h = E[T] g` (Wald's equation, 1945), where T is the number of completions that
+                are used for training.
+    all_orders  The leave-one-out weights of the first stage are averaged over all orders in which
+                the same completions could have been drawn. The first stage has a fixed size, so its
+                estimate is unbiased. The conditional mean of this estimate given the completions is
+                then unbiased too (Rao and Blackwell). For rewards 0 and 1 drawn one at a time, it
+                is the estimate of Girshick, Mosteller and Savage (1946). If drawing stops at the
+                k-th success, it is `(k-1)(T-k) / ((T-1)(T-2))` times the difference of the mean
+                scores of both levels.
 """
 
 from __future__ import annotations
@@ -58,7 +69,8 @@ from grpo_ustat.estimators.group_terms import GroupTerms, LevelSums, composition
 from grpo_ustat.estimators.plans import Plan, Rewards, Setting, all_of, trained_stages
 from grpo_ustat.records import Array, Integers, ScorePool
 
-# Largest number of paths that are listed. If a plan has more, orders of the pool are drawn.
+# Largest number of paths that are listed. If a plan has more, its terms are averages over random
+# orders of the pool instead; see `drawn_plan_terms`.
 MAX_PATHS = 5000
 # Number of completions of every level in each stage.
 Counts = tuple[tuple[int, ...], ...]
@@ -70,33 +82,35 @@ class TooManyPaths(ValueError):
 
 @dataclass(frozen=True)
 class Paths:
-    """All paths of a plan, for given reward levels. Axes: C paths, L levels."""
+    """All C paths of a plan, for L given reward levels."""
 
     plan: Plan
+    # Reward of each level.
     level_L: Array
-    # Counts by stage and level, without a history.
+    # Number of completions by stage and level; a history is not included.
     stages_C: list[Counts]
-    # Counts of the completions that are trained, by stage and level.
+    # Number of completions that are used for training, by stage and level.
     trained_C: list[Counts]
-    # Logarithm of the number of orders.
+    # Logarithm of the number of orders in which the completions of the path can be drawn.
     log_orders_C: Array
-    # Number of completions by level, with a history.
+    # Number of completions by level; a history is included.
     counts_CL: Integers
-    # Number of completions that are generated, without a history.
+    # Number of completions that are generated; a history is not included.
     generated_C: Array
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of an estimate on every path."""
+    """Weights of an estimate on each of C paths, summed by each of L reward levels."""
 
-    # Sum of the weights by level, A.
+    # Sum of the weights by level, A_c in the module's docstring.
     sum_CL: Array
-    # Sum of the squared weights by level, Q.
+    # Sum of the squared weights by level, Q_c.
     square_CL: Array
-    # Number of completions that are trained.
+    # Number of completions that are used for training.
     trained_C: Array
-    # 0 if another prompt replaces the prompt, otherwise 1; None if the plan replaces no prompts.
+    # 0 if the path ends with another prompt replacing the prompt, otherwise 1; None if the plan
+    # replaces no prompts.
     kept_C: Array | None = None
 
 
@@ -104,6 +118,8 @@ def paths_of(plan: Plan, setting: Setting, levels: Sequence[float]) -> Paths:
     """List all paths of a plan.
 
     Args:
+        plan: plan.
+        setting: options of the plan.
         levels: distinct rewards in increasing order.
 
     Raises:
@@ -114,7 +130,7 @@ def paths_of(plan: Plan, setting: Setting, levels: Sequence[float]) -> Paths:
         found_paths.append(path)
         if len(found_paths) > MAX_PATHS:
             raise TooManyPaths(
-                f"plan {plan.name} has more than {MAX_PATHS} paths at {len(levels)} reward levels"
+                f"plan {plan.name} has more than {MAX_PATHS} paths with {len(levels)} reward levels"
             )
     stages_C: list[Counts] = []
     trained_C: list[Counts] = []
@@ -143,8 +159,8 @@ def _ends(plan: Plan, setting: Setting, levels: Sequence[float], path: Counts) -
         return
     if len(levels) > 2 and math.comb(size + len(levels) - 1, size) > MAX_PATHS:
         raise TooManyPaths(
-            f"plan {plan.name} draws {size} completions at {len(levels)} reward levels, which "
-            f"is more than {MAX_PATHS} paths"
+            f"plan {plan.name} draws {size} completions with {len(levels)} reward levels, which "
+            f"gives more than {MAX_PATHS} paths"
         )
     for counts in compositions(len(levels), size):
         yield from _ends(plan, setting, levels, (*path, tuple(map(int, counts))))
@@ -166,9 +182,12 @@ def _log_orders(counts: Sequence[int]) -> float:
 
 
 def pool_chances(paths: Paths, counts_UL: Array) -> Array:
-    """Return the chance of every path, averaged over all orders of a pool, [U, C].
+    """Return the chance of every path if completions are drawn from a pool, [U, C].
+
+    The chance is the mean over all orders of the pool.
 
     Args:
+        paths: C paths of a plan.
         counts_UL: number of completions by level in each of U pools of N completions. N must be at
             least the number of completions on every path.
     """
@@ -185,7 +204,7 @@ def pool_chances(paths: Paths, counts_UL: Array) -> Array:
 
 def _log_factorial(counts: Array) -> Array:
     """Return log(n!) of every number."""
-    # Imported here, so that a refused command line does not wait for SciPy.
+    # SciPy is imported here so that a rejected command line fails without loading it.
     from scipy.special import gammaln
 
     return np.asarray(gammaln(counts + 1), dtype=np.float64)
@@ -193,6 +212,10 @@ def _log_factorial(counts: Array) -> Array:
 
 def chances(paths: Paths, probability_UL: Array) -> Array:
     """Return the chance of every path if completions have levels with these probabilities, [U, C].
+
+    Args:
+        paths: C paths of a plan.
+        probability_UL: U sets of probabilities of the L levels.
 
     >>> from grpo_ustat.estimators.plans import PLANS
     >>> until_mixed = paths_of(PLANS["until_mixed"], Setting(size=2, most=4), [0.0, 1.0])
@@ -207,13 +230,17 @@ def chances(paths: Paths, probability_UL: Array) -> Array:
     return np.exp(paths.log_orders_C + terms_UCL.sum(axis=2))
 
 
-# Function (rewards of the trained completions by stage, baseline) -> weight of each of them. If the
-# baseline is None, it is the mean of other trained completions.
+# Function (rewards of the completions for training by stage, baseline) -> weights of these
+# completions by stage. If the argument `baseline` is None, the baseline of a completion is the mean
+# reward of other completions for training.
 Estimate = Callable[[Rewards, "float | None"], list[Array]]
 
 
 def per_rollout(trained: Rewards, baseline: float | None = None) -> list[Array]:
-    """Sum leave-one-out advantages, so that every trained completion of a batch weighs the same.
+    """Return leave-one-out advantages as weights.
+
+    Every completion for training then has the same weight in a batch, and a prompt with more
+    completions weighs more.
 
     >>> [x.tolist() for x in per_rollout(((0.0, 0.0), (1.0,)))]
     [[-0.5, -0.5], [1.0]]
@@ -227,7 +254,9 @@ def per_rollout(trained: Rewards, baseline: float | None = None) -> list[Array]:
 
 
 def per_prompt(trained: Rewards, baseline: float | None = None) -> list[Array]:
-    """Average leave-one-out advantages, so that every prompt of a batch weighs the same.
+    """Return leave-one-out advantages divided by the prompt's number of completions for training.
+
+    Every prompt of a batch then has the same weight.
 
     >>> [x.tolist() for x in per_prompt(((0.0, 1.0),))]
     [[-0.5, 0.5]]
@@ -239,7 +268,8 @@ def per_prompt(trained: Rewards, baseline: float | None = None) -> list[Array]:
 def earlier(trained: Rewards, baseline: float | None = None) -> list[Array]:
     """Subtract the mean of the other completions of the same and of earlier stages.
 
-    A first stage of a single completion has the baseline 0.
+    If the first stage has a single completion, its baseline is 0. The argument `baseline` is not
+    used.
 
     >>> [x.tolist() for x in earlier(((0.0, 1.0), (1.0,)))]
     [[-1.0, 1.0], [0.5]]
@@ -254,10 +284,11 @@ def earlier(trained: Rewards, baseline: float | None = None) -> list[Array]:
 
 
 def without_last(trained: Rewards, baseline: float | None = None) -> list[Array]:
-    """Subtract the mean of the other completions, without those of the last stage.
+    """Subtract the mean of the other completions, but leave the last stage out of this mean.
 
-    If drawing stops at the k-th success, the baseline of the last completion is (k-1)/(T-1), the
-    unbiased estimate of the success rate (Haldane 1945).
+    An example is a plan that draws one completion at a time and stops at the k-th success, after T
+    completions. The baseline of the last completion is then (k-1)/(T-1), the unbiased estimate of
+    the success rate (Haldane 1945). The argument `baseline` is not used.
 
     >>> [x.tolist() for x in without_last(((0.0, 0.0), (1.0,)))]
     [[0.0, 0.0], [1.0]]
@@ -272,7 +303,8 @@ def without_last(trained: Rewards, baseline: float | None = None) -> list[Array]
     return [*first, np.array(trained[-1]) - total / count]
 
 
-# Estimates by name. `all_orders` needs all paths; see `weights_of`.
+# Estimates by name. The estimate `all_orders` is not in the dictionary, because it is not a
+# function of one path; see `weights_of`.
 ALL_ORDERS = "all_orders"
 ESTIMATES: dict[str, Estimate] = {
     "per_rollout": per_rollout,
@@ -285,8 +317,10 @@ ESTIMATES: dict[str, Estimate] = {
 def estimates_of(plan: Plan) -> list[str]:
     """Return the names of the estimates that are defined for a plan.
 
-    If only some of the generated completions are trained, that a completion is trained depends on
-    later stages, so the theory of `earlier` does not hold.
+    The estimate `earlier` requires that the use of a completion for training depends only on its
+    own and earlier stages. If a plan uses only some of the generated completions, the use of a
+    completion can also depend on later stages. `earlier` and `without_last` are then left out. They
+    are also left out, like `all_orders`, if the plan has a history.
     """
     names = ["per_rollout", "per_prompt"]
     if plan.trains is all_of and not plan.has_history:
@@ -295,9 +329,10 @@ def estimates_of(plan: Plan) -> list[str]:
 
 
 def distinct_weights(paths: Paths) -> dict[str, Weights]:
-    """Return the weights of every estimate whose weights are no multiple of an earlier estimate's.
+    """Return the weights of the estimates of a plan, without duplicates.
 
-    `ALL_ORDERS` is left out if all completions are drawn in one stage.
+    An estimate is left out if its weights are a multiple of the weights of an estimate before it in
+    `estimates_of`. `ALL_ORDERS` is left out if all completions are drawn in one stage.
     """
     weights: dict[str, Weights] = {}
     for name in estimates_of(paths.plan):
@@ -310,7 +345,7 @@ def distinct_weights(paths: Paths) -> dict[str, Weights]:
 
 
 def _are_multiples(left: Weights, right: Weights) -> bool:
-    """Return True if the weights of two estimates differ by a factor."""
+    """Return True if the weights of one estimate are a multiple of the weights of the other."""
     factor = np.sqrt(left.square_CL.sum() / max(right.square_CL.sum(), 1e-300))
     return np.allclose(left.sum_CL, factor * right.sum_CL) and np.allclose(
         left.square_CL, factor**2 * right.square_CL
@@ -321,7 +356,9 @@ def weights_of(paths: Paths, estimate: str) -> Weights:
     """Return the weights of an estimate on every path.
 
     Args:
-        estimate: key of `ESTIMATES`, or `ALL_ORDERS`, which trains all generated completions.
+        paths: all paths of a plan.
+        estimate: key of `ESTIMATES`, or `ALL_ORDERS`, which uses all generated completions for
+            training.
     """
     if estimate == ALL_ORDERS:
         return _all_orders(paths)
@@ -342,7 +379,12 @@ def weights_of(paths: Paths, estimate: str) -> Weights:
 
 
 def _by_level(stages: Counts, weights: Sequence[Array]) -> tuple[Array, Array]:
-    """Return the sums of the weights and of their squares by level, [L] each."""
+    """Return the sums of the weights and of their squares by level, [L] each.
+
+    Args:
+        stages: number of completions by stage and level.
+        weights: weights of the completions of each stage, in the order of the levels.
+    """
     levels = len(stages[0])
     total_L, square_L = np.zeros(levels), np.zeros(levels)
     for counts, weight_T in zip(stages, weights, strict=True):
@@ -353,7 +395,11 @@ def _by_level(stages: Counts, weights: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def _all_orders(paths: Paths) -> Weights:
-    """Average the first stage's weights over all paths with the same completions."""
+    """Return the weights of `all_orders`.
+
+    The leave-one-out weights of the first stage are averaged over all paths that have the same
+    number of completions of every level.
+    """
     levels = list(paths.level_L)
     first_CL = np.array([
         _by_level(stages[:1], per_prompt((_rewards(stages[0], levels),)))[0]
@@ -373,21 +419,23 @@ def _all_orders(paths: Paths) -> Weights:
 
 @dataclass(frozen=True)
 class PlanTerms:
-    """Terms of a plan with an estimate, and the numbers of completions."""
+    """Moments of every prompt's term under a plan with an estimate, and numbers of completions."""
 
     terms: GroupTerms
-    # Mean number of generated and of trained completions of every prompt.
+    # Mean number of completions of every prompt: generated, and used for training.
     generated_P: Array
     trained_P: Array
-    # Largest number of stages of a prompt, without a history.
+    # Largest number of stages of a prompt; a history does not count.
     stages: int
 
 
 def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> PlanTerms:
-    """Compute the terms of every prompt of a pool.
+    """Compute the moments of the terms of all prompts of a pool.
 
     Args:
-        sums: sums of the pool's scores by the levels of the paths.
+        sums: sums of the pool's scores by reward level; the levels must be those of the paths.
+        paths: all paths of the plan.
+        weights: weights of an estimate on these paths.
     """
     counts_UL, which_P = sums.distinct_counts
     chance_UC = pool_chances(paths, counts_UL)
@@ -406,7 +454,12 @@ def plan_terms(sums: LevelSums, paths: Paths, weights: Weights) -> PlanTerms:
 
 
 def prompt_weight(paths: Paths, weights: Weights, p_U: Array) -> Array:
-    """Return kappa(p), the factor of a prompt's gradient in its expected term, for rewards 0 and 1.
+    """Return the factor kappa(p) of a prompt's gradient in its expected term, for rewards 0 and 1.
+
+    Args:
+        paths: all paths of the plan, with the levels 0 and 1.
+        weights: weights of an estimate on these paths.
+        p_U: success rates p, strictly between 0 and 1.
 
     >>> from grpo_ustat.estimators.plans import PLANS
     >>> paths = paths_of(PLANS["fixed"], Setting(size=4), [0.0, 1.0])
@@ -419,7 +472,8 @@ def prompt_weight(paths: Paths, weights: Weights, p_U: Array) -> Array:
     return mean_UL[:, 1] / p_U - mean_UL[:, 0] / (1 - p_U)
 
 
-# Probabilities of the levels at which `constant_weight` compares kappa.
+# `constant_weight` compares kappa at TESTED random sets of level probabilities. Relative
+# differences up to TOLERANCE count as rounding errors.
 TESTED, TOLERANCE = 7, 1e-9
 
 
@@ -444,15 +498,20 @@ def drawn_plan_terms(
     order_PDN: Integers,
     blocks: int,
 ) -> dict[str, list[PlanTerms]]:
-    """Compute the terms of a plan over drawn orders, if its paths cannot be listed.
-
-    The result contains the terms from each block of orders, by estimate.
+    """Compute the terms of a plan from random orders of the pool, if it has too many paths to list.
 
     Args:
+        pool: N scored completions of each of P prompts.
+        plan: plan.
         setting_P: setting for every prompt.
         estimates: keys of `ESTIMATES`.
-        order_PDN: D orders of the completions of every prompt. Use the same for all plans.
-        blocks: number of equal blocks of orders, for the Monte Carlo error.
+        order_PDN: D random orders of the completions of every prompt. If all plans get the same
+            orders, their comparison is more precise.
+        blocks: number of blocks of equal size into which the D orders are divided.
+
+    Returns:
+        For each estimate, the terms from each block of orders. Their spread shows the Monte Carlo
+        error.
     """
     prompts, draws, completions = order_PDN.shape
     energy_EPD = np.empty((len(estimates), prompts, draws))
@@ -502,7 +561,7 @@ def drawn_plan_terms(
 
 
 def _drawn_stages(plan: Plan, setting: Setting, rewards_N: Array) -> list[slice]:
-    """Return the stages that a plan draws from a sequence of completions."""
+    """Return the stages that a plan draws from a sequence of completions, as slices of it."""
     stages: list[slice] = []
     end = 0
     while size := plan.more(tuple(tuple(sorted(rewards_N[s])) for s in stages), setting):
@@ -514,7 +573,18 @@ def _drawn_stages(plan: Plan, setting: Setting, rewards_N: Array) -> list[slice]
 def _place(
     weight_N: Array, place_T: Integers, rewards_N: Array, kept: Sequence[float], weights: Array
 ) -> None:
-    """Write the weights of the trained completions of a stage to the completions drawn first."""
+    """Write the weights of a stage's completions for training into `weight_N`.
+
+    Only rewards identify these completions. Among completions of the stage with equal rewards,
+    those drawn first are taken.
+
+    Args:
+        weight_N: weights of all completions of the prompt; changed in place.
+        place_T: indices of the stage's completions, in the order of the draw.
+        rewards_N: rewards of all completions of the prompt.
+        kept: rewards of the completions for training.
+        weights: weights of these completions.
+    """
     of_reward = dict(zip(kept, weights.tolist(), strict=True))
     left = Counter(kept)
     for place in place_T.tolist():

@@ -4,14 +4,18 @@ A plan is a pure function from the rewards drawn so far to the number of complet
 
     more(rewards, setting) -> number of completions of the next stage, 0 to stop
 
-`rewards` contains the rewards of every finished stage, in increasing order within a stage, because
-the completions of a stage are interchangeable. A plan therefore sees neither texts nor scores, and
-`estimators.plan_terms` can list all ways in which its draws can end. `Plan.more` never draws more
-than `Setting.most` completions of a prompt.
+A prompt's completions are drawn in stages. `rewards` contains the rewards of every finished stage,
+in increasing order within a stage, because the completions of a stage are interchangeable. A plan
+sees neither texts nor scores. `estimators.plan_terms` can therefore list all ways in which its
+draws can end. `Plan.more` never draws more than `Setting.most` completions of a prompt.
 
-A plan that values completions (`Plan.saving`) first draws a history or a pilot of the prompt. It
-then adds completions as long as one more completion saves more than the price. A common price
-gives the best sizes for a given mean size if the savings of a prompt decrease (`price_of`).
+Some plans do not have a stopping rule but a value for every further completion (`Plan.saving`), for
+example the reduction of the variance. Such a *valued* plan first draws a few completions of the
+prompt. They are a pilot, if they are used for training, or a history, if they come from an earlier
+epoch and are not. The plan then adds completions as long as one more completion saves more than a
+price. All prompts have the same price, which is fitted to a given mean number of completions
+(`price_of`). If the savings of a prompt decrease with its number of completions, no other sizes
+with the same mean save more.
 
 To add a plan, decorate a function here, or install a package with an entry point in the group
 `grpo_ustat.plans` that is a `Plan`.
@@ -31,23 +35,24 @@ from grpo_ustat.records import Array
 PLUGIN_GROUP = "grpo_ustat.plans"
 # Smallest group size for which leave_one_out is defined.
 MIN_GROUP_SIZE = 2
-# Rewards of every stage, in increasing order within a stage.
+# Rewards of every stage of a prompt, in increasing order within a stage.
 Rewards = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Numbers that a plan can be tuned with."""
+    """Options of a plan."""
 
-    # Number of completions per prompt: of a fixed group, or the mean that `price` was fitted to.
+    # Number of completions per prompt from which a plan derives its stages. For a valued plan, the
+    # mean number of completions to which `price` is fitted.
     size: int
-    # Largest number of completions of a prompt, without a history.
+    # Largest number of completions of a prompt; a history does not count.
     most: int = 1 << 30
-    # Number of completions of a history.
+    # Number of completions in the history of a prompt.
     history: int = 8
-    # Saving below which no completion is added.
+    # A valued plan adds a completion only if it saves more than this price.
     price: float = 0.0
-    # Beta distribution of success rates over prompts, (a, b).
+    # Parameters (a, b) of a Beta distribution of the prompts' success rates.
     prior: tuple[float, float] = (1.0, 1.0)
 
 
@@ -63,7 +68,7 @@ def all_of(rewards: Rewards) -> Rewards:
 
 @dataclass(frozen=True)
 class Plan:
-    """A rule with its declarations. Either `rule` or `saving` is set."""
+    """Declaration of a plan. Either `rule` or `saving` is set."""
 
     # Name in configurations and tables.
     name: str
@@ -71,23 +76,24 @@ class Plan:
     words: str
     # Paper, repository or issue that the rule comes from.
     source: str
-    # See `more`.
+    # Function (rewards, setting) -> number of completions of the next stage.
     rule: Rule | None = None
-    # Function (rewards of the history or pilot, sizes n [K], setting) -> saving by completion n+1,
-    # [K], which must decrease with n.
+    # Function (rewards of the history or pilot, K sizes n, setting) -> K values: the saving if a
+    # prompt with n completions gets one more. The saving must decrease with n.
     saving: Saving | None = None
-    # True if the first stage comes from an earlier epoch, so that it is neither trained nor counted
-    # as generated.
+    # True if the first stage comes from an earlier epoch. Its completions are then neither used for
+    # training nor counted as generated.
     has_history: bool = False
-    # Completions that are trained, by stage, as a function of all generated completions.
+    # Function from the rewards of all generated completions to the rewards of those that are used
+    # for training, both by stage.
     trains: Trains = all_of
-    # True if another prompt replaces a prompt of which no completion is trained.
+    # True if a prompt without any completion for training is replaced by another prompt.
     replaces: bool = False
-    # True if the baseline is the mean of all generated completions. False if it is the mean of the
-    # other trained completions.
+    # True if the baseline is the mean reward of all generated completions. False if it is the mean
+    # reward of the other completions that are used for training.
     baseline_of_generated: bool = False
     # Smallest and largest number of completions of a prompt under a valued plan, in multiples of
-    # the mean. The smallest number is at least 2.
+    # the mean number. The smallest number is at least 2.
     bounds: tuple[float, float] = (0.0, 4.0)
 
     def more(self, rewards: Rewards, setting: Setting) -> int:
@@ -95,6 +101,7 @@ class Plan:
 
         Args:
             rewards: rewards of all stages so far, including a history.
+            setting: options of the plan.
         """
         drawn = sum(map(len, rewards[self.has_history :]))
         if self.rule is not None:
@@ -113,11 +120,14 @@ class Plan:
         return least + int(worth.sum()) - drawn
 
     def first_size(self, setting: Setting) -> int:
-        """Return the number of completions of the history, or of the pilot, of a valued plan."""
+        """Return the number of completions in the history or pilot of a valued plan."""
         return setting.history if self.has_history else half(setting.size)
 
     def least_size(self, setting: Setting) -> int:
-        """Return the smallest number of completions of a prompt under a valued plan."""
+        """Return the smallest number of completions of a prompt under a valued plan.
+
+        It is the size of the pilot if there is one.
+        """
         if not self.has_history:
             return self.first_size(setting)
         return max(MIN_GROUP_SIZE, round(self.bounds[0] * setting.size))
@@ -128,7 +138,10 @@ class Plan:
 
 
 def trained_stages(plan: Plan, rewards: Rewards) -> Rewards:
-    """Return the rewards of the trained completions by stage, without a history."""
+    """Return the rewards of the completions that are used for training, by stage.
+
+    A history is not included.
+    """
     return plan.trains(rewards[plan.has_history :])
 
 
@@ -144,8 +157,8 @@ class _Plans(dict[str, Plan]):
         offered = entry_points(group=PLUGIN_GROUP)[name].load()
         if not isinstance(offered, Plan) or offered.name != name:
             raise TypeError(
-                f"entry point {name} of {PLUGIN_GROUP} is {offered!r:.80}: it must be a Plan of "
-                f"name {name!r}"
+                f"entry point {name} of {PLUGIN_GROUP} is {offered!r:.80}: it must be a Plan "
+                f"with name {name!r}"
             )
         return offered
 
@@ -161,7 +174,10 @@ def plan(
     replaces: bool = False,
     baseline_of_generated: bool = False,
 ) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule in `PLANS` under its name; see `Plan`."""
+    """Return a decorator that registers a function as the `rule` of a plan in `PLANS`.
+
+    The name of the function is the name of the plan. The arguments are fields of `Plan`.
+    """
 
     def declare(rule: Rule) -> Rule:
         """Register a rule in `PLANS` and return it."""
@@ -178,7 +194,10 @@ def plan(
 def valued(
     words: str, source: str, *, has_history: bool, bounds: tuple[float, float]
 ) -> Callable[[Saving], Saving]:
-    """Return a decorator that registers a saving in `PLANS` under its name; see `Plan`."""
+    """Return a decorator that registers a function as the `saving` of a valued plan in `PLANS`.
+
+    The name of the function is the name of the plan. The arguments are fields of `Plan`.
+    """
 
     def declare(saving: Saving) -> Saving:
         """Register a saving in `PLANS` and return it."""
@@ -221,10 +240,13 @@ def half(size: int) -> int:
 
 
 def split(rewards: Rewards, right: int, wrong: int) -> Rewards:
-    """Return the right and the wrong completions that were drawn first, by stage.
+    """Return the rewards of the first `right` right and the first `wrong` wrong completions.
+
+    A completion is right if its reward is positive.
 
     Args:
-        right, wrong: largest number of completions with and without success.
+        rewards: rewards by stage, in the order of the stages.
+        right, wrong: largest number of right and of wrong completions.
 
     >>> split(((0.0, 0.0, 1.0), (0.0, 1.0)), right=2, wrong=1)
     ((0.0, 1.0), (1.0,))
@@ -267,7 +289,10 @@ def fixed(rewards: Rewards, setting: Setting) -> int:
     replaces=True,
 )
 def refill(rewards: Rewards, setting: Setting) -> int:
-    """Draw a group of `size` completions; `Plan.replaces` says that equal rewards are replaced.
+    """Draw a group of `size` completions.
+
+    `mixed_only` uses no completion of a group with equal rewards for training, and
+    `Plan.replaces` then replaces the prompt.
 
     >>> refill((), Setting(size=8))
     8
@@ -276,7 +301,7 @@ def refill(rewards: Rewards, setting: Setting) -> int:
 
 
 @plan(
-    "Rounds of half the size until the rewards of the prompt differ.",
+    "Rounds of half the size, until the rewards of the prompt differ.",
     "trl#3758, trl#7402 with pass_rate; open-instruct#1861 at a fixed policy",
 )
 def until_mixed(rewards: Rewards, setting: Setting) -> int:
@@ -289,7 +314,7 @@ def until_mixed(rewards: Rewards, setting: Setting) -> int:
 
 
 @plan(
-    "Rounds of half the size until one completion is right.",
+    "Rounds of half the size, until at least one completion is right.",
     "AR3PO, arXiv 2509.25808; Reinforce-Ada, positive-focused, before down-sampling",
 )
 def until_success(rewards: Rewards, setting: Setting) -> int:
@@ -302,7 +327,7 @@ def until_success(rewards: Rewards, setting: Setting) -> int:
 
 
 @plan(
-    "Two completions, then one at a time until the second success.",
+    "Two completions, then one at a time until two completions are right.",
     "inverse sampling, Haldane 1945",
 )
 def second_success(rewards: Rewards, setting: Setting) -> int:
@@ -317,9 +342,10 @@ def second_success(rewards: Rewards, setting: Setting) -> int:
 
 
 def balanced(rewards: Rewards) -> Rewards:
-    """Return the completions that Reinforce-Ada trains: half a round, if possible half of it right.
+    """Return the completions that Reinforce-Ada uses for training: half as many as in a round.
 
-    Missing right or wrong completions are replaced by the others.
+    If possible, half of them are right and half are wrong. If there are too few right completions,
+    wrong ones take their places, and vice versa.
 
     >>> balanced(((0.0,) * 7 + (1.0,),))
     ((0.0, 0.0, 0.0, 1.0),)
@@ -331,14 +357,14 @@ def balanced(rewards: Rewards) -> Rewards:
 
 
 @plan(
-    "Rounds of the size until a quarter of a round is right and a quarter is wrong; half a round "
-    "is trained.",
+    "Rounds of the size, until a quarter of a round can be filled with right completions and "
+    "another quarter with wrong ones; this half of a round is trained.",
     "Reinforce-Ada, balanced, arXiv 2510.04996v2 and its code",
     trains=balanced,
     baseline_of_generated=True,
 )
 def reinforce_ada(rewards: Rewards, setting: Setting) -> int:
-    """Stop when the trained half of a round can be balanced; see `balanced`.
+    """Stop when there are enough right and wrong completions for training; see `balanced`.
 
     >>> [reinforce_ada(x, Setting(size=8)) for x in [(), ((0.0,) * 8,), ((0.0,) * 6 + (1.0,) * 2,)]]
     [8, 8, 0]
@@ -351,9 +377,10 @@ def reinforce_ada(rewards: Rewards, setting: Setting) -> int:
 
 
 def rejected(rewards: Rewards) -> Rewards:
-    """Return the completions that AERO trains: all right ones and at most as many wrong ones.
+    """Return the completions that AERO uses for training: all right ones and as many wrong ones.
 
-    If half or more are right, all are trained; if none or all are right, none.
+    If half or more of the completions are right, all completions are used. If all or none are
+    right, none is used.
 
     >>> rejected(((0.0,) * 7 + (1.0,),)), rejected(((0.0, 1.0, 1.0),))
     (((0.0, 1.0),), ((0.0, 1.0, 1.0),))
@@ -363,8 +390,8 @@ def rejected(rewards: Rewards) -> Rewards:
 
 
 @plan(
-    "A group of the size, then two at a time while none is right, up to twice the size; all right "
-    "and as many wrong completions are trained.",
+    "A group of the size, then two completions at a time until one is right, up to twice the size; "
+    "all right and as many wrong completions are trained.",
     "AERO, arXiv 2602.14338, by AryaFayyazi/CGRPO's baselines/aero.py, without its posterior step",
     trains=rejected,
 )
@@ -380,7 +407,8 @@ def aero(rewards: Rewards, setting: Setting) -> int:
     return 0 if successes(rewards) else min(2, 2 * setting.size - drawn)
 
 
-# Bounds of the share of right completions in a pilot that is committed.
+# Pilot-Commit draws more completions of a prompt only if the share of right completions in its
+# pilot lies within these bounds.
 COMMITTED = (0.125, 0.75)
 
 
@@ -394,7 +422,7 @@ def is_committed(pilot: tuple[float, ...]) -> bool:
 
 
 def committed(rewards: Rewards) -> Rewards:
-    """Return all completions if the pilot was committed, otherwise none.
+    """Return all completions if the success rate of the pilot is in `COMMITTED`, otherwise none.
 
     >>> committed(((0.0, 0.0),))
     ((),)
@@ -403,8 +431,8 @@ def committed(rewards: Rewards) -> Rewards:
 
 
 @plan(
-    "A pilot of half the size; if 12.5 to 75 % of it are right, three times as many more; other "
-    "prompts are replaced.",
+    "A pilot of half the size; if 12.5 to 75 % of it are right, three times as many further "
+    "completions; if not, another prompt replaces the prompt.",
     "Pilot-Commit, arXiv 2605.26606, databricks/pilot-commit, without its stale pilots",
     trains=committed,
     replaces=True,
@@ -421,22 +449,22 @@ def pilot_commit(rewards: Rewards, setting: Setting) -> int:
 
 
 def posterior(history: tuple[float, ...], setting: Setting) -> tuple[float, float]:
-    """Return the Beta distribution of the success rate given the history."""
+    """Return the parameters of the Beta distribution of the success rate given the history."""
     a, b = setting.prior
     right = sum(reward > 0 for reward in history)
     return a + right, b + len(history) - right
 
 
 @valued(
-    "Sizes for the smallest sum of p (1-p) / (G-1), with p from 8 earlier completions and the "
-    "other prompts.",
+    "Sizes G that minimise the sum of p (1-p) / (G-1) over prompts; the success rate p of a prompt "
+    "is estimated from 8 earlier completions and the other prompts.",
     "VIP, arXiv 2602.01601, with a Beta distribution in place of its Gaussian process and without "
     "the term log p of its code",
     has_history=True,
     bounds=(0.0, 4.0),
 )
 def vip(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
-    """Return the fall of `E[p (1-p) | history] / (n-1)`, VIP's variance, by completion n+1.
+    """Return how much completion n+1 reduces VIP's variance, `E[p (1-p) | history] / (n-1)`.
 
     >>> vip((0.0,) * 4 + (1.0,) * 4, np.array([2.0, 3.0]), Setting(size=4)).round(4).tolist()
     [0.1136, 0.0379]
@@ -447,13 +475,16 @@ def vip(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
 
 
 @valued(
-    "Sizes for the smallest sum of p (1-p) / (G-1), with p from 8 earlier completions alone.",
+    "Sizes G that minimise the sum of p (1-p) / (G-1) over prompts; p (1-p) is estimated only from "
+    "8 earlier completions of the prompt.",
     "VIP, arXiv 2602.01601, without its prediction from other prompts",
     has_history=True,
     bounds=(0.0, 4.0),
 )
 def p_one_minus_p(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
-    """Return the fall of `p (1-p) / (n-1)` by completion n+1, with an unbiased estimate of p (1-p).
+    """Return how much completion n+1 reduces `p (1-p) / (n-1)`.
+
+    The estimate of p (1-p) is unbiased.
 
     >>> p_one_minus_p((0.0, 1.0), np.array([2.0]), Setting(size=4)).tolist()
     [0.25]
@@ -462,14 +493,16 @@ def p_one_minus_p(history: tuple[float, ...], sizes_K: Array, setting: Setting) 
 
 
 @valued(
-    "Sizes proportional to p (1-p) between half and 1.5 of the mean, with p from 8 earlier "
-    "completions.",
+    "Sizes proportional to p (1-p), between 0.5 and 1.5 times the mean size; p (1-p) is estimated "
+    "from 8 earlier completions.",
     "DynaMO, arXiv 2602.19208",
     has_history=True,
     bounds=(0.5, 1.5),
 )
 def dynamo(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
-    """Return `p (1-p) / (n+1)`, which exceeds the price up to a size proportional to p (1-p).
+    """Return `p (1-p) / (n+1)`, a saving that leads to DynaMO's sizes.
+
+    It exceeds the price up to a size proportional to p (1-p).
 
     >>> dynamo((0.0, 1.0), np.array([4.0]), Setting(size=8)).tolist()
     [0.1]
@@ -478,14 +511,16 @@ def dynamo(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Arra
 
 
 @valued(
-    "Sizes for the largest sum of p (1-p)^2 (1 - p^G - (1-p)^G), with p from 8 earlier "
-    "completions.",
+    "Sizes G that maximise the sum of p (1-p)^2 (1 - p^G - (1-p)^G) over prompts; p is estimated "
+    "from 8 earlier completions.",
     "Knapsack RL, arXiv 2509.25849, without its fallback",
     has_history=True,
     bounds=(0.0, 16.0),
 )
 def knapsack(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
-    """Return the gain of Knapsack RL's value by completion n+1.
+    """Return how much completion n+1 increases Knapsack RL's value of the prompt.
+
+    With n completions, the value is `p (1-p)^2 (1 - p^n - (1-p)^n)`.
 
     >>> knapsack((0.0, 1.0), np.array([2.0, 3.0]), Setting(size=4)).tolist()
     [0.03125, 0.015625]
@@ -495,13 +530,13 @@ def knapsack(history: tuple[float, ...], sizes_K: Array, setting: Setting) -> Ar
 
 
 @valued(
-    "A pilot of half the size, then sizes for the smallest sum of p (1-p) / G.",
+    "A pilot of half the size, then sizes G that minimise the sum of p (1-p) / G over prompts.",
     "two-stage allocation, Neyman 1934",
     has_history=False,
     bounds=(0.0, 4.0),
 )
 def pilot_then_size(pilot: tuple[float, ...], sizes_K: Array, setting: Setting) -> Array:
-    """Return the fall of `E[p (1-p) | pilot] / n` by completion n+1.
+    """Return how much completion n+1 reduces `E[p (1-p) | pilot] / n`.
 
     >>> pilot_then_size((0.0, 1.0), np.array([2.0]), Setting(size=4)).round(4).tolist()
     [0.0333]
@@ -515,9 +550,10 @@ def price_of(saving_SK: Array, chance_S: Array, more: float) -> float:
     """Return the price at which a plan adds at most `more` completions on average.
 
     Args:
-        saving_SK: saving by each further completion, in decreasing order, for each of S histories.
-        chance_S: chance of each history.
-        more: mean number of further completions per prompt.
+        saving_SK: saving by each of K further completions, in decreasing order, for each of S
+            possible histories or pilots.
+        chance_S: probability of each history or pilot.
+        more: largest mean number of further completions per prompt.
 
     >>> price_of(np.array([[4.0, 2.0, 1.0], [3.0, 1.0, 0.5]]), np.array([0.5, 0.5]), 1.5)
     1.0
@@ -530,7 +566,7 @@ def price_of(saving_SK: Array, chance_S: Array, more: float) -> float:
 
 
 def fitted_prior(rewards_PN: Array) -> tuple[float, float]:
-    """Fit a Beta distribution to the success rates of prompts by moments.
+    """Fit a Beta distribution to the prompts' success rates by the method of moments.
 
     >>> rewards_PN = np.repeat([[0.0], [0.5], [0.5], [1.0]], 8, axis=1)
     >>> rewards_PN[1:3, ::2], rewards_PN[1:3, 1::2] = 0.0, 1.0

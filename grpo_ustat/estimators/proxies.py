@@ -1,30 +1,35 @@
 r"""Correlations between gradient noise and its proxies, over prompts and over completions.
 
-*Prompts.* VIP and SPEED use a prompt's p (1-p) as a proxy for the noise of the prompt's gradient or
-for the information in this gradient. A pool gives estimates of the proxy and of the noise.
-Estimation errors move the correlation of the two estimates towards 0, or upwards if both are
-computed from the same completions. The two halves of a pool are independent given the prompt.
-Therefore, with unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other half,
+A proxy is a quantity that is cheaper to compute than the noise and is used in its place.
 
-    Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x          over prompts, exactly
+**Over prompts.** VIP and SPEED use p (1-p), where p is the success rate of a prompt, as a proxy for
+the noise of the prompt's gradient or for the information in this gradient. Let x be the true proxy
+of a prompt and y the true noise. The completions of a prompt give only estimates of x and y. Errors
+of these estimates move their correlation towards 0, or upwards if both are computed from the same
+completions. To avoid this, the completions are divided into two halves, which are independent given
+the prompt. With unbiased estimates X_1, Y_1 from one half and X_2, Y_2 from the other half, the
+covariances over prompts are exactly
 
-and `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the correlation of
-the true x and y, whatever the errors are (Spearman 1904). Covariances are averaged over random
-halvings. The same formula on ranks is not consistent, because the mean rank in half a pool is not a
-linear function of the true rank. This error cannot be corrected from the pool. The claim that the
-proxy is proportional to the noise concerns values, not ranks.
+    Cov(X_1, Y_2) = Cov(x, y)          Cov(X_1, X_2) = Var x
 
-*Completions.* The length and the squared score norm of a completion have no estimation errors, so
-ranks need no correction. The grade of X is its position in the distribution,
-`F(X) = P(X' < X) + P(X' = X)/2`, and Spearman's correlation is the correlation of the grades. With
-three different completions of a prompt, and sgn 0 = 0,
+Therefore `r = Cov(X_1, Y_2) / sqrt( Cov(X_1, X_2) Cov(Y_1, Y_2) )` is consistent for the
+correlation of x and y, for any size of the errors (Spearman 1904). Covariances are averaged over
+random halvings. Values are used and not ranks, for two reasons. The same formula on ranks is not
+consistent, because the mean rank from half of the completions is not a linear function of the true
+rank. And the claim that the proxy is proportional to the noise concerns values.
+
+**Over completions.** The length and the squared score norm of a completion are known without
+errors, so ranks need no correction. The grade of X is its position in the distribution,
+`F(X) = P(X' < X) + P(X' = X)/2`. Spearman's correlation of X and Y is the correlation of the grades
+F(X) and G(Y). With three different completions of a prompt, and sgn 0 = 0,
 
     4 Cov( F(X), G(Y) ) = E[ sgn(X_1 - X_2) sgn(Y_1 - Y_3) ]
 
-so the mean over all triples is unbiased for any number of completions. (Sample ranks also include
-triples whose second and third completions are the same, which move the result towards Kendall's
-tau.) If A and B are the sign matrices and a and b their row sums, the sum over triples is `a'b -
-sum_ij A_ij B_ij`. Covariances are averaged over prompts before the ratio is taken.
+The mean over all triples is therefore unbiased for any number of completions. (Sample ranks would
+also include triples whose second and third completions are the same. These triples move the result
+towards Kendall's tau.) Let A_ij = sgn(X_i - X_j) and B_ij = sgn(Y_i - Y_j) be sign matrices, and a
+and b their row sums. The sum over triples is then `a'b - sum_ij A_ij B_ij`. Covariances are
+averaged over prompts before the ratio is taken.
 
 Intervals are for new prompts. They use the jackknife over prompts on Fisher's scale, artanh r.
 """
@@ -51,7 +56,10 @@ MAX_CORRELATION = 0.99
 
 
 class Covariance(NamedTuple):
-    """Covariance over n prompts and its delete-one values; for grades, 4 times the covariance."""
+    """Covariance over n prompts, and the covariance without each prompt in turn.
+
+    For grades, all values are 4 times the covariance.
+    """
 
     value: float
     delete_one_n: Array
@@ -61,7 +69,8 @@ def corrected_correlation(x_2SP: Array, y_2SP: Array, level: float = CONFIDENCE)
     """Estimate the correlation over prompts, corrected for the errors in the estimates of x and y.
 
     Args:
-        x_2SP, y_2SP: unbiased estimates of x and y from each half of S random halvings.
+        x_2SP, y_2SP: unbiased estimates of x and y from each of the two halves, for S random
+            halvings and P prompts.
         level: confidence level.
     """
     xy = linear_covariance(np.concatenate(x_2SP), np.concatenate(y_2SP[::-1]))
@@ -71,7 +80,11 @@ def corrected_correlation(x_2SP: Array, y_2SP: Array, level: float = CONFIDENCE)
 def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> Interval:
     """Estimate Spearman's correlation within prompts, over N >= 4 completions per prompt.
 
-    Covariances are averaged over prompts. Neither x nor y has estimation errors.
+    Covariances are averaged over prompts.
+
+    Args:
+        x_PN, y_PN: values of each completion, known without errors.
+        level: confidence level.
     """
 
     def covariance(first_PN: Array, second_PN: Array) -> Covariance:
@@ -83,7 +96,7 @@ def within_correlation(x_PN: Array, y_PN: Array, level: float = CONFIDENCE) -> I
 
 
 def linear_covariance(x_KP: Array, y_KP: Array) -> Covariance:
-    """Compute the covariance over P >= 3 prompts, averaged over K pairs of estimates x and y.
+    """Compute the covariance of x and y over P >= 3 prompts, averaged over K pairs of estimates.
 
     >>> value, without = linear_covariance(np.array([[0.0, 1.0, 5.0]]), np.array([[0.0, 1.0, 2.0]]))
     >>> value, without.round(6).tolist()
@@ -121,11 +134,17 @@ def grade_covariances(x_PN: Array, y_PN: Array) -> Array:
 def correlation(
     xy: Covariance, xx: Covariance, yy: Covariance, level: float = CONFIDENCE
 ) -> Interval:
-    """Return xy / sqrt(xx yy) with a jackknife interval on Fisher's scale, within [-1, 1].
+    """Return the correlation xy / sqrt(xx yy) with a jackknife interval within [-1, 1].
 
-    If the ratio or a delete-one value reaches .99 in absolute value, the interval is computed on
-    the scale of r. The result is NaN if xx, yy or one of their delete-one values is not positive,
-    because x or y then does not distinguish the prompts.
+    The interval is computed on Fisher's scale. It is computed on the scale of r if the correlation,
+    also without one of the prompts, reaches .99 in absolute value. The result is NaN if xx or yy,
+    also without one of the prompts, is not positive, because x or y then does not distinguish the
+    prompts.
+
+    Args:
+        xy: covariance of x and y.
+        xx, yy: variances of x and y.
+        level: confidence level.
     """
     variances = np.concatenate([[xx.value, yy.value], xx.delete_one_n, yy.delete_one_n])
     if not (variances > 0).all():

@@ -1,4 +1,4 @@
-"""Correlation of two reward functions over the completions of a prompt. Axis F: functions."""
+"""Correlation of two reward functions over the completions of a prompt."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from grpo_ustat.records import Array
 def reward_correlation(rewards_PNF: Array, f: int, g: int, interval: str) -> Interval:
     """Estimate the correlation of functions f and g within prompts, with a jackknife interval.
 
-    The correlation is `E Cov(Z_f, Z_g | X) / sqrt(E Var(Z_f | X) E Var(Z_g | X))`. Each mean is
-    unbiased (divisor N - 1), and the ratio is consistent. The result is NaN if the rewards of one
-    function never vary within a prompt.
+    The correlation is `E Cov(Z_f, Z_g | X) / sqrt(E Var(Z_f | X) E Var(Z_g | X))`, where Z_f is the
+    reward from function f and X the prompt. Each of the three means is estimated without bias
+    (divisor N - 1), and the ratio is consistent. The result is NaN if the rewards of one function
+    never vary within a prompt.
 
     Args:
-        rewards_PNF: rewards of N >= 3 completions for each of P prompts, by reward function.
+        rewards_PNF: rewards of N >= 3 completions for each of P prompts, from F reward functions.
         f, g: indices of the two functions.
-        interval: `completions` for an interval given the prompts, `questions` for an interval over
-            prompts.
+        interval: `completions` for an interval that holds the prompts fixed, `questions` for an
+            interval for new prompts.
 
     >>> z = np.array([[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], [[0.0, 0.5], [0.0, 0.5], [1.0, 0.5]]])
     >>> round(reward_correlation(z, 0, 1, "questions").estimate, 4)

@@ -1,14 +1,15 @@
 r"""Row weights W_i of a loss; the gradient of an update is `sum_i W_i s_i` with row scores s_i.
 
-A row is a completion of L_i tokens with the score `s_i = sum_t grad log pi(token t | before)`. If
-all tokens of a row have the same weight (as at the first update of a batch, when every importance
-ratio is 1), then
+A row is a completion of L_i tokens with the score `s_i = sum_t grad log pi(token t | before)`. At
+the first update of a batch, every importance ratio is 1, and all tokens of a row have the same
+weight w_i. Then
 
-    W_i = A_i w_i        A_i  advantage, a baseline of `estimators.baselines`
-                         w_i  weight of every token of the row, `token_weights`
+    W_i = A_i w_i        A_i: advantage, from a baseline of `estimators.baselines`
+                         w_i: weight of every token of the row, from `token_weights`
 
-Let n be the number of rows. Sums run over the rows that count; an excluded row has L_i = 0 and W_i
-= 0.
+The weights w_i depend on the type of the loss. In the table, n is the number of rows that count,
+and sums run over these rows. A truncated completion can be masked; it still counts in n, but it has
+L_i = 0 and W_i = 0.
 
     loss_type        w_i                          source
     sum              1/n                          the paper, Algorithm 1; verl seq-mean-token-sum
@@ -17,16 +18,16 @@ Let n be the number of rows. Sums run over the rows that count; an excluded row 
     grpo, sapo       1/(n L_i)                    Shao et al. 2024; verl seq-mean-token-mean
     dapo, cispo,     1/sum_j L_j                  Yu et al. 2025; verl token-mean
       vespo
-    bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16: M micro-batches, m(i) holds row i
+    bnpo             1/(M sum_{j in m(i)} L_j)    TRL 1.16; M micro-batches, row i is in m(i)
 
 The weights in the first four lines depend only on the row itself. The weights in the last two lines
 depend on other rows (`COUPLED`), so the gradient is not a mean over prompts. Only `sum`, `luspo`
 and `dr_grpo` give a gradient that is a multiple of `sum_i A_i s_i`.
 
-A filter removes rows from n and from every sum. It can remove groups with equal rewards, groups
-with a small reward variance, and rows with a small advantage (`rows_that_count`). A filter also
-couples rows, because n then depends on all rows. If groups are instead redrawn until their rewards
-differ, they remain independent.
+A filter removes rows from n and from every sum: groups with equal rewards, groups with a small
+reward variance, or rows with a small advantage (`rows_that_count`). With a filter, every weight
+depends on all rows, because n does. This is not the case if groups with equal rewards are replaced
+by new draws: groups then remain independent.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from grpo_ustat.estimators.baselines import BASELINES, advantages
 from grpo_ustat.estimators.token_weights import ALL, PENALTY, TokenWeights, by_kind
 from grpo_ustat.records import Array, BaselineContext, Integers, Mask
 
+# Loss types; the table above gives their weights.
 LOSS_TYPES = ("sum", "dr_grpo", "dapo", "grpo", "bnpo", "luspo", "sapo", "cispo", "vespo")
 BY_TOKENS_OF_ALL = ("dapo", "cispo", "vespo")
 # Loss types whose w_i depends on other rows.
@@ -59,14 +61,15 @@ class RowFilter:
     # Treatment of groups with equal rewards: keep, drop or replace. With replace, groups are drawn
     # until their rewards differ (dynamic sampling in DAPO, Yu et al. 2025).
     zero_variance_groups: str = KEEP
-    # Smallest share p of the total reward variance that the groups that count must contain.
+    # Share p of the total reward variance: only the groups with the largest reward variances count,
+    # as many as needed to reach this share.
     reward_variance_share: float = 1.0
-    # Smallest |A| with which a row counts.
+    # A row counts only if the absolute value of its advantage is at least this number.
     advantage_threshold: float = 0.0
 
     @property
     def couples(self) -> bool:
-        """True if the number of rows that count depends on the rewards of all rows."""
+        """True if a filter is used, so that the number of rows that count depends on all rows."""
         dropped = self.zero_variance_groups == DROP or self.reward_variance_share < 1
         return dropped or self.advantage_threshold > 0
 
@@ -79,11 +82,12 @@ class RowFilter:
 def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> Mask:
     """Return the rows of an update that count, [P, G]; other rows are excluded from n and all sums.
 
-    A row counts if it satisfies the condition of each filter in use:
+    Row i of group x, with reward Z_xi and advantage A_xi, counts if it satisfies the condition of
+    each filter in use:
 
-        drop                      Z_xi != Z_xj for some i, j
-        reward_variance_share p   x is in the smallest set S of the groups with the largest reward
-                                  variances V_x such that sum_{x in S} V_x >= p sum_x V_x
+        drop                      Rewards Z_xi and Z_xj differ for some i and j.
+        reward_variance_share p   x is in S, the smallest set of groups with the largest reward
+                                  variances V_x for which sum_{x in S} V_x >= p sum_x V_x.
         advantage_threshold a     |A_xi| >= a
 
     The second filter is the top-p filter of RAGEN-2 (arXiv 2604.06268). Among groups with equal
@@ -104,8 +108,8 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
     if rows.zero_variance_groups == DROP:
         counts_PG &= mixed_P[:, None]
     if rows.reward_variance_share < 1:
-        # Sorting and rounding ensure that groups with the same rewards in a different order have
-        # the same variance.
+        # Groups with the same rewards in a different order must have the same variance. Rewards are
+        # therefore sorted, and shares are rounded.
         variance_P = np.sort(rewards_PG, axis=1).var(axis=1) * mixed_P
         total = max(float(variance_P.sum()), np.finfo(np.float64).tiny)
         share_P = (variance_P / total).round(12)
@@ -130,11 +134,11 @@ def token_weights(
     order_N: Integers | None = None,
     counts_N: Mask | None = None,
 ) -> Array:
-    """Compute w_i for all rows of an update, [N]; 0 for a row that is excluded or does not count.
+    """Compute w_i for all N rows of an update; 0 for a row that is masked or does not count.
 
     Args:
         loss_type: one of `LOSS_TYPES`.
-        lengths_N: completion lengths L_i in tokens, 0 for an excluded row.
+        lengths_N: completion lengths L_i in tokens, 0 for a masked row.
         max_completion_length: maximum completion length in tokens, L_max.
         micro_batch_size: number of rows per micro-batch, a divisor of n; only for `bnpo`.
         order_N: row indices, in the order in which rows are split into micro-batches; None for the
@@ -187,20 +191,21 @@ class Loss:
     micro_batch_size: int | None = None
     # True if truncated completions have weight 0; they still count in n and in the advantages.
     mask_truncated_completions: bool = False
+    # Filter that selects which rows count.
     rows: RowFilter = RowFilter()
-    # Definition of the token weights; see `estimators.token_weights`. If None, all weights are 1.
-    # This is the case at the first update of a batch, when every importance ratio is 1, if there is
-    # no penalty.
+    # Definition of the token weights for completions that were not sampled from the current policy
+    # or have a KL penalty; see `estimators.token_weights`. None if all token weights are 1, as at
+    # the first update of a batch without a KL penalty.
     tokens: TokenWeights | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the vectors of each row."""
+        """Kinds of vectors that each row adds to the gradient; see `estimators.token_weights`."""
         return (ALL,) if self.tokens is None else self.tokens.kinds
 
     @property
     def beta(self) -> float:
-        """Coefficient of the penalty in the loss; 0 if there is no penalty."""
+        """Coefficient of the KL penalty in the loss; 0 if the loss has none."""
         return self.tokens.beta if PENALTY in self.kinds and self.tokens is not None else 0.0
 
     @property
@@ -210,12 +215,12 @@ class Loss:
         return self.rows.couples or self.loss_type in COUPLED or baseline.couples_prompts
 
     def scale(self, group_size: int) -> float | None:
-        """Return c with E ghat = c grad J for any policy and rewards; None if there is no such c.
+        """Return the factor c of a loss whose mean update is c grad J for any policy and rewards.
 
-        If groups with equal rewards are replaced and a share K of groups is kept, E ghat = c grad J
-        / K. This equation requires a baseline whose advantages are 0 in groups with equal rewards.
-        The expectation over a kept group is then g_x / (1 - q_x), and the prompts of kept groups
-        have the distribution rho(x) (1 - q_x) / K; see `estimators.dynamic_sampling`.
+        The result is None if there is no such factor. If groups with equal rewards are replaced,
+        the mean update is c grad J / K, where K is the share of groups that are kept; the result is
+        still c. This requires a baseline whose advantages are 0 in groups with equal rewards;
+        `estimators.dynamic_sampling` gives the reason.
         """
         divisor = {"sum": 1, "luspo": 1, "dr_grpo": self.max_completion_length}.get(self.loss_type)
         if divisor is None or self.couples_prompts or self.mask_truncated_completions:
@@ -229,11 +234,14 @@ class Loss:
         return 1 / divisor if BASELINES[self.baseline].unbiased else None
 
     def counted_lengths(self, lengths: Integers, ended: Mask | None = None) -> Integers:
-        """Return the length L of each row; 0 for excluded rows."""
+        """Return the length L of each row; 0 for rows that are masked because of truncation."""
         return lengths * ended if self.mask_truncated_completions and ended is not None else lengths
 
     def length_factors(self, lengths: Integers, ended: Mask | None = None) -> Array:
-        """Return the factor of n w_i that depends only on row i, with the shape of `lengths`."""
+        """Return the length factor of each row, with the shape of `lengths`.
+
+        It is n w_i without the parts of w_i that depend on other rows.
+        """
         counted = self.counted_lengths(lengths, ended)
         if self.loss_type in ("grpo", "sapo"):
             return (counted > 0) / np.maximum(counted, 1)
@@ -248,10 +256,10 @@ def row_weights(
     ended_PG: Mask | None = None,
     order_N: Integers | None = None,
 ) -> Array:
-    """Compute the weights W of an update's vectors, for each kind and row, [K, P, G].
+    """Compute the row weights W of an update, [K, P, G].
 
-    The gradient of the update is the sum of W times the vectors. If all tokens of a row have weight
-    1, the row has a single vector, its score.
+    Each row has K kinds of vectors (`Loss.kinds`). The gradient of the update is the sum of W times
+    the vectors. If all tokens of a row have weight 1, the row has a single vector, its score.
 
     Args:
         loss: loss that defines the weights.

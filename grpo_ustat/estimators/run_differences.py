@@ -1,4 +1,4 @@
-"""Difference of the mean rewards of two runs, and the number of units that shows a difference."""
+"""Difference of the mean rewards of two runs, and how many prompts or seeds a comparison needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_ustat.estimators.intervals import (
     t_quantile,
 )
 
-# Chance that a comparison with `units_to_show` units shows the difference.
+# Probability that a comparison of the size from `units_to_show` shows the difference.
 POWER = 0.8
 # Runs are paired if they share at least this part of the prompts of the run with fewer prompts.
 MIN_COMMON = 0.5
@@ -27,11 +27,12 @@ MIN_COMMON = 0.5
 class Difference(NamedTuple):
     """Mean reward of a second run minus that of a first run."""
 
-    # Difference with its interval over prompts.
+    # Difference with its interval for new prompts.
     interval: Interval
     # Number of prompts by which the runs are paired; 0 if they are not paired.
     pairs: int
-    # Standard error times the square root of the number of prompts per run.
+    # Standard deviation between prompts: the standard error of the difference times the square root
+    # of the number of prompts per run.
     spread: float
 
 
@@ -43,14 +44,15 @@ def reward_difference(
 ) -> Difference | None:
     """Estimate the difference of two mean rewards, with an interval for new prompts.
 
-    The runs are paired by prompt if at least half of the prompts are the same; other prompts are
-    then not used. Without pairs, prompts are independent clusters (Welch's t).
+    The runs are paired by prompt if they share at least half of the prompts of the run with fewer
+    prompts; the other prompts are then not used. Runs that are not paired are compared by Welch's
+    t, with prompts as independent clusters.
 
     Args:
         first, second: mean reward of each prompt, by a key of the prompt.
         level: confidence level.
-        is_binary: True if every reward is 0 or 1. If no paired prompt changed, the interval is then
-            that of matched pairs, which has a positive width.
+        is_binary: True if every reward is 0 or 1. If all paired prompts changed equally, the
+            interval then comes from `matched_difference`, so that its width is positive.
 
     Returns:
         The difference; None if there are fewer than two prompts to compare.
@@ -73,8 +75,8 @@ def reward_difference(
     if min(map(len, runs)) < 2:
         return None
     variances = np.array([run.var(ddof=1) / len(run) for run in runs])
-    # Welch and Satterthwaite's degrees of freedom for unequal numbers of prompts are at least those
-    # of the smaller run.
+    # The degrees of freedom of the run with fewer prompts are used for both runs. This is
+    # conservative if the runs have unequal numbers of prompts.
     dof = pooled_dof(variances, min(map(len, runs)) - 1)
     difference = float(runs[1].mean() - runs[0].mean())
     interval = t_interval(difference, float(variances.sum()), dof, level)
@@ -82,21 +84,21 @@ def reward_difference(
 
 
 def units_to_show(spread: float, effect: float, level: float = CONFIDENCE, sets: int = 1) -> int:
-    """Return the number of units per run with which an effect is shown in 4 of 5 comparisons.
+    """Return how many prompts or seeds per run show a true difference in 4 of 5 comparisons.
 
     Args:
         spread: standard deviation between units (prompts or seeds), or between the differences of
             paired units.
-        effect: true difference that is to be shown.
+        effect: true difference.
         level: confidence level of the comparison.
-        sets: 1 if units are paired or if `spread` already is that of a difference, 2 for two
-            independent sets of units. The standard error is `spread sqrt(sets / units)` with
+        sets: 1 if units are paired, or if `spread` is the standard deviation of a difference; 2 for
+            two independent sets of units. The standard error is `spread sqrt(sets / units)` with
             `sets (units - 1)` degrees of freedom.
 
     >>> units_to_show(0.25, 0.01), units_to_show(0.01, 0.01, sets=2)
     (4908, 17)
     """
-    # The one-sided quantile of the power is the two-sided quantile at level 2 POWER - 1.
+    # The power needs a one-sided quantile, which is the two-sided quantile at level 2 POWER - 1.
     quantiles = normal_quantile(level) + normal_quantile(2 * POWER - 1)
     units = max(2, math.ceil(sets * (quantiles * spread / effect) ** 2))
 

@@ -6,31 +6,36 @@ squared error of the gradient estimate is (paper, Proposition 3, section 6):
     MSE(B, G) = 1/B { C1 + C2/G + C3/(G (G-1)) }
     C1 = tr Cov g(X)    C2 = E[ A_V - ||g||^2 ]    C3 = E[ D + ||g||^2 ]
 
-At a fixed number of rollouts n = B G, the error is `1/n { G C1 + C2 + C3/(G-1) }`. For any n, this
-error is smallest at `G* = 1 + sqrt(C3/C1)`. The paper writes the last term as C3/G and therefore
-obtains `G* = sqrt(C3/C1)`. At a fixed cost K = B (k + G c), where a prompt costs k and a completion
-costs c, the error is `(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`. The G that minimises this error
-does not depend on K.
+Here g(X) is the gradient of the expected reward of a random prompt X; `moments` defines A_V and D.
+
+**Best group size.** At a fixed number of rollouts n = B G, the error is
+`1/n { G C1 + C2 + C3/(G-1) }`. For any n, this error is smallest at `G* = 1 + sqrt(C3/C1)`. The
+paper writes the last term as C3/G and therefore obtains `G* = sqrt(C3/C1)`. The best G can also be
+computed for a fixed cost. If a prompt costs k and a completion costs c, a batch costs
+K = B (k + G c), and its error is `(k + G c)/K { C1 + C2/G + C3/(G (G-1)) }`. The G that minimises
+this error does not depend on K.
+
+**Noise scale.** The noise scale n_c is the number of rollouts per step at which the mean squared
+error equals ||grad J||^2, where J is the expected reward over all prompts:
 
     n_c(G) = ( G C1 + C2 + C3/(G-1) ) / ||grad J||^2
 
-is the number of rollouts per step at which the mean squared error equals ||grad J||^2. It is the
-simple noise scale of McCandlish et al. (2018) for groups of G, in rollouts. Its minimum over G is
-`( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2` and is reached at G*. For the gradient estimate ghat
-from n rollouts,
+It is the simple noise scale of McCandlish et al. (2018) for groups of G, in rollouts. Its minimum
+over G is `( C1 + C2 + 2 sqrt(C1 C3) ) / ||grad J||^2` and is reached at G*. The gradient estimate
+ghat from n rollouts satisfies
 
     E||ghat||^2 = ||grad J||^2 ( 1 + n_c/n )        noise share = n_c / ( n + n_c )
 
 If the curvature of J is the same in all directions, the best step along ghat raises J by the
 fraction `n / ( n + n_c )` of the increase from the best step along the true gradient. If n grows by
-one percent, this fraction therefore grows by `n_c / ( n + n_c )` percent: by half a percent if n =
-n_c, by about one percent if n is far smaller than n_c, and by almost nothing if n is far larger
-than n_c. A group costs k + G c tokens, because its prompt is read only once. Therefore n_c rollouts
-cost `n_c (k + G c) / G` tokens.
+one percent, this fraction therefore grows by `n_c / ( n + n_c )` percent. The growth is half a
+percent if n = n_c, about one percent if n is far smaller than n_c, and almost nothing if n is far
+larger than n_c. In tokens, n_c rollouts cost `n_c (k + G c) / G`, because a group's prompt is read
+only once and a group therefore costs k + G c tokens.
 
-Each of these quantities is a linear combination of the four constants C1, C2, C3 and ||grad J||^2,
-or a function of a ratio of two linear combinations. The intervals therefore need only the
-covariance of the four estimates, which is computed with a jackknife. The interval of a linear
+**Intervals.** Each of these quantities is a linear combination of the four constants C1, C2, C3 and
+||grad J||^2, or a function of a ratio of two linear combinations. The intervals therefore need only
+the covariance of the four estimates, which is computed with a jackknife. The interval of a linear
 combination is a Student's t interval. The interval of a ratio is Fieller's (1954) set, which has no
 upper end if the data do not exclude a denominator of 0. The interval of G* is computed from the
 posterior in `group_size`.
@@ -70,18 +75,18 @@ from grpo_ustat.records import Array
 
 CONSTANTS = ("c1", "c2", "c3")
 CONSTANTS_AND_GRADIENT = (*CONSTANTS, "grad_sq")
-# Unit weight vectors that select one of the four constants.
+# Weight vectors for `ScalingLaw.linear` and `ratio`; each selects one of the four constants.
 C1, C2, C3, GRAD_SQ = np.eye(4)
 # Lower bound of G*. It is valid for any policy, because C3 >= 2 C1.
 MIN_GSTAR = 1 + math.sqrt(2)
 # Largest group size in the search for the best G.
 MAX_GROUP_SIZE = 1e6
-# Range of log(G - 1) in which the ends of an interval are searched.
+# Range of log(G - 1) in which `equal_noise_size` searches the ends of its interval.
 MIN_LOG_GAP, MAX_LOG_GAP = math.log(1e-3), math.log(1e6)
 # If an interval has no upper end, the critical value for its lower end is multiplied by this
 # factor, because such intervals occur mostly when the denominator is underestimated.
 ONE_SIDED_FACTOR = 2.0
-# A prime number of rollouts is replaced by the next multiple of this number.
+# `divisible_rollouts` replaces a prime number of rollouts by the next multiple of this number.
 WHOLE_GROUPS = 8
 
 
@@ -91,7 +96,7 @@ class GroupSizeCosts:
 
     # Number of rollouts per step, n.
     rollouts: int
-    # Best admissible G, a divisor of n.
+    # Chosen G, a divisor of n; see `ScalingLaw.decide`.
     best: int
     # MSE at G divided by MSE at `best`, minus 1, with simultaneous 95 % intervals; the keys are the
     # group sizes G. `ScalingLaw.extra_error` explains when a value is NaN.
@@ -114,10 +119,10 @@ class ScalingLaw:
 
     # C1, C2, C3 and ||grad J||^2; NaN for an unknown constant.
     constants_4: Array
-    # Contribution of each of K independent parts of the sample to the covariance of the constants'
-    # errors; NaN if unknown.
+    # Covariance of the errors of the four constants, as a sum of contributions: one from each of K
+    # independent parts of the sample; NaN if unknown.
     covariance_K44: Array
-    # Degrees of freedom of each contribution, which is the number of units in a part minus 1.
+    # Degrees of freedom of each contribution: the number of jackknife units in a part, minus 1.
     part_dof: float
     # Number of prompts in the sample.
     prompts: float
@@ -133,7 +138,7 @@ class ScalingLaw:
     def of_moments(cls, moments: Moments, grad_sq: float) -> ScalingLaw:
         """Return the law of a fixed set of P prompts, with constants treated as exact.
 
-        C1 is the variance over these prompts with divisor P.
+        C1 is the variance of the gradient over these prompts, with divisor P.
 
         Args:
             moments: moments of the prompts, as exact values or unbiased estimates.
@@ -153,10 +158,10 @@ class ScalingLaw:
         """Return the law with estimated constants and the jackknife covariance of their errors.
 
         Args:
-            whole_4: C1, C2, C3 and ||grad J||^2, estimated from all units.
-            delete_one_4Kn: estimates of the same constants with one unit left out. Entry (., k, i)
-                leaves out unit i of part k, which has n units. The K parts are independent; K = 1
-                if the units are prompts.
+            whole_4: C1, C2, C3 and ||grad J||^2, estimated from the whole sample.
+            delete_one_4Kn: estimates of the same constants with one unit of the sample left out.
+                The sample has K independent parts of n units each; entry (., k, i) leaves out unit
+                i of part k. If the units are prompts, K = 1.
             prompts: number of prompts in the sample.
             prior: prior for decisions on the group size.
         """
@@ -192,7 +197,8 @@ class ScalingLaw:
 
         Args:
             c1, c2, c3: constants of the law.
-            covariance, dof: see `stored_errors`; both None if the errors are unknown.
+            covariance, dof: covariance of the errors of C1, C2 and C3, and its degrees of freedom,
+                from `stored_errors`; both None if the errors are unknown.
             prior: prior for decisions on the group size.
         """
         covariance_K44 = np.full((1, 4, 4), math.nan)
@@ -212,7 +218,11 @@ class ScalingLaw:
         }
 
     def with_c3(self, weights_4: Array) -> ScalingLaw:
-        """Return the law in which a linear combination of the four constants replaces C3."""
+        """Return the law in which a linear combination of the four constants replaces C3.
+
+        Args:
+            weights_4: weights of C1, C2, C3 and ||grad J||^2 in the new C3.
+        """
         matrix_44 = np.stack([C1, C2, weights_4, GRAD_SQ])
         covariance_K44 = matrix_44 @ self.covariance_K44 @ matrix_44.T
         constants_4 = matrix_44 @ self.constants_4
@@ -263,14 +273,22 @@ class ScalingLaw:
 
     @property
     def undrawn(self) -> float:
-        """Relative variance that undrawn prompts may add to C1, `kappa / m_eff` in `group_size`."""
+        """Allowance for prompts that were not drawn, as a relative variance of C1.
+
+        It is `kappa / m_eff` in the docstring of `group_size`.
+        """
         if not self.c3 > 0:
             return math.inf
         relative = float(self.covariance_33[2, 2]) / self.c3**2
         return UNDRAWN_VARIANCE * (1 / self.prompts + relative)
 
     def linear(self, weights_4: Array, level: float = CONFIDENCE) -> Interval:
-        """Estimate a linear combination of the four constants, with a Student's t interval."""
+        """Estimate a linear combination of the four constants, with a Student's t interval.
+
+        Args:
+            weights_4: weights of C1, C2, C3 and ||grad J||^2.
+            level: confidence level.
+        """
         variance_K = np.maximum(self._covariance(weights_4, weights_4), 0.0)
         dof = pooled_dof(variance_K, self.part_dof)
         estimate = float(_weighted(weights_4, self.constants_4).sum())
@@ -286,11 +304,11 @@ class ScalingLaw:
         Args:
             above_4, below_4: weights of the four constants in numerator and denominator.
             level: confidence level.
-            factor: multiplier of the critical value.
+            factor: number by which the critical value is multiplied; above 1 for a wider interval.
 
         Returns:
-            The ratio. The estimate is NaN if the denominator is not positive or if the interval
-            excludes no ratio. The ends are NaN if the errors are unknown.
+            The ratio. The estimate is NaN if the denominator is not positive, or if the interval is
+            [0, infinity). The ends are NaN if the errors are unknown.
         """
         above, below = (float(_weighted(x, self.constants_4).sum()) for x in (above_4, below_4))
         above_K, mixed_K, below_K = (
@@ -306,16 +324,22 @@ class ScalingLaw:
         return Interval(max(0.0, above / below) if determined else math.nan, low, high)
 
     def _covariance(self, left_4: Array, right_4: Array) -> Array:
-        """Return each part's contribution to the covariance of two linear combinations, [K]."""
+        """Return the contribution of each of the K parts to a covariance, [K].
+
+        It is the covariance of the errors of two linear combinations of the four constants.
+        """
         return _weighted(np.outer(left_4, right_4), self.covariance_K44).sum(axis=(1, 2))
 
     def mse(self, num_prompts: int, group_size: float) -> float:
-        """Compute MSE(B, G) for prompts drawn independently."""
+        """Compute MSE(B, G) for B independently drawn prompts; see the module's docstring."""
         second = self.c3 / (group_size * (group_size - 1))
         return (self.c1 + self.c2 / group_size + second) / num_prompts
 
     def n_mse(self, group_size: float) -> float:
-        """Compute n MSE(n/G, G) = G C1 + C2 + C3/(G-1), which does not depend on n."""
+        """Compute n times the MSE of n rollouts in groups of G, which does not depend on n.
+
+        It is G C1 + C2 + C3/(G-1).
+        """
         return group_size * self.c1 + self.c2 + self.c3 / (group_size - 1)
 
     def least(self, sizes: Sequence[int]) -> int:
@@ -323,7 +347,10 @@ class ScalingLaw:
         return min(sizes, key=self.n_mse)
 
     def best_of(self, sizes: Sequence[int]) -> int:
-        """Return the group size chosen by `decide`, even if its bound is unknown."""
+        """Return the group size that `decide` chooses, even if the data do not bound its error.
+
+        If the errors of the constants are unknown, return the result of `least` instead.
+        """
         if not (self.has_errors and self.c3 > 0):
             return self.least(sizes)
         return self.decide(sizes).group_size
@@ -332,17 +359,17 @@ class ScalingLaw:
         """Choose a group size, with a bound on its extra error; see `Decision`.
 
         Args:
-            sizes: admissible group sizes, each at least 2.
+            sizes: group sizes to choose from, each at least 2.
         """
         place, tolerance = self._estimates.decide(sizes)
         bound = float(tolerance[0])
         return Decision(sizes[int(place[0])], bound if math.isfinite(bound) else None)
 
     def support(self, sizes: Sequence[int]) -> tuple[int, float]:
-        """Return the size that `decide` chooses, with a probability.
+        """Return the size that `decide` chooses, and how strongly the data support it.
 
-        It is the probability that the size's extra error is at most 5 %, the smallest tolerance;
-        see `Estimates.choose`. The probability alone does not suffice for a decision.
+        The support is the probability that the extra error of this size is at most 5 %, the
+        smallest tolerance; see `Estimates.choose`. A decision also needs enough prompts.
         """
         place, probabilities, _ = self._estimates.choose(sizes)
         return sizes[int(place[0])], min(float(probabilities[0, 0]), 1.0)
@@ -386,9 +413,9 @@ class ScalingLaw:
         return high
 
     def _slope(self, g: float, k: float, c: float) -> float:
-        """Compute the derivative, with respect to G, of K times the error at a fixed cost K.
+        """Compute the derivative with respect to G of the error at a fixed cost K, times K.
 
-        `(k + G c) { C1 + C2/G + C3/(G (G-1)) }` has the derivative
+        K times the error is `(k + G c) { C1 + C2/G + C3/(G (G-1)) }`. Its derivative is
         `c C1 - k C2/G^2 - { c/(G-1)^2 + k (2G-1)/(G (G-1))^2 } C3`, which increases with G if
         C2, C3 >= 0.
         """
@@ -398,15 +425,15 @@ class ScalingLaw:
     def gstar(self, prompt_cost: float = 0.0, completion_cost: float = 1.0) -> Interval:
         """Estimate the best G at a fixed cost.
 
-        If the data decide among `USUAL_SIZES`, the interval is the smallest interval that contains
-        the central 95 % of the posterior under every prior, or, without a prior, Fieller's set.
-        Otherwise the interval has no upper end, and its lower end is that of Fieller's set with
-        twice the critical value.
+        If the data decide among `USUAL_SIZES`, the interval is the smallest one that contains the
+        central 95 % of the posterior under every prior density. Without a prior, it is Fieller's
+        set. If the data do not decide, the interval has no upper end. Its lower end is then the
+        lower end of Fieller's set with twice the critical value.
 
-        The estimate is the plug-in estimate if the interval contains it. Otherwise it is the best G
-        for the posterior median of log(C3/C1), averaged over the priors. The estimate is NaN if
-        there is no best G. The estimate is too large on average, because `1 + sqrt(C3/C1)` is
-        convex in C1.
+        The estimate is the plug-in estimate if the interval contains it. If not, it is the best G
+        for the posterior median of log(C3/C1), averaged over the prior densities. The estimate is
+        NaN if there is no best G. It is too large on average, because `1 + sqrt(C3/C1)` is convex
+        in C1.
 
         Args:
             prompt_cost, completion_cost: see `best_size`.
@@ -427,10 +454,10 @@ class ScalingLaw:
         return Interval(plain if low <= plain <= high else middle, low, high)
 
     def gstar_of_data(self) -> Interval:
-        """Estimate G* at a fixed number of rollouts by the data alone, without a prior.
+        """Estimate G* at a fixed number of rollouts from the data alone, without a prior.
 
-        The interval is Fieller's set with the variance of undrawn prompts; see `group_size`. It has
-        no upper end if the data do not exclude C1 = 0.
+        The interval is Fieller's set. It allows for the variance of prompts that were not drawn;
+        see `group_size`. It has no upper end if the data do not exclude C1 = 0.
         """
         plain = self.best_size()
         if not self.has_errors or not self.covariance_33.any():
@@ -449,10 +476,11 @@ class ScalingLaw:
     def extra_error(self, group_size: float, reference: int, level: float = CONFIDENCE) -> Interval:
         """Estimate the extra error of G compared with R, MSE(n/G, G) / MSE(n/R, R) - 1, at fixed n.
 
-        The estimate is the plug-in estimate. The extra error is monotonic in k = C3/C1. The ends of
-        the interval are therefore the extra errors at the two ends of the posterior interval of k.
-        All G and R share this interval of k, so the intervals of the extra error are simultaneous,
-        even if R was chosen with the same data.
+        The estimate uses the estimated constants. For the interval, note that the extra error is
+        monotonic in k = C3/C1. The ends of its interval are therefore the extra errors at the two
+        ends of the posterior interval of k. All pairs of G and R share this interval of k. The
+        intervals of all extra errors therefore hold simultaneously, even if R was chosen with the
+        same data.
 
         Args:
             group_size: G.
@@ -460,9 +488,9 @@ class ScalingLaw:
             level: confidence level.
 
         Returns:
-            The extra error. The result is NaN if the estimate of either MSE is not positive. The
-            interval has width 0 if G = R. If G differs from R, the ends are NaN if the errors are
-            unknown or the constants come from too few effective prompts (see `Prior`).
+            The extra error; 0 with an interval of width 0 if G = R. All three numbers are NaN if
+            the estimate of either MSE is not positive. The ends are NaN if the errors of the
+            constants are unknown, or if there are too few effective prompts (see `Prior`).
         """
         error, other = self.n_mse(group_size), self.n_mse(reference)
         if not (error > 0 and other > 0):
@@ -483,9 +511,14 @@ class ScalingLaw:
         return Interval(extra, min(extra, *ends), max(extra, *ends))
 
     def prompts_to_decide(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """Estimate how many prompts 50 % and 90 % of studies need to decide on a group size.
+        """Estimate how many prompts a study like this one needs to decide on a group size.
 
-        A number is infinite if 10^6 prompts do not suffice, or if the errors are unknown.
+        The first number is the number of prompts at which 50 % of studies decide, the second the
+        number at which 90 % decide. A number is infinite if 10^6 prompts do not suffice, or if the
+        errors of the constants are unknown.
+
+        Args:
+            sizes: group sizes to choose from.
         """
         if not (self.has_errors and self.c3 > 0):
             return math.inf, math.inf
@@ -504,17 +537,18 @@ class ScalingLaw:
     ) -> Interval:
         """Estimate n_c(G) with Fieller's interval, which has no upper end if ||grad J||^2 may be 0.
 
-        The upper end exists mostly if ||grad J||^2 is overestimated. To compensate, it is computed
-        at a higher two-sided confidence level (.995 for a `level` of .95) and exists only if ||grad
-        J||^2 differs from 0 at that level. An interval without an upper end occurs mostly if ||grad
-        J||^2 is underestimated. The critical value for its lower end is therefore doubled.
+        Both ends are corrected for a selection effect. An upper end exists mostly in samples that
+        overestimate ||grad J||^2. It is therefore computed at a higher two-sided confidence level
+        (.995 for a `level` of .95), and it exists only if ||grad J||^2 differs from 0 at that
+        level. The upper end is missing mostly in samples that underestimate ||grad J||^2. In this
+        case the critical value for the lower end is doubled.
 
         Args:
-            group_size: G > 1; if G is NaN, the result is NaN. At the estimate of G*, the interval
-                is, to first order, also an interval of the minimum of n_c over G, because n_c has
-                zero slope there.
-            prompt_cost, completion_cost: costs k and c in the unit of the result; by default this
-                unit is a rollout.
+            group_size: G > 1; if G is NaN, the result is NaN. At the estimate of G*, the result
+                also estimates the minimum of n_c over G, because n_c has zero slope there. Its
+                interval is then valid to first order.
+            prompt_cost, completion_cost: cost of reading a prompt, k, and of a completion, c, in
+                the unit of the result. The defaults give a result in rollouts.
             level: confidence level.
 
         >>> law = ScalingLaw.exact(1.0, 2.0, 9.0, 0.5)
@@ -535,8 +569,9 @@ class ScalingLaw:
 
         The share is G C1 / ( G C1 + C2 + C3/(G-1) ). Sampling more rollouts of the same prompts
         does not reduce this part of the noise. The interval is computed from Fieller's interval for
-        the odds `G C1 / (C2 + C3/(G-1))`. To allow for undrawn prompts, `undrawn` is added to the
-        relative variance of C1 at each hypothetical value of the odds.
+        the odds `G C1 / (C2 + C3/(G-1))`. The relative variance of C1 is increased by `undrawn`, to
+        allow for prompts that were not drawn. This is done at each value of the odds that Fieller's
+        method tests.
 
         Args:
             group_size: G > 1; if G is NaN, the result is NaN.
@@ -559,12 +594,12 @@ class ScalingLaw:
         return Interval(share, low, high)
 
     def equal_noise_size(self, level: float = CONFIDENCE) -> Interval:
-        """Estimate the G at which prompts and completions add equal noise, with Fieller's interval.
+        """Estimate the G at which prompts and completions contribute equal noise.
 
         At this G, `G C1 = C2 + C3/(G-1)`. The prompts' share of the noise increases with G, so
-        exactly one G > 1 satisfies this equation. It is the larger root of `C1 G^2 - (C1 + C2) G +
-        C2 - C3`. A value of G belongs to the interval if this polynomial does not differ
-        significantly from 0 there.
+        exactly one G > 1 satisfies this equation. It is the larger root of the polynomial
+        `C1 G^2 - (C1 + C2) G + C2 - C3`. The interval follows Fieller's method: it contains the
+        values of G at which this polynomial does not differ significantly from 0.
 
         Args:
             level: confidence level. The interval has no upper end if C1 may be 0.
@@ -578,18 +613,18 @@ class ScalingLaw:
             return UNDETERMINED
         half = (c1 + c2) / 2
         size = (half + math.sqrt(max(half**2 - c1 * (c2 - c3), 0.0))) / c1
-        # The root may be at most 1 if the estimate of C3 is negative.
+        # If the estimate of C3 is negative, the root can be 1 or less, which is not a group size.
         if not size > 1:
             return UNDETERMINED
         critical = t_quantile(self.dof, level)
 
         def outside(log_gap: float, side: int) -> float:
-            """Return a positive number if both noises differ significantly at G = 1 + exp(log_gap).
+            """Return a positive number if G = 1 + exp(log_gap) is outside the interval.
 
             Args:
                 log_gap: log(G - 1).
-                side: 1 to test for more noise from prompts than from completions, -1 to test for
-                    less.
+                side: 1 to test whether prompts contribute significantly more noise than
+                    completions at this G, -1 to test whether they contribute significantly less.
             """
             gap = math.exp(log_gap)
             weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
@@ -601,7 +636,7 @@ class ScalingLaw:
         ends: list[float] = []
         for side, far in ((-1, MIN_LOG_GAP), (1, MAX_LOG_GAP)):
             near = math.log(size - 1)
-            # If the constants are exact, both ends equal the estimate.
+            # With exact constants, even the estimate itself counts as outside; it is then the end.
             if outside(near, side) >= 0:
                 ends.append(size)
             elif outside(far, side) <= 0:
@@ -633,7 +668,11 @@ def _weighted(weights: Array, values: Array) -> Array:
 
 
 def noise_share(scale: Interval, rollouts: float) -> Interval:
-    """Compute the share of E||ghat||^2 that is noise, n_c / (n + n_c), from the interval of n_c.
+    """Compute the noise share n_c / (n + n_c), the part of E||ghat||^2 that is noise.
+
+    Args:
+        scale: n_c with its interval.
+        rollouts: number of rollouts per step, n.
 
     >>> noise_share(Interval(300.0, 100.0, math.inf), 100.0)
     Interval(estimate=0.75, low=0.5, high=1.0)

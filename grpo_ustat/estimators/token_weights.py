@@ -1,14 +1,19 @@
 r"""Token weights of a row that was not sampled from the current policy.
 
-Completions are sampled from a policy mu, and the gradient is taken at pi. A row with advantage A
-adds
+A row is a completion. It was sampled from a policy mu, but the gradient is taken at the current
+policy pi. A row with advantage A adds to the update
 
-    w ( A sum_t omega_t u_t - beta sum_t kappa_t u_t )       u_t = grad log pi(token t | before)
+    w ( A sum_t omega_t u_t - beta sum_t kappa_t u_t )
 
-to the update, where w is the row's weight from `row_weights.token_weights`. Let l_t, o_t and r_t be
-the log-probabilities of token t under pi, mu and a reference model. Let rho_t = exp(l_t - o_t) be
-the importance ratio of the token, and rho the ratio at `importance_sampling_level`. The derivatives
-of the losses with respect to l_t are
+Here u_t = grad log pi(token t | before), w is the weight of the row from
+`row_weights.token_weights`, omega_t is the token weight, and beta and kappa_t belong to a KL
+penalty. Let l_t, o_t and r_t be the log-probabilities of token t under pi, under mu and under a
+reference model. The importance ratio of the token is rho_t = exp(l_t - o_t). The setting
+`importance_sampling_level` determines the ratio rho:
+
+    token: rho = rho_t; sequence: (prod_t rho_t)^(1/L); whole_sequence: prod_t rho_t
+
+The token weights omega follow from the derivatives of the losses with respect to l_t:
 
     form       omega                                     source
     none       1                                         no ratio: staleness is ignored
@@ -21,23 +26,24 @@ of the losses with respect to l_t are
     vespo      W^k exp(lambda (1 - W)), W = prod_t rho_t,        arXiv 2602.10693
                (k, lambda) = (2, 3) if A >= 0, else (3, 2)
 
-    level token: rho = rho_t; sequence: (prod_t rho_t)^(1/L); whole_sequence: prod_t rho_t
+The level `whole_sequence` without clipping is unbiased: with W = prod_t rho_t, reward R and score
+s, `E_mu[ W R s ] = E_pi[ R s ]` (Theorem 12 without normalisation). All other weights are biased.
 
-The level `whole_sequence` without clipping is unbiased: `E_mu[ W R s ] = E_pi[ R s ]` (Theorem 12
-without normalisation). All other weights are biased. Clipping, `sapo` and `vespo` depend on the
-sign of A, so a row then has one vector for each sign (`KINDS`). A KL penalty in the loss adds
-another vector. A KL penalty in the reward Z does not:
+**Kinds of vectors.** The sums over t are the vectors of a row; they are computed before A is known.
+Clipping, `sapo` and `vespo` depend on the sign of A, so a row then has one vector for each sign
+(`KINDS`). A KL penalty in the loss adds another vector. A KL penalty in the reward Z does not:
 
-    k3 in the loss   kappa_t = 1 - exp(r_t - l_t)
-    k2 in the loss   kappa_t = l_t - r_t
-    k1 in the reward Z - beta sum_t (o_t - r_t) replaces Z
+    k3 in the loss     kappa_t = 1 - exp(r_t - l_t)
+    k2 in the loss     kappa_t = l_t - r_t
+    k1 in the reward   Z - beta sum_t (o_t - r_t) replaces Z
 
-If completions come from an inference engine whose probabilities differ slightly from the model's,
-omega is multiplied by a correction, as in TRL 1.16 (`vllm_importance_sampling_mode`). Let q be the
-ratio pi/mu of each token, or of the whole completion (`sequence_...`). With `..._truncate`, the
-correction is min(q, cap). With `..._mask`, it is q if q <= cap, and 0 otherwise. If the loss has
-one ratio per completion, TRL multiplies its (B, 1) losses by (B, T) corrections and sums over
-tokens. In effect, each token is multiplied by the mean correction of its completion.
+**Corrections.** Completions can come from an inference engine whose probabilities differ slightly
+from the model's. omega is then multiplied by a correction, as in TRL 1.16
+(`vllm_importance_sampling_mode`). Let q be the ratio pi/mu of each token (`token_...`), or of the
+whole completion (`sequence_...`). With `..._truncate`, the correction is min(q, cap). With
+`..._mask`, it is q if q <= cap, and 0 otherwise. If the loss has one ratio per completion, TRL
+multiplies its (B, 1) losses by (B, T) corrections and sums over tokens. In effect, each token is
+multiplied by the mean correction of its completion (`TokenWeights.shared`).
 """
 
 from __future__ import annotations
@@ -51,12 +57,12 @@ from grpo_ustat.records import Array, Mask
 
 ALL, POSITIVE, NEGATIVE, PENALTY = KINDS = ("all", "positive", "negative", "penalty")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# tau for positive advantages, then for all other advantages.
+# tau of `sapo` for positive advantages, then for all other advantages.
 SAPO_TEMPERATURES = (1.0, 1.05)
-# k and lambda; the first value of each is for advantages of at least 0, the second for negative
-# advantages.
+# k and lambda of `vespo`. The first value of each is for advantages of at least 0, the second for
+# negative advantages.
 VESPO_POWERS, VESPO_DECAYS = (2.0, 3.0), (3.0, 2.0)
-# Lower and upper bound of log W.
+# Lower and upper bound to which `vespo` clips log W.
 VESPO_LOG_RATIOS = (float(np.log(1e-8)), 20.0)
 
 
@@ -68,26 +74,27 @@ class TokenWeights:
     level: str = "none"
     # Function of the importance ratio: clip, cispo, sapo or vespo.
     form: str = "clip"
-    # Clipping bounds; None if the ratio is not clipped.
+    # Clipping bounds of the ratio: 1 - epsilon and 1 + epsilon_high; `cispo` uses epsilon_high
+    # itself as the upper bound. None if the ratio is not clipped.
     epsilon: float | None = None
     epsilon_high: float | None = None
     # Coefficient of the KL penalty; 0 if there is no penalty.
     beta: float = 0.0
-    # Estimator of the KL penalty (k1, k2 or k3), and whether the penalty is in the "loss" or the
-    # "reward"; None if there is no penalty.
+    # Estimator of the KL penalty: k1, k2 or k3; None if there is no penalty.
     kl_estimator: str | None = None
+    # Place of the KL penalty: "loss" or "reward"; None if there is no penalty.
     kl_in: str | None = None
     # Correction for a sampler whose probabilities differ from the model's, one of `CORRECTIONS`;
     # None if there is no correction.
     correction: str | None = None
     # Cap of the ratio q in the correction.
     cap: float = 3.0
-    # True if the correction of each token is the mean correction of its completion.
+    # True if each token gets the mean correction of its completion instead of its own.
     shared: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the vectors of each row."""
+        """Kinds of vectors of each row; see the module's docstring."""
         by_sign = self.level != "none" and (
             self.form in ("sapo", "vespo") or (self.form == "clip" and self.epsilon is not None)
         )
@@ -96,12 +103,12 @@ class TokenWeights:
 
     @property
     def unbiased(self) -> bool:
-        """True if `A omega u` has the same expectation as under the current policy, for any mu."""
+        """True if the expectation of the update does not depend on the sampling policy mu."""
         exact = self.level == "whole_sequence" and self.form == "clip" and self.epsilon is None
         return exact and not self.beta and self.correction is None
 
 
-# Unbiased weights; their variance can be very large.
+# Importance weights that make the gradient unbiased; their variance can be very large.
 EXACT = TokenWeights(level="whole_sequence")
 
 
@@ -113,9 +120,10 @@ def token_factors(
     counts_NT: Mask,
     reference_NT: Array | None = None,
 ) -> Array:
-    """Compute omega, or kappa if `kind` is the penalty, [N, T]; 0 for tokens that do not count.
+    """Compute the token weights of one kind of vector, [N, T]; 0 for tokens that do not count.
 
-    omega is computed under the assumption that the advantage has the sign given by `kind`.
+    The result is kappa if `kind` is the penalty, and omega for other kinds. The kinds `positive`
+    and `negative` give omega for an advantage of this sign.
 
     Args:
         weights: definition of the token weights.
@@ -162,13 +170,13 @@ def token_factors(
 
 
 def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
-    """Compute omega as a function of rho and of the advantage's sign."""
+    """Compute omega from the logarithm of the ratio rho, for the sign of A that `kind` gives."""
     ratio, below = np.exp(log_ratio), kind == NEGATIVE
     if weights.form == "cispo":
         high = weights.epsilon_high
         return ratio if high is None else np.minimum(ratio, high)
     if weights.form == "sapo":
-        # Imported here, so that a refused command line does not wait for SciPy.
+        # SciPy is imported here so that a rejected command line fails without loading it.
         from scipy.special import expit
 
         gate = expit(SAPO_TEMPERATURES[below] * (ratio - 1))
@@ -185,7 +193,15 @@ def _of_ratio(weights: TokenWeights, kind: str, log_ratio: Array) -> Array:
 
 
 def by_kind(advantage: Array, kinds: Sequence[str], beta: float = 0.0) -> Array:
-    """Return the factor of each kind of vector, [K, ...]; 0 if A has a sign of another kind.
+    """Return the factor by which each kind of vector is multiplied in the update, [K, ...].
+
+    It is the advantage, or 0 if the kind is for advantages of the other sign, or -beta for the
+    penalty.
+
+    Args:
+        advantage: advantages of the rows.
+        kinds: K kinds of vectors.
+        beta: coefficient of the KL penalty.
 
     >>> by_kind(np.array([2.0, -1.0]), ("positive", "negative", "penalty"), 0.5).tolist()
     [[2.0, 0.0], [0.0, -1.0], [-0.5, -0.5]]

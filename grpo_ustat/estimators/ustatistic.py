@@ -30,12 +30,13 @@ def zero_variance_share(rewards_PN: Array, group_size: int) -> Array:
 def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> float:
     """Estimate `p^G + (1-p)^G`, the zero-variance share if every prompt had the average p.
 
-    By convexity, this share is at most the actual share, the mean over x of `p_x^G + (1-p_x)^G`.
-    The difference arises because prompts differ in difficulty, and larger groups do not remove it.
+    By convexity, this share is at most the actual share, which is the mean over prompts x of
+    `p_x^G + (1-p_x)^G`. The actual share is larger because prompts differ in difficulty; larger
+    groups do not remove this difference.
+
     The estimate is unbiased for the given prompts. With `p = sum_x p_x / P`, the power p^G is G!
     times the coefficient of t^G in `prod_x sum_m (t/P)^m p_x^m / m!`. Prompts are independent, and
-    p_x^m has the unbiased estimate `(S)_m / (G)_m`. (The only unbiased estimate of a prompt's
-    `p_x^G + (1-p_x)^G` from G draws is 1 if all draws are equal, and 0 otherwise.)
+    p_x^m has the unbiased estimate `(S)_m / (G)_m`, where `(S)_m = S (S-1) .. (S-m+1)`.
 
     Args:
         successes_P: number of right completions in each prompt's group of G, S.
@@ -52,14 +53,14 @@ def zero_variance_share_if_equal(successes_P: Integers, group_size: int) -> floa
 
 def _power_of_mean(successes_P: Integers, size: int) -> float:
     """Estimate p^G without bias, as derived in `zero_variance_share_if_equal`."""
-    # Imported here, so that a refused command line does not wait for SciPy.
+    # SciPy is imported here so that a rejected command line fails without loading it.
     from scipy.linalg import toeplitz  # pyright: ignore[reportUnknownVariableType]
     from scipy.special import binom
 
     powers = np.arange(size + 1)
     choose = binom(powers[:, None], powers)
     draws = np.arange(size)
-    # Coefficients of the empty product, which is 1.
+    # Start with the coefficients of the empty product, which is the constant polynomial 1.
     total = (powers == 0).astype(float)
     for successes in successes_P:
         coefficients = np.cumprod(

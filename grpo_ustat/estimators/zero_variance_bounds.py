@@ -1,31 +1,32 @@
 r"""Bounds on the zero-variance share at other group sizes, from scalars that trainers log.
 
-A log of scalars has the share z of zero-variance groups at one group size and often the mean
-reward m, but not the rewards of each prompt. Neither z nor m determines the share at another size,
-because both are averages over prompts of unknown difficulty. With success probability p_X of prompt
-X and rewards of 0 and 1,
+A log of scalars has the share z_G of zero-variance groups at one group size G, and often the mean
+reward m, but not the rewards of each prompt. Neither number determines the share at another size,
+because both are averages over prompts of unknown difficulty. Let p_X be the success probability of
+a random prompt X. For rewards of 0 and 1,
 
     m = E p_X        z_G = E h_G(p_X),  h_G(p) = p^G + (1 - p)^G
 
-so the share at size G lies between the minimum and the maximum of `E h_G(p_X)` over all
-distributions of p_X on [0, 1] that agree with the logged averages. Because of sampling errors, the
-expectations need not equal the logged averages; they must lie in the averages' intervals. The
+The share at another size H therefore lies between the minimum and the maximum of `E h_H(p_X)` over
+all distributions of p_X on [0, 1] that agree with the logged numbers. The logged numbers have
+sampling errors, so a distribution agrees with them if m and z_G lie in their intervals. The
 minimisation and the maximisation are linear programmes in the distribution.
 
-They are solved on a grid. A distribution on [0, 1] is converted to a distribution on the grid by
-splitting the mass at each p between the two neighbouring grid points such that the mean is
-preserved. This conversion changes `E f(p_X)` by at most the error of the linear interpolation of f.
-Intervals and bounds are therefore widened by these errors, so that the bounds are valid for all
+**Grid.** The programmes are solved on a grid. Any distribution on [0, 1] can be moved to the grid:
+the mass at each p is split between the two neighbouring grid points, such that the mean is
+preserved. This changes `E f(p_X)` by at most the error of the linear interpolation of f. The
+intervals and the bounds are therefore widened by these errors. The bounds are then valid for all
 distributions on [0, 1].
 
-For rewards with other values, let Q be the probability that a further completion has the same
-reward as a given completion of the same prompt. Then `z_G = E Q^(G-1)`, and the mean reward gives
-no information about z_G. The shares z_G are moments of a distribution on [0, 1] and are bounded by
-the same programme.
+**Other rewards.** For rewards with other values, let Q be the probability that a further completion
+has the same reward as a given completion of the same prompt. Then `z_G = E Q^(G-1)`, and the mean
+reward gives no information about z_G. The shares are moments of a distribution on [0, 1] and are
+bounded by the same programmes.
 
-The plug-in value `m^G + (1-m)^G` does not estimate the share. By convexity it is a lower bound,
-which is reached if all prompts are equally difficult. If half of the prompts have p = 0.1 and half
-have p = 0.9, the true share at G = 8 is 0.43, and the plug-in gives 0.008.
+**Why bounds.** The plug-in value `m^G + (1-m)^G` is not an estimate of the share. By convexity it
+is a lower bound, which is reached if all prompts are equally difficult. For example, if half of the
+prompts have p = 0.1 and half have p = 0.9, the true share at G = 8 is 0.43, but the plug-in value
+is 0.008.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ from grpo_ustat.records import Array
 
 Function = Callable[[Array], Array]
 
-# Number of grid points of a programme, and number of points at which the interpolation error is
-# computed. Both grids are dense near 0 and 1, where the functions are steep.
+# The programmes use a grid of GRID points. The interpolation error is computed at CHECKED_GRID
+# points. Both grids are dense near 0 and 1, where the functions are steep.
 GRID, CHECKED_GRID = 401, 20_001
-# Additional widening, which exceeds the tolerance of the solver.
+# Amount by which intervals and bounds are also widened, because the solver is not exact. It is
+# larger than the tolerance of the solver.
 SOLVER_TOLERANCE = 1e-6
 
 
@@ -51,7 +53,9 @@ def zero_variance_bounds(
     shares: Mapping[int, Interval],
     mean_reward: Interval | None = None,
 ) -> tuple[float, float] | None:
-    """Bound the share of zero-variance groups of a given size over all mixtures of prompts.
+    """Bound the share of zero-variance groups of a given size, from shares at other sizes.
+
+    The bounds hold for any distribution of difficulty over prompts that agrees with the data.
 
     Args:
         group_size: size G for which the share is bounded.
@@ -59,8 +63,8 @@ def zero_variance_bounds(
         mean_reward: interval of the mean reward, if every reward is 0 or 1; None for other rewards.
 
     Returns:
-        Lower and upper bound; None if no mixture agrees with the intervals, for example because
-        rewards have other values than 0 and 1.
+        Lower and upper bound; None if no distribution agrees with the intervals, for example
+        because `mean_reward` is given for rewards other than 0 and 1.
 
     >>> half = Interval(0.5, 0.5, 0.5)
     >>> low, high = zero_variance_bounds(4, {2: half}, half)
@@ -85,17 +89,21 @@ def zero_variance_bounds(
 
 
 def _zero_variance(size: int) -> Function:
-    """Return the probability that G rewards of 0 or 1 are equal, given the success probability."""
+    """Return the function from p to the probability that G rewards of 0 or 1 are equal."""
     return lambda p: p**size + (1 - p) ** size
 
 
 def _equal_rewards(size: int) -> Function:
-    """Return the probability that the other G - 1 rewards equal the first, given Q."""
+    """Return the function from Q to the probability that all G rewards are equal."""
     return lambda q: q ** (size - 1)
 
 
 def _largest_mean(target: Function, constraints: list[tuple[Function, Interval]]) -> float | None:
-    """Bound `E target(X)` from above, over all X on [0, 1] that satisfy the constraints.
+    """Bound `E target(X)` from above, over all random variables X on [0, 1] that are allowed.
+
+    Args:
+        target: function whose expectation is bounded.
+        constraints: functions f, each with an interval that must contain `E f(X)`.
 
     Returns:
         The bound; None if no distribution satisfies the constraints.

@@ -115,9 +115,9 @@ def test_the_truth_is_in_the_intervals(rng):
         ({8: np.ones(9)}, "two numbers of groups"),
         (
             {1: np.ones(9), 8: np.ones(8)},
-            "{1: 9, 8: 8}: use equal numbers, 4 or more",
+            "{1: 9, 8: 8}: they must be equal and at least 4",
         ),
-        ({1: np.ones(3), 8: np.ones(3)}, "4 or more"),
+        ({1: np.ones(3), 8: np.ones(3)}, "at least 4"),
     ],
 )
 def test_norms_that_say_nothing_are_refused(norms, words):

@@ -154,11 +154,11 @@ def baseline_of(name):
 
 REFUSED = {
     "one question": (1, ADDITIVE, 2, 16,
-                     "1 question is too few for an interval: use study.questions=4"),
+                     "1 question is too few for an interval: use at least study.questions=4"),
     "two questions": (2, ADDITIVE, 2, 16,
-                     "2 questions are too few for an interval: use study.questions=4"),
+                     "2 questions are too few for an interval: use at least study.questions=4"),
     "few questions": (3, ADDITIVE, 2, 16,
-                     "3 questions are too few for an interval: use study.questions=4"),
+                     "3 questions are too few for an interval: use at least study.questions=4"),
     "no value": (30, baseline_of("oracle"), 2, 16,
                  "baseline oracle reads value_P, which a pool of one policy lacks"),
     "several functions": (30, baseline_of("gdpo"), 2, 16,
@@ -171,14 +171,14 @@ REFUSED = {
     "a large group": (30, ADDITIVE, 16, 16,
                       "groups of 16 need 16 completions per question, but the pool has 8: use "
                       "budget.pool_completions=16, or log larger groups"),
-    "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is not a multiple of 8"),
+    "no multiple": (30, ADDITIVE, 8, 20, "study.rollouts=20 is not a multiple of the group size 8"),
     "a micro-batch": (30, MICRO, 2, 16, "16 rollouts cannot be split into micro-batches of 6"),
     "a large batch": (23, COUPLED, 2, 16,
-                      "row weights depend on all 8 questions of an update, and drawing such "
-                      "updates needs 24 questions, got 23: use study.questions=24"),
+                      "row weights depend on all 8 questions of an update, and a measurement "
+                      "with such updates needs 24 questions, got 23: use study.questions=24"),
     "no groups": (30, REPLACED, 2, 16,
-                  "0 questions have groups of 2 with unequal rewards: use at least 4 such "
-                  "questions"),
+                  "0 questions can have groups of 2 with unequal rewards, but at least 4 such "
+                  "questions are needed"),
     "a small batch": (30, baseline_of("james_stein"), 8, 16,
                       "baseline james_stein needs 3 prompts in an update, but study.rollouts=16 in "
                       "groups of 8 gives 2"),

@@ -124,8 +124,8 @@ def test_small_pools_are_refused_with_the_fix():
 
 def naming_of(needed, available):
     return (
-        f"a mean of 8 needs {needed} completions per question, but the pool has {available}: use "
-        f"budget.pool_completions={needed}"
+        f"a mean of 8 completions per prompt needs {needed} stored completions per question, but "
+        f"the pool has {available}: use budget.pool_completions={needed}"
     )
 
 

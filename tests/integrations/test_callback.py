@@ -186,7 +186,9 @@ def test_what_policies_far_apart_do_not_tell_is_withheld(moved, said, monkeypatc
     assert read and all(prompt == read[0] for prompt in read)
     callback.on_train_end(trainer.args, trainer.state, None)
     text = capsys.readouterr().out
-    words = "Some numbers are not given: the policy moved 2 nats per completion within a window"
+    words = (
+        "Some numbers are not given: the policy drifted by 2 nats per completion within a window"
+    )
     assert (words in text) != said
     assert np.isfinite(callback.estimate().intervals["c2"].estimate)
     assert np.isfinite(callback.estimate().intervals["c1"].estimate) == said

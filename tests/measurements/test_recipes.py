@@ -265,7 +265,8 @@ def test_a_pool_too_small_says_why_of_each_recipe():
 def test_an_update_smaller_than_a_group_is_said():
     found = found_in(a_pool(40, 16), rollouts=8)
     assert (
-        found["DAPO (arXiv 2503.14476)"].reason.line == "study.rollouts=8 is not a multiple of 16"
+        found["DAPO (arXiv 2503.14476)"].reason.line
+        == "study.rollouts=8 is not a multiple of the group size 16"
     )
     assert found["Dr. GRPO (arXiv 2503.20783)"].efficiency is not None
 

@@ -4,11 +4,17 @@ All baselines have the same signature, so a new baseline requires no change of t
 
     baseline(rewards_PG, context, **options) -> advantage_PG
 
-The gradient estimate is always `1/(P G) sum_i s_i advantage_i`. It is linear in the scores s_i, so
-a baseline needs no access to the model. A baseline does all centring and scaling; advantages are
-not normalised again later. Baselines are pure functions and compute in float64. Their options are
-keyword arguments with defaults. Everything else that the command line and the studies need is
-declared in the decorator of a built-in baseline; see `registry.baseline`.
+The gradient estimate of a batch of P prompts with G completions each is always
+`1/(P G) sum_i s_i advantage_i`, where the score s_i is the gradient of the log-probability of
+completion i. A baseline needs no access to the model, because advantages depend only on rewards
+and on the context. A baseline does all centring and scaling; advantages are not normalised again
+later. Baselines are pure functions and compute in float64. Their options are keyword arguments
+with defaults. The decorator of a built-in baseline declares everything else that the command line
+and the studies need, for example the smallest group size; see `registry.baseline`.
+
+The modules use the following symbols. For completion i: advantage A_i, reward r_i (z in moments),
+length L_i in tokens, score s_i and squared score norm q_i. For a group: mean reward rbar. For a
+prompt x: expected reward V(x), std of the rewards sigma(x), and g(x), the gradient of V(x).
 """
 
 from grpo_ustat.estimators.baselines.base import OF_THE_BATCH, Baseline, UnfitRewards

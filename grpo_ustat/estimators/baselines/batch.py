@@ -1,4 +1,8 @@
-"""Baselines that read the rewards of the whole batch of prompts."""
+"""Baselines that read the rewards of the whole batch of prompts.
+
+In the formulas, A_i is the advantage of completion i, r_i its reward and L_i its length. The mean
+reward of its group is rbar.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,22 @@ from grpo_ustat.estimators.baselines.registry import baseline
 from grpo_ustat.estimators.moments import centred
 from grpo_ustat.records import Array, BaselineContext, Integers
 
-# Smallest variance of the mapped group means with which a Beta distribution is fitted.
+# `beta` fits a Beta distribution only if the variance of the group means is at least this value.
 NO_SPREAD = 1e-12
 
 
 @baseline(
-    "(r - group mean) / (std of all rewards of the batch + epsilon). Biased.",
+    "(reward - group mean) / (std of all rewards of the batch + epsilon). Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, target="multiple_of_g",
 )  # fmt: skip
 def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
     """Divide by the std of the batch (Lite PPO, Zihe Liu et al. 2025, arXiv 2508.08221).
 
     The advantage is `A_i = (r_i - rbar) / (std of the batch + epsilon)`, where rbar is the group
-    mean. TRL offers this scale as an option.
+    mean and the std has divisor P G - 1. TRL offers this scale as an option.
 
-    The estimate is biased because its scale, which is the same for all prompts, depends on the
-    batch's rewards. The bias in direction is O(1/(P G)). The std has divisor P G - 1.
+    The estimate is biased because the std depends on the same rewards as the numerator. The std is
+    the same for all prompts, so the direction is almost right: its bias is O(1/(P G)).
 
     >>> batch_std(np.array([[1.0, 0.0], [0.0, 0.0]]), BaselineContext(), epsilon=0.5).tolist()
     [[0.5, -0.5], [0.0, 0.0]]
@@ -36,15 +40,16 @@ def batch_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 
 
 @baseline(
-    "REINFORCE++: whitened over the tokens of the batch, epsilon under the root. Biased.",
+    "REINFORCE++: (reward - mean) / sqrt(variance + epsilon) over the batch's tokens. Biased.",
     unbiased=False, min_group_size=1, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
 )  # fmt: skip
 def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Whiten `r_i - batch mean` over all tokens of the batch: REINFORCE++ (Hu 2025).
 
-    The estimate is biased because the token-weighted mean and scale depend on the completion's own
-    reward and length. The batch mean cancels in the whitening, see `_whiten`.
+    Whitening means to subtract the mean over tokens and to divide by the std over tokens; see
+    `_whiten`. The batch mean cancels, so the code does not compute it. The estimate is biased
+    because the mean and the std over tokens depend on the completion's own reward and length.
 
     >>> context = BaselineContext(lengths_PG=np.array([[3, 1]]))
     >>> reinforce_pp(np.array([[1.0, 0.0]]), context, epsilon=0.0).tolist()
@@ -55,7 +60,7 @@ def reinforce_pp(rewards_PG: Array, context: BaselineContext, *, epsilon: float 
 
 
 @baseline(
-    "r - group mean, then whitened over the tokens of the batch. Biased.",
+    "Reward minus group mean, then whitened over the batch's tokens as in reinforce_pp. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="multiple_of_g",
 )  # fmt: skip
@@ -77,8 +82,8 @@ def reinforce_pp_baseline(
 def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
     """Subtract the mean over tokens, then divide by sqrt(variance over tokens + epsilon).
 
-    Each value counts once per token of its completion. The variance has divisor tokens - 1, and
-    epsilon is added under the root, as in verl's masked_whiten (epsilon 1e-8).
+    Each value counts once per token of its completion. The variance is divided by the number of
+    tokens minus 1. Epsilon is added under the root, as in verl's masked_whiten (epsilon 1e-8).
     """
     tokens = lengths_PG.sum()
     deviation_PG = values_PG - (lengths_PG * values_PG).sum() / tokens
@@ -87,24 +92,27 @@ def _whiten(values_PG: Array, lengths_PG: Integers, epsilon: float) -> Array:
 
 
 @baseline(
-    "VL-Norm: GRPO's advantage times weights length^-power, whose mean in the batch is 1. Biased.",
+    "VL-Norm: group_std times weights length^-power, whose mean in the batch is 1. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"lengths_PG"},
     target="weighted_by_length",
 )  # fmt: skip
 def length_weighted(
     rewards_PG: Array, context: BaselineContext, *, power: float = 0.75, epsilon: float = 1e-4
 ) -> Array:
-    """Weight `group_std` by L_i^-power: VL-Norm (Zhiyuan He et al. 2025, arXiv 2509.07558).
+    """Multiply `group_std` by weights L_i^-power: VL-Norm (Zhiyuan He et al. 2025).
 
-    The weights are divided by their mean in the batch, `w_i = L_i^-power / mean of L^-power`, as in
-    the authors' code (Delta-L-Normalization). Prompts with short completions therefore count more.
+    The source is arXiv 2509.07558. The weights are divided by their mean in the batch,
+    `w_i = L_i^-power / mean of L^-power`, as in the authors' code (Delta-L-Normalization). Prompts
+    with short completions therefore count more.
+
     With power 1 the weights minimise the variance if two conditions hold: the variance of a
     completion's gradient is proportional to its length L, and the mean of this gradient does not
     depend on L. Under these conditions the weighted mean is also unbiased. Neither condition holds
-    in general. Because the weights depend on the completion, they add a further bias to that of
-    `group_std`. For large groups the mean converges to `E[L^-power (z - V) s] / (sigma + epsilon)`
-    divided by the batch mean of L^-power. If all lengths are equal, this limit is that of
-    `group_std`; otherwise it is not a multiple of g.
+    in general. The weights then cause a bias in addition to the bias of `group_std`, because they
+    depend on the completion. For large groups the mean converges to
+    `E[L^-power (z - V) s] / (sigma + epsilon)` divided by the batch mean of L^-power. If all
+    lengths are equal, the limit is the same as for `group_std`; otherwise it is not a multiple of
+    g.
 
     >>> context = BaselineContext(lengths_PG=np.array([[1, 1], [2, 4]]))  # 1/L: mean 11/16
     >>> z = np.array([[1.0, 0.0], [1.0, 1.0]])
@@ -117,25 +125,27 @@ def length_weighted(
 
 
 @baseline(
-    "leave_one_out shrunk towards the other prompts, which decide how far (arXiv "
-    "2511.03710). Unbiased.",
+    "leave_one_out, but its baseline is shrunk towards the mean reward of the other prompts, whose "
+    "rewards also determine the amount of shrinkage (arXiv 2511.03710). Unbiased.",
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
 def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
-    """Shrink towards the other prompts (Zeng et al. 2025, arXiv 2511.03710v1, section 3.3).
+    """Shrink the leave-one-out mean towards the other prompts: James-Stein (Zeng et al. 2025).
+
+    The source is arXiv 2511.03710v1, section 3.3. The baseline b_i of completion i of prompt x is
 
         b_i = (1 - lambda_x) leave-one-out mean_i + lambda_x mean of the other prompts' means
         lambda_x = (P - 1) / P * v / (v + s + epsilon)
-        v = mean over other prompts of (variance, divisor G-1) / G
-        s = mean over other prompts of (prompt mean - their mean)^2
+        v = mean over other prompts of (variance of the prompt's rewards, divisor G-1) / G
+        s = mean over other prompts of (prompt mean - mean of these prompt means)^2
 
     P is the number of prompts in the batch. The factor (P - 1)/P is from equation 15 of the paper;
     the authors' released code omits it, see `jspo`. The paper has no epsilon; here it prevents a
     division of 0 by 0.
 
-    The estimate is unbiased because lambda and the pooled mean do not depend on the rewards of
-    prompt x. At least three prompts are needed, because a single other prompt has s = 0, so that v
-    / (v + s) would be 1 for any rewards.
+    The estimate is unbiased because lambda_x and the mean of the other prompts do not depend on
+    the rewards of prompt x. At least three prompts are needed: with two, there is a single other
+    prompt, s is 0, and v / (v + s) would be 1 for any rewards.
 
     >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[0].tolist()
@@ -148,7 +158,7 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
 
 
 @baseline(
-    "james_stein as its authors' code has it, without the factor (P-1)/P on P prompts. Unbiased.",
+    "james_stein as in its authors' code: without the factor (P-1)/P for P prompts. Unbiased.",
     unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
 )  # fmt: skip
 def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
@@ -165,7 +175,7 @@ def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) 
 
 
 def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
-    """Compute advantages with lambda_x = factor v / (v + s + epsilon), see `james_stein`."""
+    """Compute the advantages of `james_stein`, with `factor` in place of (P - 1)/P."""
     count, size = rewards_PG.shape
     loo_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (size - 1)
     mean_P, noise_P = rewards_PG.mean(axis=1), rewards_PG.var(axis=1, ddof=1) / size
@@ -178,7 +188,7 @@ def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
 
 
 @baseline(
-    "BNPO: (r - group mean) over a Beta density of it; rewards from [minimum, maximum]. Biased.",
+    "BNPO: (reward - group mean) / (fitted Beta density); rewards in [minimum, maximum]. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, target="g_over_density",
 )  # fmt: skip
 def beta(
@@ -191,11 +201,12 @@ def beta(
 ) -> Array:
     """Divide by a fitted Beta density f: BNPO (Xiao et al. 2025), `A_i = (r_i - rbar) / f(rbar)`.
 
-    Rewards are first mapped from [minimum, maximum] to [0, 1]. Beta(a, b) is fitted to the group
-    means by moments. The parameters of f are 1 + a/3 and 1 + b/3, at least 1, and 1/f is at most
-    `ceiling` (1e6 in the authors' code). The estimate is biased because rbar, the fit and the
-    weight depend on the completion's reward, and because prompts are reweighted. If there is only
-    one prompt, or if the group means do not vary, f = 1.
+    Rewards are first mapped from [minimum, maximum] to [0, 1]. A distribution Beta(a, b) is fitted
+    to the group means rbar by the method of moments. The density f is Beta with the parameters
+    1 + a/3 and 1 + b/3, each at least 1. The weight 1/f is at most `ceiling` (1e6 in the authors'
+    code). If there is only one prompt, or if the group means do not vary, f = 1. The estimate is
+    biased because rbar and f depend on the completion's reward, and because prompts have different
+    weights.
 
     Raises:
         UnfitRewards: a reward is outside [minimum, maximum].

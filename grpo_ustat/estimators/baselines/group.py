@@ -1,4 +1,9 @@
-"""Baselines that read only the rewards of the completion's own group."""
+"""Baselines that read only the rewards of the completion's own group.
+
+In the formulas, A_i is the advantage of completion i, r_i its reward, L_i its length and s_i its
+score. The mean reward of the group is rbar. For a prompt x, V is the expected reward, sigma the std
+of the rewards and g the gradient of V.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,14 @@ ROUNDING = 1e-12
 
 
 @baseline(
-    "The paper's GRPO: the mean reward of the group's other completions. Unbiased.",
+    "The paper's GRPO: reward minus the mean reward of the group's other completions. Unbiased.",
     unbiased=True, min_group_size=2,
 )  # fmt: skip
 def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the mean of the other rewards: `A_i = r_i - sum_{j != i} r_j / (G-1)`.
 
-    This is the paper's GRPO (Lemma 1), which is RLOO (Kool et al. 2019). The estimate is unbiased
-    because the baseline of completion i is independent of the score of i, and this score has mean
+    This is the paper's GRPO (Lemma 1), also known as RLOO (Kool et al. 2019). The estimate is
+    unbiased because the baseline of completion i is independent of the score of i, whose mean is
     zero.
 
     >>> leave_one_out(np.array([[1.0, 0.0, 0.0]]), BaselineContext()).tolist()
@@ -35,16 +40,17 @@ def leave_one_out(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "The group's own mean: (G-1)/G times leave_one_out. Biased by shrinking.",
+    "Reward minus the group mean: (G-1)/G times leave_one_out. Biased, because the estimate is too "
+    "short.",
     unbiased=False, min_group_size=2,
 )  # fmt: skip
 def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the group mean: `A_i = r_i - rbar`.
 
-    This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). On every sample the estimate is
-    (G-1)/G times the estimate of `leave_one_out`. Its expected direction is therefore right, but
-    its expected length is too small. The shrinkage by itself can make the raw MSE smaller than the
-    MSE of unbiased baselines.
+    This is Dr. GRPO (Zichen Liu et al. 2025, arXiv 2503.20783). For the same completions, the
+    estimate is (G-1)/G times the estimate of `leave_one_out`. Its expected direction is therefore
+    right, but its expected length is too small. This shrinkage alone can make its MSE smaller than
+    the MSE of unbiased baselines.
 
     >>> group_mean(np.array([[1.0, 0.0, 0.0, 0.0]]), BaselineContext()).tolist()
     [[0.75, -0.25, -0.25, -0.25]]
@@ -53,8 +59,9 @@ def group_mean(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "GRPO as published: (r - mean) / (std with divisor G-1 + epsilon). Biased; for large G "
-    "towards g/sigma, with 0/1 rewards the gradient of E[2 arcsin sqrt V].",
+    "GRPO as published: (reward - group mean) / (group std with divisor G-1 + epsilon). Biased: "
+    "for large G, the gradient g of a prompt is divided by sigma, the std of its rewards. With 0/1 "
+    "rewards, g/sigma is the gradient of E[2 arcsin sqrt V], where V is the success rate.",
     unbiased=False, min_group_size=2, target="g_over_sigma",
 )  # fmt: skip
 def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-4) -> Array:
@@ -73,8 +80,8 @@ def group_std(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1
 
 
 @baseline(
-    "GRPO's advantage less its bias of order 1/G, by the jackknife; groups of 3 or more. "
-    "Biased by order 1/G^2 against g/sigma.",
+    "group_std minus its bias of order 1/G, estimated by the jackknife; needs groups of 3 or more. "
+    "Biased: a difference of order 1/G^2 from g/sigma remains; see group_std.",
     unbiased=False, min_group_size=3, target="g_over_sigma",
 )  # fmt: skip
 def group_std_jackknife(
@@ -82,15 +89,17 @@ def group_std_jackknife(
 ) -> Array:
     """Return `group_std` minus its jackknife estimate of the bias.
 
-    The jackknife replaces an estimate N by `G N - (G-1) mean of N without k`. If A^(-k) are the
-    advantages of `group_std` in the group without completion k, the corrected advantages are
+    The jackknife replaces an estimate N by `G N - (G-1) mean_k N^(-k)`, where N^(-k) is the
+    estimate from the group without completion k. Let A^(all) be the advantages of `group_std` in
+    the whole group and A^(-k) those in the group without completion k. The corrected advantages
+    are
 
         A_i = G A_i^(all) - sum_{k != i} A_i^(-k)
 
     As with `group_std`, the mean converges to g/sigma, but the bias is of order 1/G^2 instead of
     1/G. If rewards rarely differ within a group, zero-variance groups add to the bias. The variance
-    is `(1 + O(1/G))` times the variance of `group_std`. This baseline is new here; the jackknife is
-    from Quenouille (1956).
+    is `(1 + O(1/G))` times the variance of `group_std`. We know of no publication of this baseline;
+    the jackknife is from Quenouille (1956).
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> group_std_jackknife(z, BaselineContext(), epsilon=0.0).round(3).tolist()
@@ -105,9 +114,9 @@ def group_std_jackknife(
 
 
 @baseline(
-    "(r - mean of the others) / (std of the others + epsilon), groups of 3 or more. Exact "
-    "in direction for each prompt; a small epsilon makes it explode near groups of equal "
-    "rewards.",
+    "(reward - mean of the others) / (std of the others + epsilon), where the others are the other "
+    "completions of the group; needs groups of 3 or more. Its direction is exact for each prompt. "
+    "With a small epsilon, it is very large if all other rewards are equal.",
     unbiased=False, min_group_size=3, target="g_over_sigma",
 )  # fmt: skip
 def leave_one_out_std(
@@ -115,12 +124,13 @@ def leave_one_out_std(
 ) -> Array:
     """Return `A_i = (r_i - mean of the others) / (std of the others + epsilon)`.
 
-    The std of the G-1 other rewards has divisor G-2. Only r_i depends on completion i, so the
-    estimate's expectation for a prompt is a multiple of g, `g E[1 / (std of G-1 + epsilon)]`. The
-    direction is exact for each prompt, but prompts are reweighted. If all other rewards are equal
-    and r_i differs from them, the difference is divided by epsilon only. If such groups occur, the
-    variance therefore grows like `1/epsilon^2`, so epsilon must not be small. We know of no
-    published baseline that also leaves the completion out of the std.
+    "The others" are the other G-1 rewards of the group; their std has divisor G-2. Only r_i depends
+    on completion i. The estimate's expectation for a prompt is therefore a multiple of g, namely
+    `g E[1 / (std of G-1 rewards + epsilon)]`. The direction is exact for each prompt, but the
+    factor differs between prompts. If all other rewards are equal and r_i differs from them, the
+    difference is divided by epsilon only. The variance that such groups cause grows like
+    `1/epsilon^2`, so epsilon must not be small. We know of no published baseline that also leaves
+    the completion out of the std.
 
     >>> z = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     >>> leave_one_out_std(z, BaselineContext(), epsilon=0.5).round(3).tolist()
@@ -136,7 +146,7 @@ def leave_one_out_std(
 
 
 @baseline(
-    "QAE: (r - quantile of the group's rewards) / (std + epsilon). Biased.",
+    "QAE: (reward - quantile of the group's rewards) / (group std + epsilon). Biased.",
     unbiased=False, min_group_size=2, target="g_over_sigma",
 )  # fmt: skip
 def quantile(
@@ -146,14 +156,14 @@ def quantile(
 
     This is QAE (Junkang Wu et al. 2025, arXiv 2509.22611). Q_K is the smallest reward such that at
     least a share K = `level` of the group is at or below it. For 0/1 rewards, Q_K is 0 if at most a
-    share 1 - K of the group is right; only right completions then have a nonzero advantage.
-    Otherwise Q_K is 1, and only wrong completions have a nonzero advantage. The estimate is biased
-    because Q_K depends on the completion's reward.
+    share 1 - K of the group is right (has reward 1); only right completions then have a nonzero
+    advantage. Otherwise Q_K is 1, and only wrong completions have a nonzero advantage. The estimate
+    is biased because Q_K depends on the completion's reward.
 
     For large groups the mean converges to g/(sigma + epsilon), as with `group_std`, for any K and
-    any rewards. The reason is that the subtracted value is bounded and is multiplied by a mean
-    score that converges to 0. The mean converges at the rate 1/sqrt(G) if V = 1 - K, because Q_K
-    then remains random, and at the rate 1/G otherwise.
+    any rewards. The choice of K does not matter in the limit, because the same Q_K multiplies every
+    score of the group and the mean of the scores converges to 0. The mean converges at the rate
+    1/sqrt(G) if V = 1 - K, because Q_K then remains random, and at the rate 1/G otherwise.
 
     The paper specifies neither the divisor of the std nor the kind of quantile for rewards between
     0 and 1, and the authors' code was not available. We chose divisor G-1, as in `group_std`, and
@@ -171,7 +181,7 @@ def quantile(
 
 
 @baseline(
-    "PODS: GRPO's advantage within the part of the group whose rewards vary most. Biased.",
+    "PODS: group_std, applied only to the completions whose rewards vary most. Biased.",
     unbiased=False, min_group_size=2, target="kept_part",
 )  # fmt: skip
 def pods(
@@ -179,22 +189,23 @@ def pods(
 ) -> Array:
     """Apply `group_std` to a part of the group: PODS, max-variance (Xu et al. 2025).
 
-    The source is arXiv 2504.13818. Of the G completions, the m = `share` G (rounded, at least 2)
-    whose rewards have the largest variance are kept. They are always those with the largest and
-    those with the smallest rewards. The other completions have advantage 0. Advantages are
-    normalised within the kept part and multiplied by G/m, so that the estimate is a mean over the
-    kept part. Among equal rewards, the first ones are kept. Among parts with equal variance, the
-    part with the fewest large rewards is kept. The estimate is biased because the choice of
-    completions depends on their rewards.
+    The source is arXiv 2504.13818. PODS keeps m of the G completions, where m is `share` G,
+    rounded, and at least 2. It chooses the m completions whose rewards have the largest variance.
+    They always consist of some with the largest rewards and some with the smallest. The other
+    completions have advantage 0. Advantages are normalised within the kept part and multiplied by
+    G/m, so that the estimate is a mean over the kept part. Among equal rewards, the first ones are
+    kept. Among parts with equal variance, the part with the fewest large rewards is kept. The
+    estimate is biased because the choice of completions depends on their rewards.
 
-    For 0/1 rewards and large groups, let rho be the share of right completions in the kept part. If
-    there are enough right and enough wrong completions to fill half of the part each, rho is 1/2;
-    otherwise it is V/share or 1 - (1-V)/share. Because E[s | right] = g/V and E[s | wrong] =
-    -g/(1-V), the mean for epsilon = 0 converges to
+    The limit for large groups has a simple form for 0/1 rewards. Let rho be the share of right
+    completions in the kept part. If right and wrong completions can each fill half of the part, rho
+    is 1/2; otherwise it is V/share or 1 - (1-V)/share. Because E[s | right] = g/V and
+    E[s | wrong] = -g/(1-V), the mean for epsilon = 0 converges to
 
-        g sqrt(rho (1-rho)) / (V (1-V))     g / (2 V (1-V)) at rho = 1/2, g / sigma at share = 1
+        g sqrt(rho (1-rho)) / (V (1-V))
 
-    For other rewards the limit is not a multiple of g.
+    This limit is g / (2 V (1-V)) if rho = 1/2, and g / sigma if share = 1. For other rewards the
+    limit is not a multiple of g.
 
     >>> z = np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     >>> (pods(z, BaselineContext(), share=0.5, epsilon=0.0) / 2).round(3).tolist()  # G/m = 2
@@ -223,8 +234,8 @@ def pods(
 
 
 @baseline(
-    "(r - group mean) / (group mean + epsilon). Biased; for large G towards g/V, the "
-    "gradient of E[log V].",
+    "MaxRL: (reward - group mean) / (group mean + epsilon). Biased: for large G, the gradient g of "
+    "a prompt is divided by its expected reward V; g/V is the gradient of E[log V].",
     unbiased=False, min_group_size=2, target="g_over_v",
 )  # fmt: skip
 def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
@@ -232,8 +243,8 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
 
     This is MaxRL (arXiv 2602.02710). All advantages are 0 if every reward is 0. The estimate is
     biased: for large groups its mean converges to g(x) / V(x), the gradient of E[log V]. For 0/1
-    rewards and epsilon = 0 the mean is exactly `(1 - (1-V)^(G-1)) / V` times g(x), the gradient of
-    the series of log V truncated after G - 1 terms.
+    rewards and epsilon = 0 the mean is exactly `(1 - (1-V)^(G-1)) / V` times g(x). This is the
+    gradient of the power series of log V in 1 - V, truncated after G - 1 terms.
 
     Raises:
         UnfitRewards: a reward is negative, so that rbar could be 0 or negative.
@@ -250,7 +261,7 @@ def maxrl(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6)
 
 
 @baseline(
-    "Length-weighted mean reward of the group's other completions. Unbiased.",
+    "OPO: reward minus the length-weighted mean reward of the group's other completions. Unbiased.",
     unbiased=True, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo(rewards_PG: Array, context: BaselineContext) -> Array:
@@ -271,15 +282,15 @@ def opo(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "Length-weighted mean reward of the whole group, as OPO is shipped. Biased.",
+    "OPO in its released form: reward minus the length-weighted mean reward of the whole group. "
+    "Biased.",
     unbiased=False, min_group_size=2, needs={"lengths_PG"},
 )  # fmt: skip
 def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract OPO's mean over the full group: `A_i = r_i - sum_j L_j r_j / sum_j L_j`.
 
-    OPO is implemented in this form; the sources are Hao et al. 2025 and verl. The estimate is
-    biased, also in direction, because the baseline depends on the completion's own reward and
-    length.
+    The implementations of OPO use this form (Hao et al. 2025; verl). The estimate is biased, also
+    in direction, because the baseline depends on the completion's own reward and length.
 
     >>> lengths = np.array([[1, 1, 2]])
     >>> opo_self(np.array([[1.0, 0.0, 1.0]]), BaselineContext(lengths_PG=lengths)).tolist()
@@ -291,8 +302,8 @@ def opo_self(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "KRPO: rewards less a Kalman filter that runs through the group, over its std (arXiv "
-    "2505.07527). Biased by one factor alone.",
+    "KRPO: rewards minus a Kalman filter's mean over the group, divided by its std (arXiv "
+    "2505.07527). Biased only by a factor that is equal for all prompts.",
     unbiased=False, min_group_size=2, target="multiple_of_g",
 )  # fmt: skip
 def krpo(
@@ -305,21 +316,24 @@ def krpo(
 ) -> Array:
     """Subtract a Kalman filter's mean: KRPO (Wang et al. 2025, arXiv 2505.07527), as in its code.
 
-    The filter starts at x = 0 and P = 1 and runs through the rewards of the group. Q and R are
-    `process_variance` and `measurement_variance`. The defaults of Q, R and epsilon are the authors'
-    values:
+    The filter starts at mean x = 0 and variance P = 1 and reads the rewards of the group in order.
+    Q is `process_variance`, and R is `measurement_variance`. The defaults of Q, R and epsilon are
+    the authors' values. Completion i updates the filter, and its advantage uses the updated x and
+    P:
 
         P' = P + Q,   K = P' / (P' + R),   x <- x + K (r_i - x),   P <- (1 - K) P'
         A_i = (r_i - x) / (sqrt(P) + epsilon)
 
     **The direction of the estimate is exact**, although r_i enters x before x is used. The reason
     is that r_i - x equals (1 - K) times the difference between r_i and the x of the earlier
-    completions, and that K and P do not depend on rewards. With
-    `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)`, the mean is therefore g times mean_i c_i, and this
-    factor is the same for every prompt. For the authors' Q = 1e-5 and R = 1e-2 the factor is 14.9
-    at G = 8 and increases with G, up to 54.9. The estimate is biased only by this factor. The first
-    completion has almost no weight (c_1 = 0.1, but c_8 = 24.5), and each completion is compared
-    only with earlier ones. The error is therefore larger than with `leave_one_out`.
+    completions, and that K and P do not depend on rewards. Let K_i and P_i be the values for
+    completion i, and let `c_i = (1 - K_i) / (sqrt(P_i) + epsilon)`. The mean of the estimate is
+    then g times mean_i c_i. The factor mean_i c_i is the same for every prompt, and it is the only
+    bias. For the authors' Q = 1e-5 and R = 1e-2 it is 14.9 at G = 8 and increases with G, up to
+    54.9.
+
+    The error is larger than with `leave_one_out` for two reasons. The first completions have almost
+    no weight (c_1 = 0.1, but c_8 = 24.5), and each completion is compared only with earlier ones.
 
     >>> options = {"process_variance": 0.0, "measurement_variance": 1.0, "epsilon": 0.0}
     >>> krpo(np.array([[1.0, 0.0]]), BaselineContext(), **options).round(4).tolist()

@@ -1,7 +1,7 @@
-"""Unbiased baselines `A_i = r_i - b(x)` with b independent of the group.
+"""Unbiased baselines `A_i = r_i - b(x)`, where b does not depend on the group's completions.
 
-Because E[S | x] = 0, any b that is independent of the group's completions drops out of E[S (r -
-b)]. The errors of these baselines have closed forms.
+The expectation of a score s given the prompt x is 0. Such a b therefore does not change
+E[s (r - b)], the expectation of the estimate. The errors of these baselines have closed forms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def none(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "One number for all prompts. Unbiased.",
+    "Reward minus the same number for all prompts. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True,
 )  # fmt: skip
 def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5) -> Array:
@@ -44,15 +44,16 @@ def constant(rewards_PG: Array, context: BaselineContext, *, value: float = 0.5)
 
 
 @baseline(
-    "V(x) from budget.value_completions fresh completions per prompt. Unbiased.",
+    "Reward minus its mean over budget.value_completions other completions. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"value_P"},
 )  # fmt: skip
 def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract V(x), from completions outside the group: the paper's oracle, `A_i = r_i - V(x)`.
 
-    The estimate is unbiased for any V that is independent of the group, whether V is exact or
-    estimated. Estimating V from K completions adds `M_0 sigma^2 / K` to A_V. This addition
-    increases the variance but causes no bias.
+    V(x) is the expected reward of the prompt. The estimate is unbiased even if V is itself
+    estimated, as long as V is independent of the group. An estimate of V from K completions
+    increases the variance: it adds `M_0 sigma^2 / K` to A_V = E[q (Z - V)^2], where q is the
+    squared score norm, M_0 = E[q] and Z is the reward.
 
     >>> oracle(np.array([[1.0, 0.0]]), BaselineContext(value_P=np.array([0.25]))).tolist()
     [[0.75, -0.25]]
@@ -61,15 +62,15 @@ def oracle(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "E[q Z]/E[q] from budget.value_completions fresh completions per prompt. Unbiased.",
+    "oracle with the mean weighted by squared score norms, E[q Z]/E[q]. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"optimal_P"},
 )  # fmt: skip
 def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the prompt-only baseline with the smallest variance.
 
     The sources are Greensmith et al. 2004 and Hao et al. 2025. The advantage is `A_i = r_i - b*(x)`
-    with `b* = E[q Z | x] / E[q | x]`, where q is the squared score norm. The estimate is unbiased
-    for the same reason as for `oracle`: b* is estimated from completions outside the group.
+    with `b* = E[q Z | x] / E[q | x]`, where q is the squared score norm and Z the reward. The
+    estimate is unbiased because b* is estimated from completions outside the group.
 
     >>> optimal(np.array([[1.0, 0.0]]), BaselineContext(optimal_P=np.array([0.625]))).tolist()
     [[0.375, -0.625]]
@@ -78,7 +79,9 @@ def optimal(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
-    """Estimate b*(x) = sum q z / sum q from completions outside the group, [P]; 0 if every q is 0.
+    """Estimate the baseline b*(x) of `optimal`: sum q z / sum q, [P], or 0 if every q is 0.
+
+    The K completions of each prompt must be outside the group.
 
     >>> norms = np.array([[3.0, 1.0], [0.0, 0.0]])
     >>> best_constant(norms, np.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
@@ -90,7 +93,7 @@ def best_constant(q_PK: Array, rewards_PK: Array) -> Array:
 
 
 @baseline(
-    "The reward of one greedy completion per prompt. Unbiased.",
+    "ReMax: reward minus the reward of a greedy completion of the prompt. Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"greedy_P"},
 )  # fmt: skip
 def remax(rewards_PG: Array, context: BaselineContext) -> Array:

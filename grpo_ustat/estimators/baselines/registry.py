@@ -14,19 +14,22 @@ from grpo_ustat.records import Array, BaselineContext
 
 Function = TypeVar("Function", bound=Callable[..., Array])
 
-# Entry-point group for baselines. Each entry point is a `Baseline` with the same name.
+# Entry-point group in which installed packages register baselines. Each entry point loads a
+# `Baseline` whose name is the name of the entry point.
 PLUGIN_GROUP = "grpo_ustat.baselines"
 
 
 class _Baselines(dict[str, Baseline]):
     """Built-in baselines by name.
 
-    A lookup also finds the baselines of installed packages, although the keys do not include them.
+    The keys are only the built-in baselines. A lookup by name also finds the baselines of installed
+    packages.
 
     Raises:
         KeyError: no baseline has this name.
-        TypeError: the entry point is not a `Baseline` with this name, its function does not have
-            the signature of a baseline, or an option's default is not a number.
+        TypeError: the entry point of an installed package is not a `Baseline` with this name, its
+            function does not have the signature of a baseline, or an option's default is not a
+            number.
     """
 
     def __init__(self) -> None:
@@ -44,22 +47,23 @@ def _load(name: str) -> Baseline:
     baseline = entry_points(group=PLUGIN_GROUP)[name].load()
     if not isinstance(baseline, Baseline) or baseline.name != name:
         raise TypeError(
-            f"entry point {name} of {PLUGIN_GROUP} is {baseline!r:.80}: it must be a Baseline of "
-            f"name {name!r}"
+            f"entry point {name} of {PLUGIN_GROUP} is {baseline!r:.80}: it must be a Baseline "
+            f"with name {name!r}"
         )
     takes = inspect.signature(baseline.advantage)
     try:
         takes.bind("rewards_PG", "context")
     except TypeError as error:
         raise TypeError(
-            f"{name} takes {takes!s:.120}: write it as (rewards_PG, context), options behind these "
-            "as option=default"
+            f"baseline {name} has the signature {takes!s:.120}: its parameters must be rewards_PG, "
+            "context and options with defaults"
         ) from error
     defaults: dict[str, object] = {**baseline.options}
     for option, default in defaults.items():
         if not isinstance(default, (int, float)):
             raise TypeError(
-                f"option {option} of {name} is {default!r:.80}: its default is a number"
+                f"option {option} of baseline {name} has the default {default!r:.80}: it must be "
+                "a number"
             )
     return baseline
 
@@ -81,9 +85,9 @@ def baseline(
 ) -> Callable[[Function], Function]:
     """Return a decorator that registers a function in `BASELINES` and leaves it unchanged.
 
-    The function's name is the key. A built-in baseline needs nothing else, because the command
-    line, `--help` and studies read `BASELINES`. Other packages provide a `Baseline` as an entry
-    point.
+    The function's name is the key. A built-in baseline needs no other registration, because the
+    command line, `--help` and studies read `BASELINES`. A package of your own registers a
+    `Baseline` as an entry point instead; see `PLUGIN_GROUP`.
 
     Args:
         words: description in `--help`. If it is long, `--help` shows only the first sentence.
@@ -115,7 +119,8 @@ def baseline(
 def plugin_baselines(names: Iterable[str] | None = None) -> set[str]:
     """Return the names of baselines from installed packages, restricted to `names` if given.
 
-    Built-in baselines are never replaced, so their names are not returned.
+    An installed package cannot replace a built-in baseline. Names of built-in baselines are
+    therefore not returned.
     """
     if names is not None and BASELINES.keys() >= set(names):
         return set()
@@ -135,7 +140,7 @@ def advantages(
         name: key of `BASELINES`, or name of a baseline of an installed package.
         rewards_PG: rewards of all prompts of the batch, float64.
         context: other inputs of the baseline.
-        options: values of exactly the options in `Baseline.options`.
+        options: values of the baseline's options; the keys must be those of `Baseline.options`.
 
     Raises:
         ValueError: there are too few completions or prompts, or the options are not those of the
@@ -184,5 +189,6 @@ def check_shape(name: str, num_prompts: int, group_size: int) -> None:
         )
     if baseline.couples_prompts and num_prompts * group_size < 2:
         raise ValueError(
-            f"baseline {name} scales by the batch's spread and needs 2 completions, got 1"
+            f"baseline {name} divides by the batch's standard deviation and needs at least 2 "
+            "completions, got 1"
         )

@@ -1,7 +1,8 @@
 """Advantages of completions that are scored by several reward functions.
 
-Either the sum of the rewards is normalised, or each function's rewards are normalised before they
-are summed. Axis F: reward functions.
+There are two ways. The rewards of a completion are added, and any baseline normalises the sum
+(`weighted_sum`). Or each function's rewards are normalised before they are added (`gdpo`). In array
+shapes, F is the number of reward functions.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from grpo_ustat.records import Array, BaselineContext
 def weighted_sum(rewards_PGF: Array, weights_F: Array) -> Array:
     """Compute the weighted sum of each completion's rewards, `sum_f w_f r_f`, [P, G].
 
-    The functions are added in a fixed order, one after the other, so that the sum of a completion
-    does not depend on other completions. Completions with equal rewards therefore have exactly
-    equal sums, on any number of ranks.
+    The functions are added one after the other, in a fixed order. A matrix product could round the
+    sums of two completions with equal rewards differently. Here such sums are exactly equal, on
+    any number of ranks.
 
     >>> weighted_sum(np.array([[[1.0, 0.5], [0.0, 1.0]]]), np.array([1.0, 0.2])).tolist()
     [[1.1, 0.2]]
@@ -34,16 +35,17 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
     """Normalise each function's rewards, then add them: GDPO, TRL's `normalize_then_sum`, [P, G].
 
     The source is Shih-Yang Liu et al. 2026, arXiv 2601.05242. `group_std` is applied to each
-    function's rewards separately, and their weighted sum is divided by the std of the batch
-    (divisor P G - 1) plus epsilon. TRL also subtracts the batch mean, which is 0 up to rounding.
-    This function does not subtract it, so a group with zero variance under every function has
-    advantages of exactly 0. A function with zero variance in a group adds 0 there and does not
-    affect the other functions. Each function causes the same bias as in `group_std`: with many
-    completions the mean converges to the mean of sum_f w_f g_f/sigma_f, times a factor that is the
-    same for the whole batch.
+    function's rewards separately. The weighted sum of the results is divided by its own std over
+    the batch (divisor P G - 1) plus epsilon. TRL also subtracts the batch mean, which is 0 up to
+    rounding. This function does not subtract it, so a group with zero variance under every function
+    has advantages of exactly 0. A function with zero variance in a group adds 0 to the advantages
+    of this group and does not affect the other functions. The estimate is biased for the same
+    reason as with `group_std`: with many completions its mean converges to the mean over prompts of
+    sum_f w_f g_f/sigma_f, times a factor that is the same for the whole batch.
 
     Args:
-        rewards_PGF: rewards from every function, float64.
+        rewards_PGF: rewards from each of the F reward functions, float64.
+        weights_F: weight w_f of each function in the sum.
         epsilon: number added to every std (TRL: 1e-4).
 
     >>> z = np.array([[[1.0, 0.0], [0.0, 5.0], [0.0, 0.0]]])  # the second function's scale is 5
@@ -62,9 +64,9 @@ def normalise_then_sum(rewards_PGF: Array, weights_F: Array, *, epsilon: float) 
 
 
 @baseline(
-    "Each reward function over its own std in the group, their weighted sum over the std of "
-    "the batch: TRL's multi_objective_aggregation=normalize_then_sum. Needs at least two "
-    "reward_funcs. Biased.",
+    "GDPO: each reward function divided by its own std in the group; their weighted sum divided "
+    "by its std in the batch: TRL's multi_objective_aggregation=normalize_then_sum. Needs at "
+    "least two reward_funcs. Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True,
     needs={"reward_weights_F", "rewards_PGF"}, target="sum_g_over_sigma",
 )  # fmt: skip

@@ -1,8 +1,10 @@
 """Baselines that are learned from past batches, and the updates of their memory.
 
-`train.baseline_state` keeps the memory between batches; this module contains the arithmetic. The
-memory is read before the current batch is added to it. Given the past, b is therefore independent
-of the batch's completions. If the memory were updated first, the estimate would be biased.
+`train.baseline_state` keeps the memory between batches; this module contains the arithmetic. For
+`running_mean`, `critic` and `spo`, the memory is read before the current batch is added to it. The
+value b that is subtracted is then independent of the batch's completions. If the memory were
+updated first, it would not be independent, and the estimate would be biased. "Unbiased given the
+past" means that the expectation, conditional on past batches, is the gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from grpo_ustat.records import Array, BaselineContext
 
 
 @baseline(
-    "Moving average of past batches, from 0, used before the update. Unbiased given the past.",
+    "Reward minus a moving average over past batches, from 0. Unbiased given the past.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"running"}, memory={"decay": 0.95},
 )  # fmt: skip
 def running_mean(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract the moving average of past rewards (Williams 1992; prime-rl's rae): `A_i = r_i - b`.
 
-    The estimate is unbiased given the past, because b is used before `running_update` adds the
-    batch to it.
+    The moving average b starts at 0. The estimate is unbiased given the past, because b is used
+    before `running_update` adds the batch to it.
 
     >>> running_mean(np.array([[1.0, 0.0]]), BaselineContext(running=0.25)).tolist()
     [[0.75, -0.25]]
@@ -40,15 +42,16 @@ def running_update(running: float, rewards_PG: Array, decay: float) -> float:
 
 
 @baseline(
-    "Linear value head fitted on past batches, discounted by decay; training only. Unbiased.",
+    "Reward minus a linear value head of past batches, discounted by decay; training only. "
+    "Unbiased.",
     unbiased=True, min_group_size=1, prompt_only=True, needs={"critic_P"},
     memory={"decay": 0.9, "ridge": 1.0},
 )  # fmt: skip
 def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     """Subtract a learned value (A2C, Mnih et al. 2016): `A_i = r_i - v(x)`.
 
-    The estimate is unbiased given the past, because v is fitted only on past batches and depends
-    only on the prompt.
+    The value v(x) predicts the expected reward of prompt x. The estimate is unbiased given the
+    past, because v is fitted only on past batches and depends only on the prompt.
 
     >>> critic(np.array([[1.0, 0.0]]), BaselineContext(critic_P=np.array([0.75]))).tolist()
     [[0.25, -0.75]]
@@ -57,19 +60,19 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
 
 
 @baseline(
-    "Per-prompt tracker of past rewards, then whitened over the batch; training only. Biased.",
+    "Reward minus a per-prompt tracker of past rewards, whitened; training only. Biased.",
     unbiased=False, min_group_size=1, couples_prompts=True, needs={"tracker_P"},
     memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06}, target="multiple_of_g",
 )  # fmt: skip
 def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Whiten `r_i - tracker(x)` over the batch: SPO (Xu and Ding 2025).
 
-    The batch mean of this difference is subtracted, and the result is divided by (std + epsilon).
-    Without this whitening the estimate would be unbiased given the past. The batch mean and std
-    depend on the completion's reward. They therefore bias the scale of the estimate and, by O(1/(P
-    G)), its direction. The std has divisor P G - 1, as in the authors' code (epsilon 1e-8). A
-    single completion per prompt is enough. With rho_min 0.875 the initial value of the tracker
-    counts as 8 draws.
+    The tracker estimates the prompt's expected reward from past visits. Whitening subtracts the
+    batch mean of the differences and divides by (std + epsilon). The std has divisor P G - 1, as in
+    the authors' code (epsilon 1e-8). Without whitening the estimate would be unbiased given the
+    past. The batch mean and std depend on the completion's reward. They therefore bias the scale of
+    the estimate and, by O(1/(P G)), its direction. A single completion per prompt is enough. With
+    rho_min 0.875 the initial value of the tracker counts as 8 draws.
 
     >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
     >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
@@ -82,30 +85,33 @@ def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -
 
 
 @baseline(
-    "EBPO: the group's mean shrunken to that of the batch, by variances of all rewards so "
-    "far, then over the batch's std (arXiv 2602.05165). Biased.",
+    "EBPO: reward minus the group mean shrunken towards the mean of all past rewards, then "
+    "whitened over the batch (arXiv 2602.05165). Biased.",
     unbiased=False, min_group_size=2, couples_prompts=True, needs={"history"},
     target="multiple_of_g",
 )  # fmt: skip
 def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
     """Subtract the group mean shrunken towards the policy's mean, then whiten the batch: EBPO.
 
-    The source is Han et al. 2026, arXiv 2602.05165v1, algorithm 1. The baseline is
-    `b(x) = (1 - S) rbar + S mu`. The advantages are then whitened over the batch, (A - mean) / (std
-    + epsilon).
+    The source is Han et al. 2026, arXiv 2602.05165v1, algorithm 1. The baseline shrinks the group
+    mean rbar towards mu, the mean of all rewards so far: `b(x) = (1 - S) rbar + S mu`. The
+    advantages A are then whitened over the batch, `(A - mean) / (std + epsilon)`. S is the amount
+    of shrinkage:
 
         S = (sigma^2 / G) / (sigma^2 / G + tau^2)
-        sigma^2 = variance of all rewards so far, tau^2 = variance of all groups' means so far
+        sigma^2 = variance of all rewards so far
+        tau^2 = variance of all groups' means so far
 
-    mu is the mean of all rewards so far. All three statistics, mu, sigma^2 and tau^2, include the
-    current batch. All groups have the same S, so **mu cancels** when the batch is centred. The
-    result is `r_i - (1 - S) rbar - S (mean of the batch)`, in which only S depends on the past.
-    Groups with equal rewards have nonzero advantages, because the batch mean is subtracted. The
-    estimate is biased because rbar, S, the mean and the std depend on the completion's reward. For
-    a given S, the expectation of the estimate before the division by the std has the right
-    direction, and its length is too small by the fraction `(1 - S)/G + S/(P G)`. The paper
-    specifies neither the divisors nor epsilon. Here sigma^2 and tau^2 are divided by the number of
-    values, and the std has divisor P G - 1.
+    All three statistics, mu, sigma^2 and tau^2, include the current batch. All groups have the same
+    S, so **mu cancels** when the batch mean is subtracted. The result before the division is
+    `r_i - (1 - S) rbar - S (mean of the batch)`, in which only S depends on the past. Groups with
+    equal rewards have nonzero advantages, because the batch mean is subtracted.
+
+    The estimate is biased because rbar, S, the batch mean and the std depend on the completion's
+    reward. For a given S, the expectation of the estimate before the division by the std has the
+    right direction, and its length is too small by the fraction `(1 - S)/G + S/(P G)`. The paper
+    specifies neither the divisors nor epsilon. Here the divisor of sigma^2 and tau^2 is the number
+    of values, and the std has divisor P G - 1.
 
     >>> nothing = BaselineContext(history=np.zeros((2, 3)))  # sigma^2 = 3/16, tau^2 = 1/16
     >>> ebpo(np.array([[1.0, 0.0], [0.0, 0.0]]), nothing, epsilon=0.0).round(3).tolist()  # S = 3/5
@@ -122,7 +128,10 @@ def ebpo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) 
 
 
 def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
-    """Add a batch to `BaselineContext.history` by the parallel Welford update (Chan et al. 1983).
+    """Return `BaselineContext.history` with a batch added.
+
+    The counts, means and sums of squared deviations are combined by the parallel Welford update
+    (Chan et al. 1983).
 
     >>> add_to_history(np.zeros((2, 3)), np.array([[1.0, 0.0], [0.0, 0.0]])).tolist()
     [[4.0, 0.25, 0.75], [2.0, 0.25, 0.125]]
@@ -142,9 +151,11 @@ def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
 
 
 def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
-    """Return the initial (alpha, beta) from K draws, which count as 1/(1 - rho_min) observations.
+    """Return the initial state (alpha, beta) of the tracker of `spo` for each prompt.
 
-    The draws are made before a prompt is used for the first time.
+    The tracker's estimate of the expected reward is alpha / (alpha + beta). It starts from the
+    rewards of K completions, drawn before a prompt is used for the first time. Together they count
+    as 1/(1 - rho_min) observations.
 
     >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
     [[2.5], [1.5]]
@@ -157,10 +168,11 @@ def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
 def tracker_discount(
     distance_P: Array, half_distance: float, rho_min: float, rho_max: float
 ) -> Array:
-    """Return rho = 2^(-D / half_distance), clipped to [rho_min, rho_max].
+    """Return the factor rho that discounts the tracker's past observations of each prompt.
 
-    D is the mean absolute change in log-probability over the tokens of the last answer to the
-    prompt.
+    rho is `2^(-D / half_distance)`, clipped to [rho_min, rho_max]. The distance D is the mean
+    absolute change in log-probability over the tokens of the last answer to the prompt: the more
+    the policy has changed, the less past observations count.
 
     >>> tracker_discount(np.array([0.0, 0.06, 9.0]), 0.06, 0.25, 0.96).tolist()
     [0.96, 0.5, 0.25]
