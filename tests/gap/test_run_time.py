@@ -42,7 +42,7 @@ def test_nothing_earlier_leaves_the_time_out(tmp_path, capsys):
     assert earlier_seconds(planned(tmp_path), 1000) is None
     show_plan([planned(tmp_path)])
     text = " ".join(capsys.readouterr().out.split())
-    assert text.count(" unknown ") == 1
+    assert text.count(" unknown ") == 2  # in the table and in the note
 
 
 @pytest.mark.parametrize("words", [
@@ -67,7 +67,7 @@ def test_the_newest_study_tells_the_rate(tmp_path, capsys):
     other = compose("gap", "theorem=theorem8", f"output_root={tmp_path}")
     show_plan([planned(tmp_path), PlannedRun("", other, None, None)])
     text = " ".join(capsys.readouterr().out.split())
-    assert text.count(" unknown ") == 2  # of the other study, and of the sum
+    assert text.count(" unknown ") == 3  # of the other study, of the sum, and in the note
 
 
 def test_a_study_without_draws_takes_what_it_took(tmp_path):
