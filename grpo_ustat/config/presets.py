@@ -290,8 +290,9 @@ _add(
     loss_type="dr_grpo",
 )
 
-# Probability that at least one relative efficiency lies outside its interval. The simultaneous
-# intervals for group sizes have the same error probability.
+# Error probability of the simultaneous intervals of all recipes: the probability that at least one
+# relative efficiency lies outside its interval. The simultaneous intervals for group sizes have the
+# same error probability.
 CHANCE = 0.025
 
 
