@@ -136,8 +136,9 @@ class LastingFile(io.FileIO):
 def lasting_output() -> Iterator[None]:
     """Let the block continue after the reader of its output has closed, as with `| head -1`.
 
-    The block may continue because a run's results are in its files. Closed standard streams are
-    connected to the null device, so that a file opened later does not get the same descriptor.
+    The block can go on without a reader, because a run's results are in its files. Standard streams
+    that are closed are connected to the null device, so that a file that is opened later does not
+    get their descriptor.
 
     Raises:
         SystemExit: raised at the end if the block succeeded but a disk error truncated standard
