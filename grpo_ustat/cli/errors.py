@@ -1,7 +1,7 @@
 """One-line error messages for command lines, with the typed words and a correction.
 
-There are five kinds of errors: an unknown key, an unknown choice of a group, a value of the wrong
-type, several values without `-m`, and a missing or unreadable value.
+There are five kinds of errors: an unknown key, an unknown choice of a config group, a value of the
+wrong type, several values without `-m`, and a missing or unreadable value.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def show_prompts(config: Common, split: str) -> None:
 
 
 def visible(text: str) -> str:
-    r"""Return the text with control characters except newlines spelt out, for terminals.
+    r"""Return the text with escape sequences in place of control characters, except newlines.
 
     >>> visible("[b]\x1b")
     '[b]\\x1b'

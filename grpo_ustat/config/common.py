@@ -133,7 +133,7 @@ class Common(Shared):
         self.prompt.check()
         data, prompt = self.dataset, self.prompt
         boxed = "boxed" in f"{prompt.system} {prompt.template}"
-        # Unless the prompt asks for \boxed{}, every reply would get reward 0.
+        # A model that is not asked for \boxed{} does not write it and always gets reward 0.
         if data.kind == "math" and data.reward is None and not prompt.shots and not boxed:
             raise ConfigError(
                 f"dataset={data.name} reads answers in \\boxed{{}}, but prompt={prompt.name} does "

@@ -70,8 +70,8 @@ class DatasetConfig:
         "the data set's reward"
     )
     max_completion_length: int | None = field(
-        "in a completion at most, if max_completion_length is not set; null: "
-        "max_completion_length must be set",
+        "allowed in a completion if max_completion_length is not set; null: max_completion_length "
+        "must be set",
         "tokens",
         positive=True,
         default=None,
@@ -211,7 +211,7 @@ class MathConfig(Gsm8kConfig):
         "rows"
     )
     max_answer_length: int = field(
-        "in an answer at most; longer answers get no reward", "characters", positive=True
+        "allowed in an answer; longer answers get no reward", "characters", positive=True
     )
     judge_seconds: float = field(
         "allowed for judging an answer; if judging takes longer, the answer counts as timed out "

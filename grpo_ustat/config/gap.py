@@ -38,7 +38,7 @@ class TheoryConfig:
     kind: str = field("name of the paper's result; set by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse settings that do not allow a test of the theorem."""
+        """Refuse settings with which the theorem cannot be tested."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Lemma6Config(SimulatedConfig):
     rollouts: int = field("per step, n = B G", "completions", positive=True)
     group_size: int = field("per group, G", "completions", at_least=2)
     constant_rates: list[float] = field(
-        "constant learning rates, each below 2 / L, where L is the smoothness of the objective J",
+        "constant learning rates, each below 2 / L; L is the smoothness of the objective J",
         positive=True,
     )
     steps: int = field("of each run, T", "steps", positive=True)
@@ -136,7 +136,7 @@ class Theorem7Config(SimulatedConfig):
         distinct=True,
     )
     constant_rates: list[float] = field(
-        "constant learning rates, each below 2 / L, where L is the smoothness of the objective J",
+        "constant learning rates, each below 2 / L; L is the smoothness of the objective J",
         positive=True,
     )
     steps: list[int] = field(
@@ -144,7 +144,11 @@ class Theorem7Config(SimulatedConfig):
     )
 
     def check(self) -> None:
-        """Refuse totals that are no multiple of T, and n that fewer than two group sizes divide."""
+        """Refuse totals and numbers of completions that cannot be split.
+
+        Each total must be a multiple of each T. Each n must be a multiple of two or more group
+        sizes, because at least two sizes are compared.
+        """
         super().check()
         _check_steps(self.steps)
         if not self.rollouts and not self.totals:

@@ -47,7 +47,8 @@ OPERATIONAL_KEYS = (
 def operational_keys(keys: dict[str, Any]) -> set[str]:
     """Return the keys that can differ between two starts of the same run.
 
-    `max_steps` is one of them, unless the learning rate decays to 0 at `max_steps`.
+    If the learning rate decays to 0 at `max_steps`, `max_steps` changes results and is not one of
+    these keys.
 
     >>> "max_steps" in operational_keys({"schedule": {"lr_scheduler_type": "linear"}})
     False

@@ -58,7 +58,7 @@ class MeasuredLosses:
 
     @property
     def is_off_policy(self) -> bool:
-        """True if losses are also measured off-policy, with unequal token weights."""
+        """True if losses are also measured off-policy, that is, with unequal weights of tokens."""
         return bool(self.study.scored_by or self.study.reference or self.study.corrections)
 
     @property

@@ -123,7 +123,7 @@ class PromptConfig:
         default=None,
     )
     max_length: int | None = field(
-        "in a prompt at most, including examples; questions with longer prompts are left out of "
+        "allowed in a prompt, including examples; questions with longer prompts are left out of "
         "the train, test and study questions; null: no limit",
         "tokens",
         positive=True,

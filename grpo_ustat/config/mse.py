@@ -1,6 +1,7 @@
 """Schema of `mse`, with checks that refuse impossible measurements.
 
-Every error message is one line that gives the values and the fix.
+Every error message is one line that gives the values and the fix. The pool of a study is its stored
+completions with their scores. A score is the gradient of a completion's log-probability.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class MseConfig(Common):
 
     @property
     def sampling_workers(self) -> int:
-        """Number of local processes that sample and score; always 1 with vLLM, to save memory."""
+        """Number of local processes that fill the pool; always 1 with vLLM, to save memory."""
         return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
@@ -185,9 +186,9 @@ class MseConfig(Common):
 
     @property
     def compares_by_groups(self) -> bool:
-        """True if a compared baseline has no closed form, so that groups of the pool are averaged.
+        """True if a compared baseline has no closed form.
 
-        The pool is the study's stored completions.
+        Its error is then an average over groups that are formed from the pool.
         """
         return "closed_form" in self.study.methods and bool(self.baselines_by_groups)
 
@@ -207,7 +208,7 @@ class MseConfig(Common):
 
     @property
     def sampling(self) -> StudySampling:
-        """Options for the processes that sample and score completions."""
+        """Options for the processes that sample completions and compute their scores."""
         return StudySampling(
             self.policy_options, self.sampler_options, self.task_options, self.sampling_workers
         )
@@ -219,7 +220,7 @@ class MseConfig(Common):
 
     @property
     def fills_part(self) -> bool:
-        """True if this job samples and scores only a part of the questions (`study.part`).
+        """True if this job adds only a part of the questions to the pool (`study.part`).
 
         Several jobs can fill the parts of one pool in parallel.
         """

@@ -67,7 +67,10 @@ class SamplerOptions:
 
 @dataclass(frozen=True)
 class StudySampling:
-    """Options for the processes of a study that sample, score and judge completions."""
+    """Options for the processes of a study, which sample and judge completions.
+
+    The processes also compute the gradient of each completion's log-probability.
+    """
 
     policy: PolicyOptions
     sampler: SamplerOptions

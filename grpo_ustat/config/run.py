@@ -48,7 +48,7 @@ class LoggerConfig:
         "project in the tracker to which runs belong; null: the tracker has no projects"
     )
     finish_seconds: float = field(
-        "that the run waits at most each time that the tracker opens, accepts a row or closes",
+        "that the tracker may take each time to open, accept a row or close",
         "seconds",
         at_least=0,
     )

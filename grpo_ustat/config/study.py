@@ -21,25 +21,25 @@ ALL_PLANS = "all"
 
 @dataclass
 class StudyBudget:
-    """Numbers of completions, random draws and sketch entries from which results are computed."""
+    """Numbers of completions and random draws, and how many numbers of each gradient are kept."""
 
     pool_completions: int = field(
         "to sample for each question, N; closed_form uses them and their gradients", "completions"
     )
     loss_draws: int = field(
-        "of two random batches each, from which the error is estimated if a loss or baseline "
-        "weights a completion by the whole batch",
+        "of two random batches each; from them, the error is estimated for losses and baselines in "
+        "which a completion's weight depends on the whole batch",
         "draws",
         at_least=2,
     )
     feature_sketch: int = field(
-        "to keep of each completion's gradient of the log-probability (all if the model has fewer "
+        "kept of the gradient of each completion's log-probability (all if the model has fewer "
         "parameters)",
         "numbers",
         positive=True,
     )
     gradient_sketch: int = field(
-        "to keep of each question's gradient (all if the model has fewer parameters)",
+        "kept of each question's gradient (all if the model has fewer parameters)",
         "numbers",
         positive=True,
     )
@@ -62,7 +62,10 @@ class StudyBudget:
         """Refuse counts that are too small for monte_carlo's intervals or reference gradients."""
         check_positive(self, "value_completions", prefix="budget.")
         if self.replicates < 2:
-            raise ConfigError(f"budget.replicates={self.replicates}: an interval needs at least 2")
+            raise ConfigError(
+                f"budget.replicates={self.replicates}: an interval needs at least 2 groups per "
+                "question"
+            )
         completions, blocks = self.reference_completions, self.reference_blocks
         per_block, rest = divmod(completions, max(1, blocks))
         if blocks < 3 or rest or per_block < 3:
@@ -140,8 +143,8 @@ class StudyConfig:
         "LoRA training"
     )
     scored_by: str | None = field(
-        "later checkpoint of model (embedded:NAME, a folder or org/name) whose gradient losses "
-        "estimate from completions that model sampled; null: model itself"
+        "later checkpoint of model (embedded:NAME, a folder or org/name); the losses estimate its "
+        "gradient from completions that model sampled; null: model itself"
     )
     reference: str | None = field(
         "reference model of the KL penalty (objective.beta); null: model itself"
@@ -170,7 +173,7 @@ class StudyConfig:
         "pool=DIR; null: the whole study"
     )
     cut_at: int | None = field(
-        "from which a completion of pool=FILE.parquet counts as truncated; null: the file's "
+        "at or above which a completion of pool=FILE.parquet counts as truncated; null: the file's "
         "column ended decides",
         "tokens",
         positive=True,
@@ -185,7 +188,7 @@ class StudyConfig:
 
     @property
     def interval(self) -> str:
-        """Sampling unit of the intervals of closed forms, `completions` or `questions`.
+        """Source of the variation in the intervals of closed forms: `completions` or `questions`.
 
         Intervals over completions treat the questions as fixed. AdamW's metric needs intervals over
         questions, because the gradients of each half of the questions are measured in a metric

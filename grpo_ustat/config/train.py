@@ -234,7 +234,7 @@ class TrainConfig(Common):
         "with FSDP2)"
     )
     micro_batch_tokens: int = field(
-        "in a backward pass at most, including padding; affects only memory and speed",
+        "allowed in a backward pass, including padding; affects only memory and speed",
         "tokens",
         positive=True,
     )

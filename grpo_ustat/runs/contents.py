@@ -183,7 +183,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number with an absolute value of at most `MAX_NUMBER`, not a boolean."""
+    """Return True for a number (but not a boolean) of at most `MAX_NUMBER` in absolute value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= MAX_NUMBER and math.isfinite(value)

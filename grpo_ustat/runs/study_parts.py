@@ -108,7 +108,7 @@ class Look:
     # `estimators.group_size.Estimates.choose`. None if the noise cannot be estimated yet.
     group_size: Size | None
     probability: float | None
-    # Bound on the extra error; None if the data do not decide.
+    # Bound on the extra error of the chosen G; None if the data do not decide.
     tolerance: float | None
     # Number of further questions after which half of all similar studies would have decided; None
     # if it is unknown or if the data decide already.
