@@ -492,9 +492,9 @@ class MseConfig(Common):
             )
         if baseline.couples_prompts and self.study.metric == "adam":
             raise ConfigError(
-                f"baselines contains {name}, which couples the questions of an update, but "
-                "study.metric=adam uses a separate metric for each half of the questions: remove "
-                f"{name} or use study.metric=euclidean"
+                f"baselines contains {name}, whose advantages depend on all questions of an "
+                "update, but study.metric=adam uses a separate metric for each half of the "
+                f"questions: remove {name} or use study.metric=euclidean"
             )
         if count < MIN_QUESTIONS:
             raise ConfigError(
@@ -505,17 +505,16 @@ class MseConfig(Common):
         if not sizes:
             raise ConfigError(
                 f"baselines contains {name}, which has no closed form, so "
-                f"study.rollouts={rollouts} must be a multiple of one of "
-                f"group_sizes={self.group_sizes} with at least "
-                f"{baseline.min_prompts} groups"
+                f"study.rollouts={rollouts} must be a multiple ({baseline.min_prompts} x or more) "
+                f"of one of group_sizes={self.group_sizes}"
             )
         if completions is None:
             completions = max(sizes) if self.imports_pool else self.budget.pool_completions
         if min(sizes) > completions:
             raise ConfigError(
                 f"baselines contains {name}, which has no closed form, so groups of {min(sizes)} "
-                f"need {min(sizes)} completions, but budget.pool_completions={completions}: "
-                "raise budget.pool_completions"
+                f"need {min(sizes)} completions per question, but "
+                f"budget.pool_completions={completions}: raise budget.pool_completions"
             )
         size = max(size for size in sizes if size <= completions)
         if not baseline.couples_prompts:
@@ -526,10 +525,10 @@ class MseConfig(Common):
         needed = prompts_needed(rollouts // size)
         if needed > count:
             raise ConfigError(
-                f"baselines contains {name}, which couples the questions of an update, so an "
-                f"update of {rollouts // size} questions (study.rollouts={rollouts} in groups of "
-                f"{size}) needs a study with {needed} questions, but got {count}: lower "
-                f"study.rollouts or raise {key}"
+                f"baselines contains {name}, whose advantages depend on all questions of an "
+                f"update: with updates of {rollouts // size} questions "
+                f"(study.rollouts={rollouts} in groups of {size}), the study needs {needed} "
+                f"questions, but has {count}: lower study.rollouts or raise {key}"
             )
 
 

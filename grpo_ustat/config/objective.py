@@ -321,7 +321,7 @@ class ObjectiveConfig:
         if group_size == 1 and (kind == DROP or share < 1):
             raise ConfigError(
                 f"objective.zero_variance_groups={kind} reward_variance_share={share} with "
-                "group_size=1, whose groups have no variance: use group_size=2 or more"
+                "group_size=1: one completion has no variance of rewards, use group_size=2 or more"
             )
         count, size, prompts = self.num_minibatches, self.minibatch_size, rollouts // group_size
         if size is not None and (size % group_size or rollouts % size):

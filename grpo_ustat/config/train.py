@@ -158,7 +158,7 @@ class MonitorConfig:
         if prompts < 4:
             raise ConfigError(
                 f"monitor.gradient_mse_every={interval} with {prompts} prompts per step "
-                "(budget.rollouts / group_size): intervals over prompts need at least 4"
+                "(budget.rollouts / group_size): intervals over prompts need at least 4 prompts"
             )
 
 
@@ -251,8 +251,8 @@ class TrainConfig(Common):
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
-            f"{self.baseline.name}, {self.max_steps} steps of {self.prompts_per_step} prompts x "
-            f"{self.group_size} completions{reward}, {self.optimizer.name} at "
+            f"{self.baseline.name}, {self.max_steps} steps of {self.prompts_per_step} prompts with "
+            f"{self.group_size} completions each{reward}, {self.optimizer.name} with learning rate "
             f"{self.learning_rate:g}, seed {self.seed}"
         )
 

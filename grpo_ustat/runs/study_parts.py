@@ -99,7 +99,7 @@ class CompletionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a study with `study.until=decided` knows after a batch of questions."""
+    """State of the decision on G after a batch of questions, with `study.until=decided`."""
 
     questions: Size
     # Number of completions per question, N.

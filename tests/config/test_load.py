@@ -319,7 +319,7 @@ def test_tests_compose_what_a_command_line_composes(entry, overrides):
             "train",
             ("group_size=16", "seed=3"),
             "train: tiny_base on arithmetic; algorithm1 with leave_one_out, 80 steps of 16 prompts "
-            "x 16 completions, adamw at 0.0001, seed 3",
+            "with 16 completions each, adamw with learning rate 0.0001, seed 3",
         ),
         ("gap", ("theorem=lemma6",), "gap: lemma6 on coins, 2000 replicates"),
     ],
