@@ -62,7 +62,7 @@ class Question:
     # Question without the prompt template.
     text: str
     answer: str
-    # Kind of question, for counts by kind.
+    # Kind of question; questions are counted by kind.
     kind: str
     # Worked solution that ends in the answer, for examples in prompts.
     solution: str
@@ -97,11 +97,11 @@ class Rollouts:
     prompt_tokens: list[list[int]]
     # Token ids of the completions, including the end token, padded with 0.
     tokens_PGT: Integers
-    # True on tokens of the completion, which are a prefix of every row.
+    # True on tokens of the completion, which come first in every row, and False on padding.
     mask_PGT: Mask
     # True if the completion ends with the end token, False if it was truncated.
     ended_PG: Mask
-    # Decoded completions without special tokens, P lists of G strings.
+    # Completions as text without special tokens, P lists of G strings.
     texts_PG: list[list[str]]
     # Log-probabilities of the tokens under the sampler, 0 on padding; used only for comparison with
     # the trainer's log-probabilities.

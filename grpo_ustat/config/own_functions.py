@@ -164,7 +164,7 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
         group: entry point group.
         name: name of the entry point.
         key: configuration key with the name.
-        ours: built-in names, for the message.
+        ours: built-in names, which the message also lists.
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:

@@ -59,7 +59,13 @@ class Row:
         return value
 
     def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
-        """Return the error for a field that does not meet a requirement."""
+        """Return the error for a field that does not meet a requirement.
+
+        Args:
+            name: name of the field.
+            value: value of the field.
+            requirement: what the value must be, such as `non-empty text`.
+        """
         return ConfigError(
             f"{self.where}: field {name} is {_short(value)}, it must be {requirement}"
         )

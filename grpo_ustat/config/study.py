@@ -33,13 +33,14 @@ class StudyBudget:
         at_least=2,
     )
     feature_sketch: int = field(
-        "kept of the gradient of each completion's log-probability (all if the model has fewer "
-        "parameters)",
+        "to which the gradient of each completion's log-probability is compressed (kept in full if "
+        "the model has fewer parameters)",
         "numbers",
         positive=True,
     )
     gradient_sketch: int = field(
-        "kept of each question's gradient (all if the model has fewer parameters)",
+        "to which each question's gradient is compressed (kept in full if the model has fewer "
+        "parameters)",
         "numbers",
         positive=True,
     )
@@ -50,7 +51,9 @@ class StudyBudget:
         "of each question from which monte_carlo computes its reference gradient", "completions"
     )
     reference_blocks: int = field(
-        "of equal size into which the reference completions are split", "blocks"
+        "of equal size into which the reference completions are split, so that noise in the "
+        "reference gradient does not bias the error",
+        "blocks",
     )
     value_completions: int = field(
         "of each question, K, from which monte_carlo computes the inputs of three baselines: the "
