@@ -572,8 +572,9 @@ def check_trackers(_: Path) -> Finding:
     Without a tracker, runs only write files.
     """
     versions = {name: here for name in TRACKERS if (here := installed_version(name))}
-    message = ", ".join(f"{name} {here}" for name, here in versions.items())
-    message = message or "no tracker is installed"
+    message = (
+        ", ".join(f"{name} {here}" for name, here in versions.items()) or "no tracker is installed"
+    )
     if "wandb" not in versions:
         return ok(f"{message}; metrics.jsonl contains all metrics")
     mode = os.environ.get("WANDB_MODE", "online")
