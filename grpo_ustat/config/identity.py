@@ -93,7 +93,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     - values in a model's or data set's node that only provide defaults for other fields
     - empty options of a chat template
     - paths of local data, whose content is hashed instead
-    - `study.part`, the part of a pool to fill
+    - `study.part`, which only selects the questions that a job adds to the pool
     - the number of minibatches, if the size of a minibatch is set
     - settings of AdamW's metric, corrections, verdicts, plans, further measurements and
       `study.until`, if the study does not use them

@@ -17,7 +17,8 @@ LAGGED = {
     level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
     for level in ("none", "token", "sequence", "whole_sequence")
 }
-# Corrections compared in the published claims that are tested, keyed by the level of the ratio.
+# Corrections that `study.verdicts` compares, because published claims are about them; keyed by the
+# level of the ratio.
 TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}
 
 

@@ -24,8 +24,9 @@ OBJECTIVES = (
     "verl_seq_mean_token_mean", "verl_seq_mean_token_sum_norm",
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
-# Allowed loss types for each level with one ratio per completion, and the only allowed level for
-# some loss types. Other combinations would apply a sequence's ratio once for each token.
+# `LOSS_TYPES_OF`: loss types that a level with one ratio per completion allows. `LEVEL_OF`: the
+# only level that a loss type allows. Other combinations would apply a sequence's ratio once for
+# each token.
 LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
 # Loss types with a smooth weight instead of clipping.

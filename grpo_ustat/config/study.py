@@ -194,8 +194,8 @@ class StudyConfig:
         """Source of the variation in the intervals of closed forms: `completions` or `questions`.
 
         Intervals over completions treat the questions as fixed. AdamW's metric needs intervals over
-        questions, because the gradients of each half of the questions are measured in a metric
-        computed from the other half.
+        questions, because each half of the questions is measured in a metric that is computed from
+        the other half.
         """
         return "questions" if self.metric == "adam" else "completions"
 

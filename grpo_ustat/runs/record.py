@@ -73,8 +73,8 @@ def run_around(folder: Path) -> Path | None:
 class RunState:
     """Progress of a run."""
 
-    # One of done, running, failed, stopped (also if the run was killed), missing, and already past
-    # max_steps (the run has done more steps than the configuration allows).
+    # One of these texts: `done`, `running`, `failed`, `stopped` (also if the run was killed),
+    # `missing`, and `already past max_steps` (more steps are done than the configuration allows).
     name: str
     # Last line of a failed run's error, process of a running run, or reason why a run stopped.
     detail: str = ""
@@ -240,8 +240,8 @@ class RunRecord:
     def keys(self) -> dict[str, Any]:
         """Values that identify the run, by dotted key.
 
-        They are the configuration without operational keys (see `identity.OPERATIONAL_KEYS`) and
-        the fingerprints of the weights and the data.
+        These are the fingerprints of the weights and the data, and all values of the configuration
+        except operational keys (see `identity.OPERATIONAL_KEYS`).
         """
         return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
 

@@ -33,7 +33,7 @@ from grpo_ustat.terminal.streams import excerpt, single_line, tell, visible
 
 # Maximum length of a run's name in characters; wandb accepts up to 128.
 LONGEST_NAME = 120
-# Seconds between the end of a tracker's last call and the time at which a stopped run is killed.
+# Minimum time in seconds between the end of a tracker's work and the kill of a stopped run.
 STOP_MARGIN_SECONDS = 10.0
 # Exit code reported to wandb for each outcome of a run.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}

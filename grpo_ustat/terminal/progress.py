@@ -100,10 +100,12 @@ class Progress:
 class Meter:
     """Progress display with rates and the time left.
 
-    On a terminal the display is a bar with a second line for the current activity. If output is not
-    a terminal, the display prints a line after 30 s, then a line for every 10 % of the work but at
-    most one every 30 s, and a line at the end. Lines about activities are then printed only until
-    the first unit of work is done, because no other line shows progress before that.
+    On a terminal the display is a bar with a second line for the current activity.
+
+    If output is not a terminal, the display prints lines: the first after 30 s, then one for every
+    10 % of the work but at most one every 30 s, and the last at the end. Lines about activities are
+    printed only until the first unit of work is done, because no other line shows progress before
+    that.
 
     Args:
         total: total number of units of work.

@@ -220,8 +220,8 @@ def percent(share: float) -> str:
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
     """Format G* with its interval; return None if the interval gives no information.
 
-    The interval gives no information if it has no lower end, or if it has no upper end and the
-    lower end is at most 2, the smallest group size.
+    The interval gives no information in two cases: it has no lower end, or it has no upper end and
+    its lower end is at most 2, the smallest group size.
 
     Args:
         best: estimate of G*; None or NaN if there is no estimate.
