@@ -5,13 +5,15 @@ Each name below is loaded on first use, so that `import grpo_ustat` is fast:
 - `GradientNoiseCallback`: measures the gradient's error during training with TRL's GRPOTrainer.
 - `audit`: checks whether a trainer applies the gradient that its loss declares; `UpdateRows`
   describes the rows of the update, and `Loss` describes the loss.
-- `completion_scores`: exact scores of a loaded model's completions.
-- `scaling_from_arrays`: C1, C2, C3 and the best group size G* from arrays.
-- `noise_scale_from_norms`: the gradient noise scale, estimated from norms of gradients.
+- `completion_scores`: computes exact norms and inner products of the scores of completions under a
+  loaded model; a score is the gradient of a completion's log-probability.
+- `scaling_from_arrays`: estimates the constants C1, C2, C3 of the gradient's error, and the best
+  group size G*, from arrays of rewards, squared norms of scores and inner products of gradients.
+- `noise_scale_from_norms`: estimates the gradient noise scale from norms of gradients.
 - `watch`: measures the gradient noise scale in any PyTorch training loop.
 - `Baseline`: declares a user-defined baseline.
 - `load_run`: loads the folder of a finished or unfinished run.
-- `read_curves`: reads the error of each baseline and group size in a study as a table.
+- `read_curves`: reads a study's table of the error of each baseline at each group size.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from grpo_ustat import __version__
 from grpo_ustat.cli.verbs import VERBS, help_text, unknown_verb
 from grpo_ustat.config.command_line import install_line
 
-# Verbs that need only the extra [logs], and the modules that it installs.
+# Verbs that need only the extra [logs], and the modules that this extra installs.
 LOG_VERBS, LOG_MODULES = ("advise", "convert"), ("pyarrow", "rich", "yaml")
 # Package that provides each module needed by the extra [cli].
 EXTRA_PACKAGES = {
@@ -81,8 +81,8 @@ def _call(verb: str) -> None:
             raise
         _refuse(line)
     finally:
-        # Modules and configurations live until exit. Without this call, the garbage collector would
-        # scan them at exit for a tenth of a second.
+        # Without this call, the garbage collector would scan all modules and configurations at
+        # exit, which takes a tenth of a second.
         if "torch" not in sys.modules:
             gc.freeze()
 

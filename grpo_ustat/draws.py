@@ -1,8 +1,9 @@
-"""Keyed random numbers: every draw is a function of its purpose.
+"""Random numbers that depend only on what they are drawn for, not on earlier draws.
 
-Uniforms come from Philox (Salmon et al. 2011), a counter-based generator. The key is a hash of
-(seed, stream, step, prompt id), and the counter starts at the completion's index. Therefore results
-do not depend on the number of processes, the micro-batch size, the order of work or restarts.
+Uniform numbers come from Philox (Salmon et al. 2011), a counter-based generator. The key is a hash
+of (seed, stream, step, prompt id), and the counter starts at the completion's index. Therefore
+results do not depend on the number of processes, the micro-batch size, the order of work or
+restarts.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ def philox_key(seed: int, stream: str, step: int, name: str) -> np.ndarray:
 
 
 def generator(seed: int, stream: str, step: int = 0, name: str = "") -> np.random.Generator:
-    """Return a generator for draws not tied to a single completion, such as prompt choices."""
+    """Return a generator for draws that belong to no completion, such as the choice of prompts."""
     return np.random.Generator(np.random.Philox(key=philox_key(seed, stream, step, name)))
 
 
 def uniforms(
     seed: int, stream: str, step: int, prompt_id: str, completions: Sequence[int], count: int
 ) -> np.ndarray:
-    """Return uniforms in [0, 1), [len(completions), count]; row i depends only on completions[i].
+    """Return uniform numbers in [0, 1), as an array [len(completions), count].
+
+    Row i depends on the completion index `completions[i]`, and not on the other indices.
 
     >>> both = uniforms(0, "rollout", 3, "7*3", range(2), 4)
     >>> second = uniforms(0, "rollout", 3, "7*3", range(1, 2), 2)
@@ -52,7 +55,7 @@ def uniforms(
 def request_seeds(
     seed: int, stream: str, step: int, prompt_id: str, completions: range
 ) -> list[int]:
-    """Return a seed in [0, 2^63) for each completion, for samplers with their own generator.
+    """Return a seed in [0, 2^63) for each completion, for samplers that draw numbers themselves.
 
     >>> request_seeds(0, "rollout", 3, "7*3", range(2))[1:] == request_seeds(
     ...     0, "rollout", 3, "7*3", range(1, 2)

@@ -1,8 +1,9 @@
-"""Immutable records that the subpackages exchange; array names contain the axes.
+"""Immutable records that the subpackages exchange.
 
-Axes: P prompts, G completions of one group, N completions of one prompt's pool, T completion
-tokens, B rows of a batch, F reward functions. Array names end in their axes: `rewards_PG`,
-`tokens_PGT`.
+The name of an array ends in the letters of its axes, as in `rewards_PG` and `tokens_PGT`: P
+prompts, G completions of a group, N stored completions of a prompt, T tokens of a completion, B
+rows of a batch, F reward functions, R numbers of a sketch. The score of a completion is the
+gradient of its log-probability, and a sketch is a vector to which a gradient is compressed.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def joint_quantity(quantities: Iterable[str]) -> str:
 class Question:
     """Question of a data set."""
 
-    # Stable id that depends only on the question; part of the key of all random draws.
+    # Id that depends only on the question. The random draws for a question depend on its id.
     id: str
     # Question without the prompt template.
     text: str
     answer: str
-    # Kind of question, for counts by kind.
+    # Kind of question; questions are counted by kind.
     kind: str
     # Worked solution that ends in the answer, for examples in prompts.
     solution: str
@@ -96,11 +97,11 @@ class Rollouts:
     prompt_tokens: list[list[int]]
     # Token ids of the completions, including the end token, padded with 0.
     tokens_PGT: Integers
-    # True on tokens of the completion, which are a prefix of every row.
+    # True on tokens of the completion, which come first in every row, and False on padding.
     mask_PGT: Mask
     # True if the completion ends with the end token, False if it was truncated.
     ended_PG: Mask
-    # Decoded completions without special tokens, P lists of G strings.
+    # Completions as text without special tokens, P lists of G strings.
     texts_PG: list[list[str]]
     # Log-probabilities of the tokens under the sampler, 0 on padding; used only for comparison with
     # the trainer's log-probabilities.
@@ -132,7 +133,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class BaselineContext:
-    """Inputs of a baseline in addition to rewards; a field is None if no baseline needs it."""
+    """Inputs of a baseline in addition to rewards; inputs that it does not need are None."""
 
     # Expected reward V(x) of each prompt for the oracle baseline, estimated from completions
     # outside the group.
@@ -141,7 +142,8 @@ class BaselineContext:
     lengths_PG: Integers | None = None
     # Reward of the greedy completion of each prompt.
     greedy_P: Array | None = None
-    # b* = E[q Z | x] / E[q | x] of each prompt, estimated from completions outside the group.
+    # b* = E[q Z | x] / E[q | x] of each prompt x, where Z is the reward and q the squared norm of
+    # the score; estimated from completions outside the group.
     optimal_P: Array | None = None
     # Mean reward of past batches, one number for all prompts.
     running: float | None = None
@@ -149,8 +151,8 @@ class BaselineContext:
     tracker_P: Array | None = None
     # Expected reward of each prompt, predicted by the critic, which is fitted to past batches.
     critic_P: Array | None = None
-    # Number, mean and sum of squared deviations of past rewards (row 0) and of the mean rewards of
-    # past groups (row 1), [2, 3]; zeros if there are no past rewards.
+    # Array [2, 3] with the number, the mean and the sum of squared deviations of past rewards in
+    # row 0, and of the mean rewards of past groups in row 1; zeros if there are no past rewards.
     history: Array | None = None
     # Rewards of every reward function; `rewards_PG` is their weighted sum.
     rewards_PGF: Array | None = None
@@ -160,27 +162,32 @@ class BaselineContext:
 
 @dataclass(frozen=True)
 class ScorePool:
-    """N scored completions of each of P prompts; the input of closed forms and losses."""
+    """Rewards and inner products of scores of N completions of each of P prompts.
+
+    Closed forms and losses are computed from this record.
+    """
 
     # Rewards; with several reward functions, their weighted sum.
     rewards_PN: Array
-    # Inner products <s_i, s_j> of the scores of a prompt's completions. The diagonal contains the
-    # squared score norms q_i.
+    # Inner products <s_i, s_j> of the scores s of a prompt's completions. The diagonal contains the
+    # squared norms q_i of the scores.
     gram_PNN: Array
     # Completion lengths in tokens.
     lengths_PN: Integers
     # Sketches of the scores, for inner products across prompts. They give unbiased estimates, which
     # are exact if the model has at most R parameters.
     features_PNR: npt.NDArray[np.float32]
-    # Wider sketches of `sum_i (z_i - zbar) s_i`, where zbar is a prompt's mean reward. The dtype is
-    # float32 (as stored) or float64. None if `centred_sums_PFR` is set.
+    # Sketches of `sum_i (z_i - zbar) s_i`, where zbar is a prompt's mean reward; they have more
+    # numbers than `features_PNR`. The dtype is float32 (as stored) or float64. None if
+    # `centred_sums_PFR` is set.
     centred_sums_PR: Array | None
     # Reward of the greedy completion; None if no baseline needs it.
     greedy_P: Array | None = None
     # Mean absolute difference between the sampler's and the model's log-probabilities, in nats per
     # token, measured on some of the completions; None if the model itself sampled.
     sampler_gap: float | None = None
-    # Number of completions that were scored with each set of package versions; empty if unknown.
+    # Number of completions whose scores were computed with each set of package versions; empty if
+    # unknown.
     packages: dict[str, int] = field(default_factory=dict[str, int])
     # True if the completion ended with the end token; None if all completions did.
     ended_PN: Mask | None = None
@@ -201,13 +208,13 @@ class ScorePool:
 
     @property
     def sq_norm_PN(self) -> Array:
-        """Squared score norms q."""
+        """Squared norms q of the scores."""
         return np.diagonal(self.gram_PNN, axis1=1, axis2=2)
 
     def gradients_of(self, rows: slice) -> Array:
         """Return sketches of the leave-one-out gradients of the questions in `rows`, in float64.
 
-        They are `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`.
+        The leave-one-out gradient of a question is `ghat_N = sum_i (z_i - zbar) s_i / (N-1)`.
         """
         if self.centred_sums_PR is not None:
             sums_PR = self.centred_sums_PR[rows].astype(np.float64)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def main(command: Command) -> None:
     """Compose `conf/<name>.yaml`, check it, and start the run or the runs of a sweep.
 
-    All runs are checked before the first job starts. A refused command line gives a one-line error
-    and exit code 2. A run that fails later does not end its sweep.
+    All runs are checked before the first run starts. A refused command line gives a one-line error
+    and exit code 2. If a run of a sweep fails later, the sweep continues.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -118,7 +118,7 @@ def print_help(entry: str) -> bool:
 
 
 def print_preview(command: Command, planned_runs: list[PlannedRun]) -> bool:
-    """Print prompts or costs if requested; return False if neither is requested."""
+    """Print prompts or estimated costs if requested; return False if neither is requested."""
     with_prompts = [planned.config for planned in planned_runs if planned.config.show_prompts]
     costs = any(planned.config.dry_run for planned in planned_runs)
     if with_prompts and is_main():

@@ -1,4 +1,4 @@
-"""Groups of a command line, `group=NAME`, and the choices that each command accepts."""
+"""Hydra's config groups, such as `model=NAME`, and the choices that each command accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_ustat.config.run import Shared
 from grpo_ustat.estimators.baselines import BASELINES
 
 RUN_SCHEMAS = {name: schema for name, schema in SCHEMAS.items() if issubclass(schema, Shared)}
-# Groups that are not fields of the schema.
+# Config groups that are not fields of the schema.
 EXTRA_GROUPS = {"mse": {"debug"}, "train": {"debug"}}
 
 
@@ -27,7 +27,7 @@ def command_of(schema: type) -> str:
 
 @cache
 def groups_of(schema: type) -> list[str]:
-    """Return the groups of a command's main file."""
+    """Return the config groups in a command's main file."""
     return re.findall(r"(?m)^  - (\w+):", (CONF / f"{command_of(schema)}.yaml").read_text())
 
 
@@ -37,7 +37,7 @@ def top_names(schema: type) -> set[str]:
 
 
 def is_choice(group: str, name: str, schema: type) -> bool:
-    """Return True if a built-in group has this choice and the command accepts it."""
+    """Return True if a built-in config group has this choice and the command accepts it."""
     if name in {"baseline": BASELINES, "objective": PRESETS}.get(group, ()):
         return group in top_names(schema)
     file = CONF / group / f"{name}.yaml"
@@ -45,21 +45,27 @@ def is_choice(group: str, name: str, schema: type) -> bool:
 
 
 def choices_of(group: str, schema: type, *, fitting: bool = True) -> list[str]:
-    """Return a built-in group's sorted choices: all, or only those that the command accepts."""
+    """Return the sorted choices of a built-in config group.
+
+    Args:
+        group: name of the config group.
+        schema: schema of the command.
+        fitting: True to return only the choices that the command accepts.
+    """
     files = [file for file in (CONF / group).glob("*.yaml") if not fitting or fits(file, schema)]
     ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, ())
     return sorted({*ours, *(file.stem for file in files)})
 
 
 def is_overlay(file: Path) -> bool:
-    """Return True if a file sets fields of any node."""
+    """Return True if a file can set fields of all nodes, not only of its config group's node."""
     return "# @package _global_" in file.read_text()
 
 
 def fits(file: Path, schema: type) -> bool:
-    """Return True if a command has all fields that a file of its groups sets or sweeps over.
+    """Return True if a command has all fields that a file of a config group sets or sweeps over.
 
-    The file is not composed; its composition can still fail.
+    The file is only read, so that Hydra can still fail to compose it.
     """
     text = file.read_text()
     keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}

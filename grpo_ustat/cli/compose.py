@@ -89,7 +89,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         _check_launcher(node.hydra, sweep)
         runs = [overrides]
         if sweep:
-            # The command line comes last, so that its values override an overlay's values.
+            # The command line comes last, so that its values override the sweep values of a file.
             params = node.hydra.sweeper.get("params") or {}
             of_overlay = [quote_plain(f"{key}={x}") for key, x in params.items()]
             runs = split_sweep([*of_overlay, *overrides])
@@ -166,7 +166,7 @@ def refuse_early(entry: str, words: Namespace) -> None:
     Args:
         entry: command, a key of `SCHEMAS`.
         words: parsed command line. Names are not checked if it uses the user's own configuration
-            files, because these can add groups.
+            files, because these can add config groups.
     """
     own_files = words.config_name or any(x.startswith("hydra.searchpath") for x in words.overrides)
     with in_one_line(SCHEMAS[entry]):
@@ -178,14 +178,14 @@ def refuse_early(entry: str, words: Namespace) -> None:
 
 @contextmanager
 def composing(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Open a Hydra session with everything that `conf/` needs; errors become ConfigErrors."""
+    """Open a Hydra session with all objects that `conf/` uses; errors become ConfigErrors."""
     register(entry)
     with hydra_session(entry, config_dir), in_one_line(SCHEMAS[entry]):
         yield
 
 
 def register(entry: str) -> None:
-    """Register the schema, baselines, objectives and resolvers to which `conf/` refers.
+    """Register the schema, baselines, objectives and resolvers that files in `conf/` use by name.
 
     `${folder_name:}` is the name of the run folder, which depends on the whole configuration.
     `${learning_rate:}` is the default learning rate of the model or of its adapters.
@@ -236,11 +236,11 @@ def _baseline_node(name: str) -> dict[str, Any]:
 
 
 def _objective_node(name: str, has_options: bool) -> dict[str, Any]:
-    """Return a choice of `objective=`, with the preset's baseline unless the user types one.
+    """Return a choice of `objective=`, with the preset's baseline; a typed baseline replaces it.
 
     Args:
-        has_options: True if the preset sets options of its baseline, which is then a choice of
-            `baseline/objective`.
+        has_options: True if the preset changes options of its baseline, which is then registered
+            in `baseline/objective`.
     """
     preset, defaults = PRESETS[name], list[Any]()
     if preset.baseline is not None:
@@ -262,7 +262,8 @@ def check_trust(config: Any, overrides: list[str]) -> None:
 def _check_log(config: Any, overrides: list[str]) -> None:
     """Refuse imported rollouts without the required columns or without a typed model.
 
-    Without a typed model, the default embedded model would score another model's rollouts.
+    Without a typed model, gradients would come from the default embedded model, which did not write
+    the rollouts.
     """
     if not getattr(config, "imports_pool", False):
         return
@@ -275,7 +276,7 @@ def _check_log(config: Any, overrides: list[str]) -> None:
     is_named = any(re.match(names, override) for override in overrides)
     if not is_named and config.model.model_name_or_path.startswith(EMBEDDED):
         raise ConfigError(
-            f"pool={config.pool}: the model that wrote the rollouts must score them, but no model "
+            f"pool={config.pool}: gradients need the model that wrote the rollouts, but no model "
             f"is set (the default is {config.model.name}): add {model_to_name(path)}"
         )
 
@@ -321,7 +322,7 @@ def _job_part(node: DictConfig) -> dict[str, Any]:
 
 
 def _refuse_unused(node: DictConfig) -> None:
-    """Refuse settings of Hydra's job runner, because Hydra only composes here."""
+    """Refuse settings of Hydra's job runner, because this program uses Hydra only to compose."""
     unused = {
         "hydra.callbacks": node.callbacks,
         "hydra.job.chdir": node.job.chdir,
@@ -341,8 +342,8 @@ def _check_launcher(node: DictConfig, sweep: bool) -> None:
     sweeper, batch = node.runtime.choices["hydra/sweeper"], node.sweeper.get("max_batch_size")
     if sweep and (sweeper != "basic" or batch is not None):
         raise ConfigError(
-            f"hydra/sweeper={sweeper} hydra.sweeper.max_batch_size={batch}: a sweep always runs "
-            "the product of its values, submitted at once: remove both"
+            f"hydra/sweeper={sweeper} hydra.sweeper.max_batch_size={batch}: a sweep always submits "
+            "all combinations of its values at once: remove both settings"
         )
     if sweep and world() > 1:
         raise RefusedByRank(
@@ -427,11 +428,11 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
 
 
 def _check_slurm(warning: int, grace: int) -> None:
-    """Refuse a job without time to save and a machine without SLURM.
+    """Refuse a job that SLURM ends before it can save, and a machine without SLURM.
 
     Args:
         warning: seconds between SLURM's signal and the time limit.
-        grace: seconds that a run can need to save.
+        grace: seconds that a run may take to save after the signal.
     """
     if warning < grace:
         raise ConfigError(
@@ -456,12 +457,12 @@ def _check_folders(planned_runs: list[PlannedRun]) -> None:
         if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(planned.sweep)):
             raise ConfigError(
                 f"hydra.sweep.subdir gives {path}, outside hydra.sweep.dir={planned.sweep}: "
-                "choose another hydra.sweep.dir"
+                "choose another hydra.sweep.subdir or hydra.sweep.dir"
             )
         other = first_of.setdefault(path, planned)
         if other is not planned:
             pair = f"{other.name} and {planned.name} differ" if planned.name else "they differ"
             raise ConfigError(
-                f"two runs of the sweep share the folder {path}: {pair} in no setting that "
-                "changes results; sweep over other keys or values"
+                f"two runs of the sweep share the folder {path}: {pair} at most in settings that "
+                "do not change results; sweep over other keys or values"
             )

@@ -36,16 +36,16 @@ def main() -> None:
         "--group-size",
         type=int,
         metavar="G",
-        help="completions per prompt, if the rows do not name their group",
+        help="completions per prompt; needed if the rows do not name their prompt or group",
     )
     parser.add_argument(
         "--reward", metavar="NAME[=WEIGHT][,...]",
-        help="column or key with the rewards, or several with weights, such as right=1,form=0.5",
+        help="column or key with the rewards, or a weighted sum such as right=1,form=0.5",
     )  # fmt: skip
     parser.add_argument(
         "--version",
         metavar="V",
-        help="policy version whose rollouts are kept (default: the last)",
+        help="policy version whose rollouts are converted (default: the last)",
     )
     arguments = parser.parse_args()
     try:

@@ -1,7 +1,7 @@
 """One-line error messages for command lines, with the typed words and a correction.
 
-There are five kinds of errors: an unknown key, an unknown choice of a group, a value of the wrong
-type, several values without `-m`, and a missing or unreadable value.
+There are five kinds of errors: an unknown key, an unknown choice of a config group, a value of the
+wrong type, several values without `-m`, and a missing or unreadable value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from grpo_ustat.terminal.streams import single_line
 # Hydra keys that are groups and are set as in `hydra/launcher=slurm`.
 HYDRA_GROUPS = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging")
 
-# Different values of these keys do not define separate runs. No sweep over them is suggested.
+# Keys over which no sweep is suggested, because different values do not define different runs.
 UNSWEPT_NODES = ("hydra", "reward_funcs", "reward_weights", *OPERATIONAL_KEYS)
 
 
@@ -62,8 +62,8 @@ def in_one_line(schema: type) -> Iterator[None]:
 def check_names(overrides: Sequence[Override], schema: type) -> None:
     """Refuse unknown keys, unknown choices and words in place of numbers before Hydra composes.
 
-    Call this only if the command line uses none of the user's configuration files. Hydra itself
-    checks additions, deletions, dictionary entries and its own keys.
+    Call this only if the command line uses none of the user's configuration files, which can define
+    other choices. Hydra itself checks additions, deletions, dictionary entries and its own keys.
     """
     fields = {field.path: field for field in all_fields(schema)}
     leaves = {path for path, x in fields.items() if x.schema is None} - kinds_of(schema).keys()
@@ -104,14 +104,17 @@ def check_overrides(overrides: Sequence[Override], schema: type) -> None:
         field = field_at(key, all_fields(schema))
         if elsewhere := is_name and _choice_elsewhere(key, str(value), schema):
             raise ConfigError(elsewhere)
-        # OmegaConf would interpret any other number as true.
+        # OmegaConf would read any number except 0 as true, but only 0 and 1 are accepted here.
         is_number = isinstance(value, int | float) and value not in (0, 1)
         if field and field.kind == "bool" and is_number:
             raise ConfigError(wrong_value(field, str(value), CONF))
 
 
 def _choice_elsewhere(key: str, value: str, schema: type) -> str | None:
-    """Return the error for a choice of a node that is not a group; None if no group has it."""
+    """Return the error for `node=value` if the node is no config group but a group has the choice.
+
+    Return None if no config group has this choice.
+    """
     fields_there = [field_at(key, all_fields(x)) for x in RUN_SCHEMAS.values()]
     is_node = any(field and field.schema for field in fields_there)
     if not is_node or any(key in groups_of(x) for x in RUN_SCHEMAS.values()):
@@ -250,7 +253,7 @@ def unknown_key(key: str, schema: type, value: str = "") -> str:
             f"{node}=NAME to choose a {NODE_NOUNS[node]} of this kind"
         )
     if key.startswith("dataset.options"):
-        return f"unknown key {key}: add options of your own task with +{key}=..."
+        return f"unknown key {key}: to add an option of your own task, type +{key}=..."
     names = [*(field.path for field in all_fields(schema)), *groups_of(schema)]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
     others = [other for other in RUN_SCHEMAS.values() if other is not schema]

@@ -1,4 +1,4 @@
-"""`--help all`: purpose, example commands, groups with choices, and all fields with descriptions.
+"""`--help all`: purpose, example commands, config groups with choices, and all fields.
 
 The page shows the values that the rest of the command line sets. Words without `=` are search
 words, as in `grpo-ustat train --help clip`.
@@ -46,8 +46,8 @@ def show_full_help(page: CommandOptions, search: list[str]) -> None:
             console.print(part)
     try:
         print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
-    # The reader of the pipe, such as head, has closed it. The interpreter must not fail at exit
-    # either.
+    # The reader of the pipe, such as head, has closed it. The null device receives the rest, so
+    # that the interpreter does not fail at exit.
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -94,7 +94,8 @@ def _opening(page: CommandOptions) -> Iterator[RenderableType]:
 def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableType]:
     if page.groups:
         yield _title(
-            "Groups", "group=choice sets several fields together; * marks the current choice"
+            "Groups",
+            "of fields: NAME=CHOICE sets several fields together; * marks the current choice",
         )
     for group in page.groups:
         name = f"{group.name}=" if group.settable else group.name
@@ -107,7 +108,7 @@ def _groups_and_fields(page: CommandOptions, wide: bool) -> Iterator[RenderableT
         yield table
     if page.fields:
         yield _title(
-            "Fields", "field=value, with the values of this command line; ???: must be set"
+            "Fields", "field=value, with the values that this command line has; ???: must be set"
         )
     for node, fields in groupby(sorted(page.fields, key=lambda f: bool(_node(f))), key=_node):
         meaning = page.nodes.get(node)

@@ -1,7 +1,7 @@
 """`--help`: purpose, example commands and the most-used fields on a page of 60 lines.
 
-`--help group=NAME` adds the fields that this choice sets. `--help all` and the search
-`--help WORD` cover all fields; see `full_help`.
+An override next to `--help`, such as `model=tiny`, adds the fields that it sets. `--help all` and
+the search `--help WORD` cover all fields; see `full_help`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from grpo_ustat.cli.options import CommandOptions, command_options, default_opti
 from grpo_ustat.config.schema import FieldInfo
 from grpo_ustat.terminal.streams import beside
 
-# Most-used groups and fields of each command, by topic. The help of a command that is not listed
-# here shows all fields.
+# Most-used config groups and fields of each command, by topic. The help of a command that is not
+# listed here shows all fields.
 SECTIONS: dict[str, dict[str, str]] = {
     "mse": {
         "The policy and its questions": "model dataset dataset.path dataset.reward prompt "
@@ -52,7 +52,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "logger.project logger.finish_seconds",
     },
 }
-# Short descriptions that fit beside a field. Other fields show the first part of their description.
+# Short descriptions that fit beside a field. Other fields show their description up to the first
+# semicolon.
 BRIEF = {
     "model": "the policy: NAME, org/name or FOLDER",
     "dataset.path": "file or folder with your own questions",
@@ -60,7 +61,7 @@ BRIEF = {
     "prompt.shots": "solved examples before the question",
     "reward_funcs": "functions that score a completion",
     "reward_weights": "weights of reward_funcs",
-    "temperature": "divisor of the logits",
+    "temperature": "number by which logits are divided",
     "lora": "train adapters instead of all parameters",
     "group_sizes": "values of G, completions per group",
     "baselines": "baselines to compare",
@@ -79,12 +80,12 @@ BRIEF = {
     "study.cut_at": "tokens at which completions were truncated",
     "study.scored_by": "later checkpoint that learns from rollouts",
     "study.corrections": "corrections for a mismatched sampler",
-    "theorem.replicates": "runs per estimated number",
-    "theorem.baselines": "baselines of the runs",
+    "theorem.replicates": "runs from which each number is estimated",
+    "theorem.baselines": "baselines of the runs to compare",
     "budget": "precision: study or study_smoke",
-    "budget.pool_completions": "scored completions per question",
+    "budget.pool_completions": "completions per question",
     "budget.rollouts": "n, completions per step",
-    "pool": "scored completions: DIR or FILE.parquet",
+    "pool": "stored completions: DIR or FILE.parquet",
     "group_size": "G, completions per group",
     "max_grad_norm": "maximum gradient norm; null: no limit",
     "bf16": "compute in bfloat16",
@@ -94,10 +95,10 @@ BRIEF = {
     "experiment": "all settings for a figure or table",
     "dry_run": "print the estimated cost and end",
     "launch.device": "cpu, cuda, mps ...",
-    "launch.num_processes": "ranks on this machine",
+    "launch.num_processes": "processes (ranks) on this machine",
     "launch.workers": "processes that share the work",
-    "launch.accelerate": "how ranks share a policy: ddp, fsdp2",
-    "launch.grace_seconds": "seconds that ranks have for saving",
+    "launch.accelerate": "how processes share a policy: ddp, fsdp2",
+    "launch.grace_seconds": "seconds that processes have for saving",
     "logger": "wandb, tensorboard or trackio",
     "logger.finish_seconds": "seconds to wait for the tracker",
     "rollout": "local or vllm",
@@ -105,14 +106,14 @@ BRIEF = {
     "on_existing": "resume, error or overwrite",
     "seed": "seed of all random choices",
     "problem": "the test problem: a small policy",
-    "problem.parameters": "D, dimension of theta",
+    "problem.parameters": "D, number of parameters theta",
     "problem.start": "u of the initial policy",
     "problem.values": "probability of a right answer",
-    "problem.slopes": "slopes of that probability in u",
-    "problem.styles": "slopes of choices without reward",
-    "problem.reach": "largest J* - J in the tested set",
+    "problem.slopes": "slopes in u of this probability",
+    "problem.styles": "slopes in u of choices without reward",
+    "problem.reach": "largest gap J* - J that is tested",
 }
-# Field that is shown even if the selected data set does not have it.
+# Field that is shown even if the selected data set does not have it, because other data sets do.
 OF_ROWS = "dataset.path"
 # Number of example commands on the page.
 EXAMPLES = 3
@@ -157,8 +158,8 @@ def _show(page: CommandOptions, further: dict[str, list[str]]) -> None:
     text = "\n".join(_lines(page, shown | further))
     try:
         print(text, flush=True)
-    # The reader of the pipe, such as head, has closed it. The interpreter must not fail at exit
-    # either.
+    # The reader of the pipe, such as head, has closed it. The null device receives the rest, so
+    # that the interpreter does not fail at exit.
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -178,7 +179,7 @@ def _lines(page: CommandOptions, sections: dict[str, list[str]]) -> Iterator[str
     if groups:
         first = next(name for names in sections.values() for name in names if name in groups)
         yield _in(
-            DIM, f"--help {first}: choices of the group; --help {first}=NAME: fields that NAME sets"
+            DIM, f"--help {first}: choices of {first}; --help {first}=NAME: fields that NAME sets"
         )
     yield _in(DIM, "--help all: every field; --help WORD: search")
 

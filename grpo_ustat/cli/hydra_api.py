@@ -1,4 +1,4 @@
-"""Hydra's part of a command line: overrides and the composition of configurations.
+"""Use of Hydra: parsing of overrides and composition of configurations.
 
 Only this module imports private modules of Hydra.
 """
@@ -38,8 +38,9 @@ INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Parse a command line into Hydra's `overrides` and flags such as `multirun` and `help`.
 
-    Overrides can contain paths with `=` (see `quote_plain`) and name a model by its location (see
-    `model_place`). If `--config-dir` is typed, the last override is its search path.
+    In contrast to Hydra, overrides can contain paths with `=` (see `quote_plain`), and
+    `model=FOLDER` is allowed (see `model_place`). If `--config-dir` is typed, the last override
+    sets the search path.
 
     Raises:
         SystemExit: after the version is printed for `--version`.
@@ -163,7 +164,7 @@ def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
 
 
 class _Choices(dict[str, Any]):
-    """Files of a group in Hydra's store; each is built only when Hydra loads it."""
+    """Files of a config group in Hydra's store; each is built only when Hydra loads it."""
 
     def __getitem__(self, file: str) -> Any:
         """Return the node of a file or the files of a nested group."""
@@ -174,10 +175,10 @@ class _Choices(dict[str, Any]):
 
 
 def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
-    """Register the choices of a group with Hydra.
+    """Register the choices of a config group with Hydra.
 
     Args:
-        group: name of the group; the name of a nested group begins with its parent.
+        group: name of the config group; a nested group is written as `parent/group`.
         choices: functions that return the content of each choice, keyed by name.
     """
     *above, name = group.split("/")
@@ -188,7 +189,7 @@ def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictConfig:
-    """Return the configuration with Hydra's node; for a sweep, without the swept values."""
+    """Return the configuration with Hydra's node; for a sweep, swept values are not applied."""
     mode = RunMode.MULTIRUN if as_sweep else RunMode.RUN
     return _open_hydra().compose_config(
         name, overrides, mode, from_shell=False, validate_sweep_overrides=not as_sweep
@@ -196,7 +197,10 @@ def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictC
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return parsed overrides; within a session each can look up the choices of its group."""
+    """Return parsed overrides.
+
+    Within a Hydra session, each override can also look up the choices of its config group.
+    """
     session = GlobalHydra.instance().hydra
     loader = session.config_loader if session else None
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
@@ -219,8 +223,8 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
         value = override.value()
         if override.value_type is ValueType.INTERVAL_SWEEP:
             raise ConfigError(
-                f"{override.input_line}: an interval is not a list of values: write the values, "
-                "as in seed=0,1, or a range(...)"
+                f"{override.input_line}: a sweep needs a list of values, not an interval: write "
+                "the values, as in seed=0,1, or range(...)"
             )
         if isinstance(value, ChoiceSweep) and any(isinstance(x, Glob) for x in value.list):
             raise ConfigError(

@@ -84,8 +84,8 @@ class Job:
         """Execute the run; if it fails, print the error and record it in the run folder.
 
         Raises:
-                    Exception: If the run failed; the sweep continues with the next run.
-                    SystemExit: After a request to stop, which also ends the sweep.
+            Exception: If the run failed; the sweep continues with the next run.
+            SystemExit: After a request to stop, which also ends the sweep.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = RunFolder(self.path, self.config)
@@ -147,7 +147,7 @@ def _start(entry: str, todo: Sequence[PlannedRun], node: DictConfig) -> None:
 
 
 def _start_on_slurm(entry: str, todo: Sequence[PlannedRun], launcher: Mapping[str, Any]) -> None:
-    """Submit the runs that SLURM will not restart by itself, and wait for all runs."""
+    """Submit the runs that are not in SLURM's queue, and wait until all jobs have ended."""
     before = slurm.submissions(launcher["submitit_folder"])
     with slurm.without_job_env():
         rest = _not_queued(todo)
@@ -164,7 +164,7 @@ def _jobs(entry: str, todo: Sequence[PlannedRun]) -> list[Job]:
 
 
 def _not_queued(todo: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs that SLURM will not restart by itself."""
+    """Return the runs that are not in SLURM's queue and that SLURM will therefore not restart."""
     queue, rest = slurm.queue(), []
     for planned in todo:
         assert planned.folder is not None
@@ -184,7 +184,7 @@ def _submit_and_wait(jobs: Sequence[Job], cluster: str, launcher: Mapping[str, A
     try:
         for job in submit(jobs, cluster, launcher):
             job.results()
-    # There is no scheduler, a job has failed, or a job is not restarted.
+    # There is no scheduler, or a job has failed or will not be restarted.
     except Exception as error:
         tell(f"error: {history.last_line(error)}", file=sys.stderr)
         return False
@@ -192,7 +192,7 @@ def _submit_and_wait(jobs: Sequence[Job], cluster: str, launcher: Mapping[str, A
 
 
 def _print_outcome(sweep: Sweep) -> int:
-    """Show all runs, list unfinished runs, and return exit code 1 if a run is unfinished."""
+    """Show the states of all runs, and return exit code 1 if a run is unfinished, else 0."""
     states = [point.state() for point in sweep.entries]
     Console().print(status_table(sweep, states))
     for point, state in zip(sweep.entries, states, strict=True):

@@ -13,8 +13,8 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.load import CONF, all_fields
 from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_type
 
-# Words that users type, with our names for fields or groups that accept the same values. The first
-# of our names that the command has is used.
+# Words that users type, with our names for fields or config groups that accept the same values. If
+# there are several of our names, the first that the command has is used.
 MEANT = {
     "policy actor checkpoint llm model_name model_name_or_path base_model "
     "pretrained": "model problem",
@@ -79,7 +79,7 @@ MEANT = {
     "paths source sources inputs": "runs",
 }
 NAMES = {word: names.split() for words, names in MEANT.items() for word in words.split()}
-# Words whose values cannot be copied, with our field or override and a comment after a comma.
+# Words whose values do not fit our field, with our field or override and a comment after a comma.
 OTHER_VALUES = {
     "chat_template_kwargs": "prompt.template_options",
     "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
@@ -104,15 +104,17 @@ OTHER_VALUES = {
         "not offered, because settings determine the name of a run; output_root is the folder of "
         "all runs",
     ),
-    "multi_objective_aggregation": "a baseline, group_std for sum_then_normalize, gdpo for "
-    "normalize_then_sum",
-    "scale_rewards": "a baseline, group_std for group, batch_std for batch, group_mean for none",
+    "multi_objective_aggregation": "a baseline: use baseline=group_std for sum_then_normalize and "
+    "baseline=gdpo for normalize_then_sum",
+    "scale_rewards": "a baseline: use baseline=group_std for group, baseline=batch_std for batch "
+    "and baseline=group_mean for none",
     **dict.fromkeys(
         ("top_p", "top_k", "min_p"),
-        "not offered, because completions are scored under the distribution that sampled them",
+        "not offered, because completions must come from the distribution whose gradient is "
+        "computed",
     ),
 }
-# Other names for the choices of a group.
+# Other names for the choices of a config group.
 CHOICES = {
     "baseline": {
         **dict.fromkeys(("rloo", "loo", "reinforce_leave_one_out"), "leave_one_out"),
@@ -130,7 +132,7 @@ MIN_LETTERS = 4
 
 
 def meant(key: str, value: str, schema: type, *, fuzzy: bool = False) -> str | None:
-    """Return the correction for an unknown key, or None if no word above matches the key.
+    """Return the correction for an unknown key; None if `NAMES` and `OTHER_VALUES` do not have it.
 
     Args:
         key, value: typed key and value.
@@ -168,12 +170,12 @@ def meant(key: str, value: str, schema: type, *, fuzzy: bool = False) -> str | N
 
 
 def has(schema: type, name: str) -> bool:
-    """Return True if a command has a field or a group of this name."""
+    """Return True if a command has a field or a config group of this name."""
     return name in groups_of(schema) or field_at(name, all_fields(schema)) is not None
 
 
 def _word(key: str, fuzzy: bool) -> str | None:
-    """Return the longest suffix of a key that is a word above, ignoring case if necessary."""
+    """Return the longest suffix of a key that `NAMES` or `OTHER_VALUES` has, in any case."""
     parts = key.replace("-", "_").split(".")
     ends = [".".join(parts[first:]) for first in range(len(parts))]
     for end in [*ends, *(end.lower() for end in ends)]:
@@ -186,7 +188,7 @@ def _word(key: str, fuzzy: bool) -> str | None:
 
 
 def _write(name: str, value: str, schema: type) -> str:
-    """Return the correction for a value: the override to write or the choices of its group."""
+    """Return the correction: the override to write, or the choices of a config group."""
     if name not in groups_of(schema) or override_of(name, value, schema) != f"{name}=NAME":
         return f"write {override_of(name, value, schema)}"
     elsewhere = [x for x in groups_of(schema) if is_choice(x, value, schema)]

@@ -1,4 +1,4 @@
-"""Options of a command: groups with choices and fields with values."""
+"""Options of a command: config groups with their choices, and fields with their values."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from grpo_ustat.config.values import typed_value
 from grpo_ustat.estimators.baselines import BASELINES
 
 LAUNCHER = "hydra/launcher"
-# Descriptions of groups that set fields of several nodes or have no node with their name.
+# Descriptions of config groups that set fields of several nodes, or whose name is not a node.
 GROUP_MEANINGS = {
-    "theorem": "a result of the paper with a test problem",
-    "experiment": "all settings for a figure, table or check",
+    "theorem": "the paper's result to test, with a problem",
+    "experiment": "all settings of a figure, table or check",
     "debug": "a run that ends in seconds",
     LAUNCHER: "where a sweep (-m) starts its runs",
 }
@@ -37,7 +37,7 @@ MAX_COMMENT_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a group: a file, or a built-in baseline or objective."""
+    """Choice of a config group: a YAML file, or a built-in baseline or objective."""
 
     name: str
     # First comment of the file, or description of the baseline or objective.
@@ -46,14 +46,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Group:
-    """Group of fields that `name=choice` sets together."""
+    """Config group: fields that `name=choice` sets together."""
 
     name: str
     meaning: str
     # Name of the current choice; None if nothing is chosen.
     chosen: str | None
     choices: tuple[Choice, ...]
-    # True if a command line can set the group as `name=choice`.
+    # True if the group has a current choice, so that `name=choice` replaces it.
     settable: bool = True
 
 
@@ -128,7 +128,7 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
 
 
 def default_options(entry: str) -> CommandOptions:
-    """Return a command's default options; its groups do not list their choices.
+    """Return a command's default options; their config groups do not list their choices.
 
     Args:
         entry: a key of `SCHEMAS`.
@@ -198,7 +198,7 @@ def _value(node: DictConfig, path: str) -> Any:
     try:
         parent = OmegaConf.select(node, above) if above else node
         return "???" if OmegaConf.is_missing(parent, name) else parent[name]
-    # The value depends on a field that is not set yet.
+    # The value is computed from a field that is not set yet.
     except OmegaConfBaseException:
         return "???"
 

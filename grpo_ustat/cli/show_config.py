@@ -16,8 +16,8 @@ from grpo_ustat.terminal.streams import tell
 def show_config(entry: str, words: Namespace) -> None:
     """Print the part of the configuration that `--cfg` and `--package` select.
 
-    This function replaces Hydra's `--cfg`, which composes twice and ends with a traceback if one
-    part of the configuration refers to another part.
+    This function replaces Hydra's own `--cfg`, which composes twice and ends with a traceback if
+    one part of the configuration refers to another part.
     """
     node = whole_node(entry, words, sweep=False)
     OmegaConf.set_readonly(node.hydra, None)

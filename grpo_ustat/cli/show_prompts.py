@@ -12,15 +12,15 @@ from grpo_ustat.tasks.prompts import render
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import tell
 
-# Mark after the last character of a prompt.
+# Mark after the last character of a prompt, which makes trailing white space visible.
 PROMPT_END = "\N{LEFTWARDS ARROW TO BAR}"
 
 
 def show_prompts(config: Common, split: str) -> None:
-    """Print the first `show_prompts` prompts of a split and the answers read from references.
+    """Print the first `show_prompts` prompts of a split and the length of its longest prompt.
 
-    The function also prints the length of the split's longest prompt. Only the tokenizer is loaded,
-    not the model.
+    After each prompt come the expected answer and the answer that is read from the reference
+    solution, so that a user can check both. Only the tokenizer is loaded, not the model.
     """
     tokenizer = configured_tokenizer(config.model)
     task = configured_task(config.task_options, config.model, tokenizer)
@@ -64,7 +64,7 @@ def show_prompts(config: Common, split: str) -> None:
 
 
 def visible(text: str) -> str:
-    r"""Return the text with control characters except newlines spelt out, for terminals.
+    r"""Return the text with escape sequences in place of control characters, except newlines.
 
     >>> visible("[b]\x1b")
     '[b]\\x1b'

@@ -29,7 +29,7 @@ VERBS = {
         ("group_size=16", "max_steps=200"),
     ),
     "mse": Verb(
-        "measure the gradient's error at every group size, and the best size",
+        "measure the gradient's error at each group size, find the best size",
         ("model=tiny_base", "study.questions=100"),
     ),
     "gap": Verb(

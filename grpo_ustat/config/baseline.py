@@ -36,27 +36,32 @@ OPTIONS = {
     ),
     "epsilon": Option("number added to the divisor, so that the divisor is never 0", 0.0),
     "level": Option(
-        "level of the quantile of the group's rewards that serves as baseline, from 0 to 1",
+        "level, from 0 to 1, of the quantile of the group's rewards that is used as baseline",
         0.0,
         1.0,
     ),
-    "share": Option("share of the group that is kept", 1e-12, 1.0),
-    "power": Option("power of the length by which a completion's weight is divided", 0.0, 10.0),
+    "share": Option("share of the group's completions that is kept", 1e-12, 1.0),
+    "power": Option(
+        "exponent p, if a completion's weight is divided by its length to the power p", 0.0, 10.0
+    ),
     "decay": Option(
-        "weight that a step gives to the past, in a running mean or in a critic's fit", 0.0, 1.0
+        "factor by which each step multiplies the weight of the past, in a running mean or in a "
+        "critic's fit",
+        0.0,
+        1.0,
     ),
     "ridge": Option("penalty on the weights of the critic's head", 1e-12),
     "minimum": Option("smallest possible reward"),
     "maximum": Option("largest possible reward"),
-    "ceiling": Option("upper limit of the factor 1/density", 1e-12),
+    "ceiling": Option("upper limit of the advantage's factor 1/density", 1e-12),
     "rho_min": Option(
-        "smallest discount factor of the past; the initial value counts as 1/(1 - rho_min) draws",
+        "smallest discount factor of the past; the initial value counts as 1/(1 - rho_min) rewards",
         0.0,
         0.999,
     ),
     "rho_max": Option("largest discount factor of the past", 0.0, 1.0),
     "half_distance": Option(
-        "mean |change of a token's log-probability| at which the past is weighted by 1/2", 1e-12
+        "mean |change of a token's log-probability| at which the weight of the past is 1/2", 1e-12
     ),
 }
 
@@ -112,7 +117,7 @@ class BaselineConfig:
         plugins=plugin_baselines,
     )
     options: dict[str, float] = field(
-        "options of the baseline; each of its options needs a value",
+        "options of the baseline; every option of the chosen baseline needs a value",
         entries={name: option.meaning for name, option in OPTIONS.items()},
     )
 

@@ -42,13 +42,13 @@ def new_rollouts(
 ) -> str:
     """Return the command that draws new rollouts from a checkpoint whose log is too small.
 
-    The command needs the data and the reward function of the run that wrote the log. Words in
+    The user must supply the data and the reward function of the run that wrote the log. Words in
     capitals are placeholders for values that the log does not contain.
 
     Args:
-        model: Overrides that select the checkpoint and its temperature.
-        length: Maximum length of its completions, in tokens; None if unknown.
-        questions: Number of questions; None for the default of `mse`.
+        model: overrides that select the checkpoint and its temperature.
+        length: maximum length of a completion in tokens; None if unknown.
+        questions: number of questions; None for the default of `mse`.
     """
     sizes = [] if questions is None else [
         f"dataset.study_size={questions}", f"study.questions={questions}",

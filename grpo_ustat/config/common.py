@@ -40,26 +40,29 @@ class Common(Shared):
         LaunchConfig, "processes and devices, which do not affect results"
     )
     reward_funcs: list[str] = field(
-        "functions that score a completion: first task, the data set's reward; then any of "
-        "format (an answer can be read), termination (not truncated), brevity (1 - "
-        "length/max_completion_length), FILE.py:FUNCTION or the name of an entry point, such as "
-        "[task,brevity,my.py:score]"
+        "functions that score a completion; the first must be task, the data set's reward; each "
+        "further one can be format (1 if an answer can be read), termination (1 if not "
+        "truncated), brevity (1 - length/max_completion_length), FILE.py:FUNCTION or the name of "
+        "an entry point; example: [task,brevity,my.py:score]"
     )
     reward_weights: list[float] | None = field(
-        "weights of reward_funcs, in the same order; the reward is the weighted sum; null: all "
-        "1; a function with weight 0 appears only in the metrics"
+        "weights of reward_funcs, in the same order; the reward is the weighted sum; a function "
+        "with weight 0 appears only in the metrics; null: all weights are 1"
     )
-    temperature: float = field("divisor of the logits in sampling and scoring", positive=True)
+    temperature: float = field(
+        "number by which logits are divided, in sampling and in log-probabilities", positive=True
+    )
     max_completion_length: int = field(
         "after which a completion is truncated; metrics count truncated completions",
         "tokens",
         positive=True,
     )
     rollout_batch_size: int = field(
-        "sampled at a time; affects only memory and speed", "completions", positive=True
+        "sampled at once; affects only memory and speed", "completions", positive=True
     )
     show_prompts: int = field(
-        "to print, with answers read from their reference solutions, instead of a run; 0: run",
+        "to print, each with the answer that was read from its reference solution, and then end; "
+        "0: start the run",
         "prompts",
     )
 
@@ -118,7 +121,7 @@ class Common(Shared):
 
     @property
     def most_questions(self) -> int | None:
-        """Number of questions to use from the start of a split; None means all questions."""
+        """Number of questions to use, counted from the start of a split; None means all."""
         return None
 
     def check(self) -> None:
@@ -130,18 +133,19 @@ class Common(Shared):
         self.prompt.check()
         data, prompt = self.dataset, self.prompt
         boxed = "boxed" in f"{prompt.system} {prompt.template}"
-        # Unless the prompt asks for \boxed{}, every reply would get reward 0.
+        # A model that is not asked for \boxed{} does not write it and always gets reward 0.
         if data.kind == "math" and data.reward is None and not prompt.shots and not boxed:
             raise ConfigError(
                 f"dataset={data.name} reads answers in \\boxed{{}}, but prompt={prompt.name} does "
-                "not ask for it: use prompt=qwen_math_cot, prompt=chat_boxed, or a template that "
-                "asks for it"
+                "not ask for \\boxed{}: use prompt=qwen_math_cot, prompt=chat_boxed, or a template "
+                "that asks for \\boxed{}"
             )
-        # Conversations in imported rollouts are always formatted with the chat template.
+        # Conversations in imported rollouts always use the chat template, whatever prompt.chat is.
         imports = getattr(self, "imports_pool", False)
         if prompt.template_options and prompt.chat is False and not imports:
             raise ConfigError(
-                f"prompt.template_options={prompt.template_options} need a chat template, but "
-                f"prompt={prompt.name} uses none: use prompt.chat=true or remove the options"
+                f"prompt.template_options={prompt.template_options} are options of a chat "
+                f"template, but prompt={prompt.name} uses no chat template: use prompt.chat=true "
+                "or remove the options"
             )
         self.model.check(cached=not self.dry_run)

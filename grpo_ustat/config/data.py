@@ -16,7 +16,7 @@ from grpo_ustat.config.schema import ConfigError, field
 
 KINDS = ("arithmetic", "one_step", "gsm8k", "math", "jsonl", "own")
 TABLES = ("one_digit_product", "one_digit_sum", "plus_one", "plus_digit")
-# Number of study questions in each table.
+# Number of questions of each kind that are set aside for studies.
 STUDY_QUESTIONS = {
     "one_digit_product": 29, "one_digit_sum": 24, "plus_one": 31, "plus_digit": 272,
 }  # fmt: skip
@@ -53,22 +53,25 @@ class DatasetConfig:
     )
     kind: str = field("code that makes or reads the questions; set by dataset=NAME", choices=KINDS)
     seed: int = field(
-        "random seed of the split into train, test and study questions, which does not depend on "
-        "the run's seed"
+        "random seed of the split into train, test and study questions; the run's seed does not "
+        "change this split"
     )
     train_size: int | None = field(
-        "to train on; null: all remaining ones", "questions", positive=True
+        "to train on; null: all that are left after test, study and example questions",
+        "questions",
+        positive=True,
     )
     test_size: int | None = field("held out for evaluation; null: all", "questions", positive=True)
     study_size: int = field(
-        "for studies by mse, never used for training", "questions", positive=True
+        "set aside for mse, never used for training", "questions", positive=True
     )
     reward: str | None = field(
         "a reward function of your own, FILE.py:FUNCTION or the name of an entry point; null: "
         "the data set's reward"
     )
     max_completion_length: int | None = field(
-        "used as default of max_completion_length; null: max_completion_length must be set",
+        "allowed in a completion if max_completion_length is not set; null: max_completion_length "
+        "must be set",
         "tokens",
         positive=True,
         default=None,
@@ -123,8 +126,8 @@ class ArithmeticConfig(GeneratedConfig):
         low, high = self.min_factor, self.max_factor
         if all(factor % 10 == 0 for factor in range(low, min(high, low + 1) + 1)):
             raise ConfigError(
-                f"dataset.min_factor={low} max_factor={high} contains only multiples of ten, "
-                "which are not used: use a wider range"
+                f"dataset.min_factor={low} max_factor={high}: this range contains only multiples "
+                "of ten, which are excluded: use a wider range"
             )
 
 
@@ -132,7 +135,7 @@ class ArithmeticConfig(GeneratedConfig):
 class OneStepConfig(GeneratedConfig):
     """Arithmetic questions with one step."""
 
-    tables: list[str] = field("kinds of questions", choices=TABLES)
+    tables: list[str] = field("kinds of questions to include", choices=TABLES)
 
     def check(self) -> None:
         """Refuse a data set without kinds of questions."""
@@ -200,12 +203,15 @@ class MathConfig(Gsm8kConfig):
         "subjects of the train rows to keep, such as [Algebra,Number Theory]; null: all seven"
     )
     levels: list[int] | None = field("levels of the train rows to keep, from 1 to 5; null: all")
-    filter_test: bool = field("also drop test rows with other subjects or levels")
+    filter_test: bool = field(
+        "apply subjects and levels to the test rows, too; false: keep all test rows"
+    )
     test_ids: str | None = field(
-        "a file with one unique_id per line of the test rows to keep; null: all test rows"
+        "a file that lists the unique_id of each test row to keep, one per line; null: all test "
+        "rows"
     )
     max_answer_length: int = field(
-        "in an answer at most; longer answers get no reward", "characters", positive=True
+        "allowed in an answer; longer answers get no reward", "characters", positive=True
     )
     judge_seconds: float = field(
         "allowed for judging an answer; if judging takes longer, the answer counts as timed out "
@@ -252,13 +258,13 @@ class JsonlConfig(DatasetConfig):
         "a file or folder of your own (jsonl, json, CSV or Parquet, optionally compressed)"
     )
     test_path: str | None = field(
-        "file or folder with the test rows; null: the test files if path is a folder with such "
-        "files, otherwise rows split off from path"
+        "file or folder with the test rows; null: the test files in path if it is a folder with "
+        "test files, otherwise some of the rows in path"
     )
     question: str = field("column with the question")
     answer: str = field("column with the expected answer, a text or a number")
     study_size: int | None = field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        "for studies by mse, never used for training; null: a quarter of the rows, at most 500",
+        "set aside for mse, never used for training; null: a quarter of the rows, at most 500",
         "questions",
         positive=True,
     )
@@ -310,7 +316,7 @@ class JsonlConfig(DatasetConfig):
         of_tests = f", {tests} for tests (dataset.test_size)" * (test_rows is None)
         needs = "2 for tests and " * (test_rows is None)
         raise ConfigError(
-            f"{self.path} has {rows} rows, {study} for studies (dataset.study_size){of_tests} "
+            f"{self.path} has {rows} rows: {study} for studies (dataset.study_size){of_tests} "
             f"and {train} to train on, but training needs {needs}{prompts} per step "
             f"(budget.rollouts / group_size): {fix}{lower}"
         )
@@ -331,10 +337,10 @@ class JsonlConfig(DatasetConfig):
         return text, str(answer)
 
     def row_counts(self) -> tuple[int, int | None]:
-        """Return the number of rows for studies and training, and the number of test rows.
+        """Return the numbers of rows in the train files and in the test files.
 
-        The second number is None if there is no test file; test rows are then split off from the
-        other rows.
+        The second number is None if there is no test file. Test rows are then taken from the train
+        files.
         """
         rows = sum(self._count("path", file) for file in self.train_files)
         tests = [self._count("test_path", file) for file in self.test_files]
@@ -358,12 +364,12 @@ class JsonlConfig(DatasetConfig):
 
     @property
     def train_files(self) -> list[Path]:
-        """Files with all rows except those in `test_files`."""
+        """Files with the rows for training and studies."""
         return self._files("path", self.path, "train")
 
     @property
     def test_files(self) -> list[Path]:
-        """Files with the test rows; empty if test rows are split off from the train files."""
+        """Files with the test rows; empty if test rows are taken from the train files."""
         if self.test_path is not None:
             return self._files("test_path", self.test_path, "test")
         folder = Path(self.path).expanduser().is_dir()

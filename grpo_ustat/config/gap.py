@@ -38,7 +38,7 @@ class TheoryConfig:
     kind: str = field("name of the paper's result; set by theorem=NAME")
 
     def check(self) -> None:
-        """Refuse settings that do not allow a test of the theorem."""
+        """Refuse settings with which the theorem cannot be tested."""
 
 
 @dataclass
@@ -48,8 +48,12 @@ class SimulatedConfig(TheoryConfig):
     replicates: int = field(
         "of Algorithm 1 from which each number is estimated", "runs", at_least=10
     )
-    decaying_rate: float = field("c of the learning rate c / (t + offset)", positive=True)
-    offset: int = field("added to t in the learning rate c / (t + offset)", "steps", at_least=0)
+    decaying_rate: float = field(
+        "number c in the falling learning rate c / (t + offset) of step t", positive=True
+    )
+    offset: int = field(
+        "added to t in the falling learning rate c / (t + offset)", "steps", at_least=0
+    )
 
 
 def _check_divisors(key: str, group_sizes: list[int], rollouts: int) -> None:
@@ -88,10 +92,13 @@ class Lemma6Config(SimulatedConfig):
 
     title = "Lemma 6, the gap under constant and falling learning rates"
 
-    baselines: list[str] = field("baselines of the runs", choices=SIMULATED_BASELINES)
+    baselines: list[str] = field("baselines of the runs to compare", choices=SIMULATED_BASELINES)
     rollouts: int = field("per step, n = B G", "completions", positive=True)
     group_size: int = field("per group, G", "completions", at_least=2)
-    constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
+    constant_rates: list[float] = field(
+        "constant learning rates, each below 2 / L; L is the smoothness of the objective J",
+        positive=True,
+    )
     steps: int = field("of each run, T", "steps", positive=True)
 
     def check(self) -> None:
@@ -117,7 +124,7 @@ class Theorem7Config(SimulatedConfig):
         distinct=True,
     )
     totals: list[int] = field(
-        "in a whole run, n T; for each T a step has n = total / T completions",
+        "in a whole run, n T; for each number of steps T, a step has n = total / T completions",
         "completions",
         positive=True,
         distinct=True,
@@ -128,36 +135,47 @@ class Theorem7Config(SimulatedConfig):
         at_least=2,
         distinct=True,
     )
-    constant_rates: list[float] = field("constant learning rates, each below 2 / L", positive=True)
-    steps: list[int] = field("after which gaps are compared, T", "steps", positive=True)
+    constant_rates: list[float] = field(
+        "constant learning rates, each below 2 / L; L is the smoothness of the objective J",
+        positive=True,
+    )
+    steps: list[int] = field(
+        "after which gaps are compared: the values of T", "steps", positive=True
+    )
 
     def check(self) -> None:
-        """Refuse totals that T does not divide, and n that fewer than two group sizes divide."""
+        """Refuse totals and numbers of completions that cannot be split.
+
+        Each total must be a multiple of each T. Each n must be a multiple of two or more group
+        sizes, because at least two sizes are compared.
+        """
         super().check()
         _check_steps(self.steps)
         if not self.rollouts and not self.totals:
             raise ConfigError(
-                "theorem.rollouts=[] theorem.totals=[]: set rollouts per step or per run"
+                "theorem.rollouts=[] theorem.totals=[]: set completions per step "
+                "(theorem.rollouts) or per run (theorem.totals)"
             )
         for total in self.totals:
             odd = [step for step in self.steps if total % step]
             if odd:
                 raise ConfigError(
-                    f"theorem.totals={self.totals}: {total} is not a multiple of T={odd}"
+                    f"theorem.totals={self.totals}: {total} is not a multiple of the numbers of "
+                    f"steps T={odd}"
                 )
         for n in [*self.rollouts, *(total // t for total in self.totals for t in self.steps)]:
             if sum(n % size == 0 for size in self.group_sizes) < 2:
                 raise ConfigError(
                     f"theorem.group_sizes={self.group_sizes} with "
                     f"theorem.rollouts={self.rollouts} theorem.totals={self.totals}: at least "
-                    f"two group sizes must divide n={n} rollouts per step (theorem.totals / T if "
-                    "totals are set)"
+                    f"two group sizes must divide the n={n} completions per step (theorem.totals / "
+                    "T if totals are set)"
                 )
 
 
 @dataclass
 class Theorem8Config(SimulatedConfig):
-    """Probability distribution of T times the gap."""
+    """Probability distribution of the gap after T steps, multiplied by T."""
 
     title = "Theorem 8, the law of the gap"
     problems = ("coins", "ridge_coins", "softmax")
@@ -170,7 +188,7 @@ class Theorem8Config(SimulatedConfig):
         distinct=True,
     )
     steps: list[int] = field(
-        "after which distributions are compared; the verdict is about the largest number",
+        "after which distributions are compared; the verdict uses the largest number of steps",
         "steps",
         positive=True,
     )
@@ -213,13 +231,13 @@ class Proposition13Config(SimulatedConfig):
     )
     epsilon: float = field("added to a group's standard deviation", at_least=0)
     limit_sizes: list[int] = field(
-        "per group: three values of G, each twice the previous value, for extrapolation to "
-        "infinite G",
+        "per group: three values of G, each twice the previous value, from which results are "
+        "extrapolated to infinite G",
         "completions",
     )
     beta: float = field("weight of the KL term in the variants with a KL term", positive=True)
     reference: list[float] = field(
-        "u of the KL term's reference policy, in the coordinate of the test problem"
+        "coordinate u of the KL term's reference policy, as a list with one number"
     )
     minibatches: int = field(
         "into which a batch is split, in the variants with minibatches", "minibatches", at_least=2
@@ -293,14 +311,16 @@ class Theorem12Config(TheoryConfig):
         "per group: the values of G at learning rate 0", "completions", at_least=2, distinct=True
     )
     limit_sizes: list[int] = field(
-        "per group: three values of G, each twice the previous value, for extrapolation to "
-        "infinite G",
+        "per group: three values of G, each twice the previous value, from which results are "
+        "extrapolated to infinite G",
         "completions",
     )
     beta: float = field(
         "weight of the KL term; bias and variance are also shown without the KL term", at_least=0
     )
-    replicates: int = field("of updates that are drawn at random", "paths", at_least=3)
+    replicates: int = field(
+        "to draw at random; a path is the sequence of updates on one batch", "paths", at_least=3
+    )
     lengths: list[int] = field(
         "in a completion: the lengths at which bias and variance of importance ratios are computed",
         "tokens",

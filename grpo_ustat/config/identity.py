@@ -47,7 +47,8 @@ OPERATIONAL_KEYS = (
 def operational_keys(keys: dict[str, Any]) -> set[str]:
     """Return the keys that can differ between two starts of the same run.
 
-    If the learning rate decays to 0 at max_steps, then max_steps is part of the run's identity.
+    If the learning rate decays to 0 at `max_steps`, `max_steps` changes results and is not one of
+    these keys.
 
     >>> "max_steps" in operational_keys({"schedule": {"lr_scheduler_type": "linear"}})
     False
@@ -92,10 +93,10 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     - values in a model's or data set's node that only provide defaults for other fields
     - empty options of a chat template
     - paths of local data, whose content is hashed instead
-    - `study.part`, the part of a pool to fill
+    - `study.part`, which only selects the questions that a job adds to the pool
     - the number of minibatches, if the size of a minibatch is set
-    - settings of AdamW's metric, of corrections, of verdicts, of plans, of further measurements and
-      of the end of sampling (`study.until`), if the study does not use them
+    - settings of AdamW's metric, corrections, verdicts, plans, further measurements and
+      `study.until`, if the study does not use them
     - reward weights that are all 1
 
     The entry `tf32` is True if matrix products of the study use TF32.
@@ -165,7 +166,9 @@ def local_reward_funcs(reward_funcs: list[str]) -> list[str]:
 
 
 def drop_unused_baselines(keys: dict[str, Any]) -> dict[str, Any]:
-    """Keep only options of baselines in use, so that a new baseline does not rename run folders.
+    """Keep only options of the compared baselines.
+
+    Otherwise, a new baseline in this package would change the names of all run folders.
 
     >>> keys = {"baselines": ["none"], "baseline_options": {"none": {}, "opo": {}}}
     >>> drop_unused_baselines(keys)["baseline_options"]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).resolve().parents[1]
 # The first folder exists in an installed wheel, and the second in a source checkout.
 CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.yaml").is_file())
-# Nodes whose schema depends on their field `kind`, with the schema of each kind.
+# Schemas of the nodes whose fields depend on their field `kind`, keyed by node and by kind.
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
     "problem": PROBLEMS,
@@ -154,7 +154,7 @@ def _defaults(content: dict[str, Any]) -> list[str | dict[str, str | None]]:
 
 
 def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
-    """Return the nested values that `group=choice` sets, which can belong to several nodes."""
+    """Return the nested values that `group=choice` sets, possibly in several nodes."""
     if choice is None:
         return {}
     if group == "baseline":

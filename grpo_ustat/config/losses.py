@@ -17,13 +17,14 @@ LAGGED = {
     level: Loss(f"ratio: {level}", "leave_one_out", {}, "sum", 1, tokens=TokenWeights(level))
     for level in ("none", "token", "sequence", "whole_sequence")
 }
-# Corrections compared in the published claims that are tested, keyed by the level of the ratio.
+# Corrections that `study.verdicts` compares, because published claims are about them; keyed by the
+# level of the ratio.
 TRUNCATED = {"token": "token_truncate", "sequence": "sequence_truncate"}
 
 
 @dataclass(frozen=True)
 class MeasuredLosses:
-    """Part of a study's configuration that defines which losses are measured."""
+    """Settings of a study that define which losses are measured."""
 
     # Main loss, and the baseline of its advantages.
     objective: ObjectiveConfig
@@ -33,7 +34,7 @@ class MeasuredLosses:
     # Settings of the study, which include the later policy, the reference model and the
     # corrections.
     study: StudyConfig
-    # Source of the rollouts; `imports_pool` is True if this source is a file.
+    # Folder or file of the rollouts (`MseConfig.pool`); `imports_pool` is True for a file.
     pool: str | None
     imports_pool: bool
     # Number of tokens after which a completion is truncated.
@@ -51,28 +52,28 @@ class MeasuredLosses:
 
     @property
     def first_update(self) -> list[Loss]:
-        """Losses at the first update of a batch, excluding the unbiased loss used as reference."""
+        """Losses at the first update of a batch, without the unbiased loss used as reference."""
         losses = [loss for _, loss in self.chosen]
         unbiased = (self.objective.name, self.baseline.name) == ("algorithm1", "leave_one_out")
         return losses[1:] if unbiased else losses
 
     @property
     def is_off_policy(self) -> bool:
-        """True if losses are also measured off-policy, with unequal token weights."""
+        """True if losses are also measured off-policy, that is, with unequal weights of tokens."""
         return bool(self.study.scored_by or self.study.reference or self.study.corrections)
 
     @property
     def off_policy(self) -> list[Loss]:
         """Losses to measure off-policy.
 
-        Token weights are computed at `study.scored_by`, and the penalty is relative to
-        `study.reference`. Each loss occurs once without a correction and once with each of
-        `study.corrections`.
+        Token weights are computed under the policy `study.scored_by`, and the KL penalty is
+        relative to `study.reference`. Each loss is listed once without a correction and once with
+        each of `study.corrections`.
         """
         losses: list[Loss] = []
         for objective, loss in self.chosen:
             tokens = objective.token_weights()
-            # At the first update of a batch all ratios are 1.
+            # Without a later policy, all importance ratios are 1.
             if self.study.scored_by is None:
                 tokens = replace(tokens, level="none", form="clip", epsilon=None, epsilon_high=None)
             on_policy = self.study.scored_by is None and not self.imports_pool
@@ -111,18 +112,19 @@ class MeasuredLosses:
         self.objective.check()
         if self.objective.name in self.objectives:
             raise ConfigError(
-                f"objectives={self.objectives} repeats objective={self.objective.name}: remove "
-                "one of the two"
+                f"objectives={self.objectives} repeats objective={self.objective.name}: name it "
+                "only once"
             )
         if self.objective.top_entropy_quantile < 1:
             raise ConfigError(
-                f"objective.top_entropy_quantile={self.objective.top_entropy_quantile}: a pool "
-                "does not store token entropies, use objective.top_entropy_quantile=1"
+                f"objective.top_entropy_quantile={self.objective.top_entropy_quantile}: mse does "
+                "not store the entropies of tokens, use objective.top_entropy_quantile=1"
             )
         if self.objective.entropy_coef:
             raise ConfigError(
                 f"objective.entropy_coef={self.objective.entropy_coef}: the gradient of the "
-                "entropy cannot be computed from a pool of scores, use objective.entropy_coef=0"
+                "entropy cannot be computed from the stored gradients, use "
+                "objective.entropy_coef=0"
             )
         if self.is_off_policy:
             self._check_off_policy()
@@ -157,7 +159,7 @@ class MeasuredLosses:
             )
         if study.reference is not None and not any(x.tokens and x.tokens.beta for x in losses):
             raise ConfigError(
-                f"study.reference={study.reference}, but no loss has a penalty: use "
+                f"study.reference={study.reference}, but no loss has a KL penalty: use "
                 "objective.beta=0.04 objective.kl_estimator=k3 objective.kl_in=loss"
             )
         if study.corrections and any(loss.loss_type == "vespo" for loss in losses):

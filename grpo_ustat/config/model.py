@@ -70,12 +70,14 @@ class ModelConfig:
         "run code that comes with the model; can only be set on the command line", default=False
     )
     learning_rate: float | None = field(
-        "default of learning_rate without adapters; null: learning_rate must be set",
+        "learning rate of training without adapters if learning_rate is not set; null: "
+        "learning_rate must be set",
         positive=True,
         default=None,
     )
     lora_learning_rate: float | None = field(
-        "default of learning_rate with adapters (lora=r16); null: learning_rate must be set",
+        "learning rate of training with adapters (lora=r16) if learning_rate is not set; null: "
+        "learning_rate must be set",
         positive=True,
         default=None,
     )
@@ -103,7 +105,7 @@ class PromptConfig:
     )
     shots: int = field(
         "with solutions before the question; all questions have the same examples, which are "
-        "excluded from train, test and study",
+        "left out of the train, test and study questions",
         "examples",
         at_least=0,
         default=0,
@@ -121,8 +123,8 @@ class PromptConfig:
         default=None,
     )
     max_length: int | None = field(
-        "in a prompt at most, including examples; questions with longer prompts are excluded "
-        "from train, test and study; null: no limit",
+        "allowed in a prompt, including examples; questions with longer prompts are left out of "
+        "the train, test and study questions; null: no limit",
         "tokens",
         positive=True,
         default=None,
@@ -153,8 +155,8 @@ class PromptConfig:
             )
         if self.system is not None and not self.chat:
             raise ConfigError(
-                f"prompt.system={self.system!r} is a turn of a chat: use prompt.chat=true or "
-                "prompt.system=null"
+                f"prompt.system={self.system!r} is a turn of a chat, but prompt.chat is not true: "
+                "use prompt.chat=true or prompt.system=null"
             )
         options = cast(object, self.template_options)
         if options is not None and not isinstance(options, dict):
@@ -186,8 +188,8 @@ TEMPLATE_ARGUMENTS = (
 def tf32_in_use(device: str, dtype: str) -> bool:
     """Return True if a study uses TF32, that is, on a CUDA GPU with float32 weights.
 
-    TF32 rounds the factors of float32 products to 10-bit mantissas. With TF32, products are several
-    times faster.
+    TF32 rounds the factors of float32 products to 10-bit mantissas, which makes the products
+    several times faster.
 
     >>> tf32_in_use("cuda:1", "float32"), tf32_in_use("cpu", "float32")
     (True, False)
@@ -197,13 +199,13 @@ def tf32_in_use(device: str, dtype: str) -> bool:
 
 # Limits on the size of a model. The largest models have a few hundred layers.
 MAX_LAYERS, MAX_DIMENSION = 10_000, 10**9
-# Limits on the content of a config.json.
+# Limits on the bytes, the nesting depth and the number of entries of a config.json.
 MAX_CONFIG_BYTES, MAX_DEPTH, MAX_ENTRIES = 10_000_000, 20, 1_000_000
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EMBEDDED, CACHED = "embedded:", "cached:"
 # Names of checkpoint folders of TRL and verl.
 CHECKPOINT = re.compile(r"(?:checkpoint-|global_step_)(\d+)$")
-# Names of the file that contains all weights and of the index of sharded weights.
+# Name of the file with all weights, and name of the index if the weights are split into shards.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = "adapter_model.safetensors"
 # First bytes of files that a failed download leaves instead of weights, with descriptions.
@@ -353,9 +355,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(model_name_or_path: str, key: str = "model_name_or_path") -> None:
-    """Refuse a local model whose weight files cannot be read.
+    """Refuse a local model whose weight files cannot be read; only their starts are read.
 
-    Adapters are refused if their base model is refused. Only the start of each file is read.
+    For adapters, the weight files of the base model are checked, too.
 
     Args:
         model_name_or_path: configured value; a name without a local folder is accepted.
@@ -412,13 +414,13 @@ def check_model(
     bases: Sequence[str] = (),
     key: str = "model.model_name_or_path",
 ) -> None:
-    """Refuse a value that names no embedded or cached model, no model folder and no hub id.
+    """Refuse a value that is neither an embedded model, a cached model, a folder nor a hub id.
 
     Args:
         model_name_or_path: configured value.
-        cached: True if a cached model must already be in the cache.
+        cached: True to refuse a `cached:NAME` model that has not been made yet.
         trusted: True if code that comes with the model may run.
-        bases: folders of the adapters that have this model as their base.
+        bases: folders of the adapters that led to this model as their base, to detect a cycle.
         key: configuration key with this value, for messages.
     """
     name = model_name_or_path
@@ -441,8 +443,8 @@ def check_model(
             here = str(folder.resolve())
             if here in bases:
                 raise ConfigError(
-                    f"{folder} contains LoRA adapters that lead back to themselves as their base "
-                    "model"
+                    f"{folder} contains LoRA adapters whose base model is, directly or through "
+                    "other adapters, the same adapters"
                 )
             try:
                 check_model(adapters[0], trusted=trusted, bases=(*bases, here))

@@ -1,6 +1,7 @@
 """Schema of `mse`, with checks that refuse impossible measurements.
 
-Every error message is one line that gives the values and the fix.
+Every error message is one line that gives the values and the fix. The pool of a study is its stored
+completions with their scores. A score is the gradient of a completion's log-probability.
 """
 
 from __future__ import annotations
@@ -61,32 +62,38 @@ class MseConfig(Common):
     study: StudyConfig = node(StudyConfig, "what is measured and how")
     rollout: RolloutConfig = node(
         RolloutConfig,
-        "the engine that generates completions; the model itself computes their scores",
+        "the engine that generates completions; their log-probabilities and gradients always come "
+        "from the model itself",
     )
     budget: StudyBudget = node(
         StudyBudget,
-        "numbers of completions, draws and sketch entries from which results are computed",
+        "how many completions and random draws are made, and how many numbers of each gradient "
+        "are kept",
     )
     baseline_options: dict[str, dict[str, float]] = field("options of each baseline")
     objective: ObjectiveConfig = node(
-        ObjectiveConfig, "the loss whose relative efficiency is measured"
+        ObjectiveConfig,
+        "the loss whose efficiency is measured, relative to the leave-one-out gradient",
     )
-    baseline: BaselineConfig = node(BaselineConfig, "the baseline of that loss")
+    baseline: BaselineConfig = node(BaselineConfig, "the baseline of the loss in objective")
     objectives: list[str] = field(
-        "presets of further losses to measure; a preset without a baseline uses baseline=NAME",
+        "names of further losses to measure; a loss that sets no baseline of its own uses "
+        "baseline=NAME",
         choices=OBJECTIVES,
         distinct=True,
     )
     baselines: list[str] = field(
-        "baselines to compare; their options are under baseline_options",
+        "baselines to compare; baseline_options sets their options",
         choices=STUDIED_BASELINES,
         plugins=plugin_baselines,
         distinct=True,
     )
-    group_sizes: list[int] = field("per group: the values of G", "completions", distinct=True)
+    group_sizes: list[int] = field(
+        "per group: the values of G to compare", "completions", distinct=True
+    )
     pool: str | None = field(
-        "folder of scored completions to reuse and extend, or Parquet file with rollouts of "
-        "another program; null: a folder in the run folder"
+        "folder for completions and their gradients, which is reused and extended, or Parquet "
+        "file with rollouts of another program; null: a folder in the run folder"
     )
 
     @property
@@ -105,13 +112,13 @@ class MseConfig(Common):
             f"the rollouts of {self.pool}"
             if self.imports_pool
             else f"{self.dataset.name}: {most}{questions or 'all'} "
-            f"question{'s' * (questions != 1)} x {completions} completions"
+            f"question{'s' * (questions != 1)} with {completions} completions each"
         )
         sizes = ", ".join(map(str, self.group_sizes))
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         sampler = ""
         if self.rollout.name == "vllm":
-            sampler = "; one process samples with vLLM and computes scores"
+            sampler = "; one process samples with vLLM and computes gradients"
         policy = f"{self.model.name} (its adapters)" if self.scores_adapters else self.model.name
         return (
             f"mse: {policy} on {source}; gradient error of {', '.join(self.baselines)} at "
@@ -120,7 +127,7 @@ class MseConfig(Common):
 
     @property
     def sampling_workers(self) -> int:
-        """Number of local processes that sample and score; always 1 with vLLM, to save memory."""
+        """Number of local processes that fill the pool; always 1 with vLLM, to save memory."""
         return 1 if self.rollout.name == "vllm" else self.launch.workers
 
     @property
@@ -179,12 +186,18 @@ class MseConfig(Common):
 
     @property
     def compares_by_groups(self) -> bool:
-        """True if a baseline without a closed form is measured on all groups of the pool."""
+        """True if a compared baseline has no closed form.
+
+        Its error is then an average over groups that are formed from the pool.
+        """
         return "closed_form" in self.study.methods and bool(self.baselines_by_groups)
 
     @property
     def dividing_sizes(self) -> list[int]:
-        """Group sizes that divide `study.rollouts`, which baselines without a closed form need."""
+        """Group sizes that divide `study.rollouts`.
+
+        A baseline without a closed form can only be measured at these sizes.
+        """
         return [size for size in self.group_sizes if self.study.rollouts % size == 0]
 
     @property
@@ -195,7 +208,7 @@ class MseConfig(Common):
 
     @property
     def sampling(self) -> StudySampling:
-        """Options for the processes that sample and score completions."""
+        """Options for the processes that sample completions and compute their scores."""
         return StudySampling(
             self.policy_options, self.sampler_options, self.task_options, self.sampling_workers
         )
@@ -207,7 +220,10 @@ class MseConfig(Common):
 
     @property
     def fills_part(self) -> bool:
-        """True if this job fills only a part of the pool; jobs can fill parts in parallel."""
+        """True if this job adds only a part of the questions to the pool (`study.part`).
+
+        Several jobs can fill the parts of one pool in parallel.
+        """
         return self.study.part is not None
 
     @property
@@ -222,7 +238,10 @@ class MseConfig(Common):
                 raise _only_trains(name)
         super().check()
         if not (self.baselines and self.group_sizes and self.study.methods):
-            raise ConfigError("baselines, group_sizes, study.methods: name at least one")
+            raise ConfigError(
+                "one of the lists baselines, group_sizes and study.methods is empty: name at least "
+                "one entry in each"
+            )
         if self.study.plans and not self.study.plan_sizes:
             raise ConfigError(
                 f"study.plans={self.study.plans} with study.plan_sizes=[]: name at least one size, "
@@ -255,9 +274,9 @@ class MseConfig(Common):
             ) from error
         if metric == "adam" and self.study.methods != ["closed_form"]:
             raise ConfigError(
-                f"study.metric=adam with study.methods={self.study.methods}: only closed_form "
-                "can use a separate metric for each half of the questions; use "
-                "study.methods=[closed_form]"
+                f"study.metric=adam with study.methods={self.study.methods}: AdamW's metric is "
+                "computed separately for each half of the questions, which only closed_form "
+                "supports; use study.methods=[closed_form]"
             )
         if metric == "adam" and self.imports_pool:
             raise ConfigError(
@@ -268,7 +287,7 @@ class MseConfig(Common):
             self._check_second_moments()
 
     def _check_second_moments(self) -> None:
-        """Refuse settings of AdamW's metric for which the pool cannot provide second moments."""
+        """Refuse settings of AdamW's metric that need more completions than the pool has."""
         rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
         if rollouts % size:
             raise ConfigError(
@@ -280,8 +299,8 @@ class MseConfig(Common):
         if completions < 2 * size:
             raise ConfigError(
                 f"budget.pool_completions={completions} is less than two groups of "
-                f"study.adam_group_size={size}: use at least {2 * size} completions, or a "
-                "smaller group"
+                f"study.adam_group_size={size} completions: use budget.pool_completions="
+                f"{2 * size} or more, or a smaller study.adam_group_size"
             )
 
     def _check_rollout(self) -> None:
@@ -297,8 +316,8 @@ class MseConfig(Common):
         if self.launch.num_processes > 1:
             raise ConfigError(
                 f"launch.num_processes={self.launch.num_processes} with rollout=vllm: only one "
-                "process of a study can use vLLM; use launch.num_processes=1, with "
-                "study.part=k/n for several GPUs"
+                "process of a study can use vLLM; use launch.num_processes=1 and, for several "
+                "GPUs, one job per study.part=k/n"
             )
 
     def _check_baselines(self) -> None:
@@ -356,12 +375,12 @@ class MseConfig(Common):
         ):
             if samples:
                 raise ConfigError(
-                    f"{key} must sample completions, which is impossible with an imported pool: "
-                    "remove it"
+                    f"{key} must sample completions, which is impossible if pool is a file with "
+                    "rollouts of another program: remove it"
                 )
 
     def _check_part(self) -> None:
-        """Refuse an invalid `study.part`, and a part without a folder that all parts share."""
+        """Refuse an invalid `study.part`, and a part for which `pool` names no common folder."""
         if self.study.part is None:
             return
         part = f"study.part={self.study.part}"
@@ -370,13 +389,13 @@ class MseConfig(Common):
             raise ConfigError(f"{part}: use k/n with k from 1 to n, such as 3/8")
         if self.pool is None:
             raise ConfigError(
-                f"{part} with pool=null: all parts must be in one folder, use the same pool=DIR "
-                "for all parts"
+                f"{part} with pool=null: all parts must be written to one folder, use the same "
+                "pool=DIR for all parts"
             )
         if self.imports_pool:
             raise ConfigError(
-                f"{part} with pool={self.pool}: an imported pool cannot be scored in parts, use "
-                "study.part=null"
+                f"{part} with pool={self.pool}: the rollouts of a file cannot be processed in "
+                "parts, use study.part=null"
             )
 
     def _check_until(self) -> None:
@@ -386,8 +405,8 @@ class MseConfig(Common):
         until = f"study.until={self.study.until}"
         if self.imports_pool:
             raise ConfigError(
-                f"{until} with pool={self.pool}: the rollouts of a file are already drawn, use "
-                "study.until=null"
+                f"{until} with pool={self.pool}: no further questions can be drawn for the "
+                "rollouts of a file, use study.until=null"
             )
         if self.study.part is not None:
             raise ConfigError(
@@ -408,8 +427,8 @@ class MseConfig(Common):
             self.check_questions(least, completions)
         except ConfigError as error:
             raise ConfigError(
-                f"{until} can stop with {least} questions x {completions} completions, which are "
-                f"too few ({error}): use study.until=null"
+                f"{until} can stop with {least} questions of {completions} completions each, "
+                f"which are too few ({error}): use study.until=null"
             ) from error
 
     def _check_counts(self) -> None:
@@ -417,8 +436,8 @@ class MseConfig(Common):
         questions, size = self.study.questions, self.dataset.study_size
         if questions is not None and questions > size:
             raise ConfigError(
-                f"study.questions={questions} exceeds dataset.study_size={size}: use 1 to {size}, "
-                f"or dataset.study_size={questions} if the data set is large enough"
+                f"study.questions={questions} exceeds dataset.study_size={size}: use at most "
+                f"{size}, or dataset.study_size={questions} if the data set is large enough"
             )
         self.check_questions(size if questions is None else questions)
         pool = self.budget.pool_completions
@@ -440,7 +459,8 @@ class MseConfig(Common):
 
         Args:
             count: number of questions.
-            completions: number of completions per question; None before the file is read.
+            completions: number of completions per question; None if they come from a file that has
+                not been read yet.
         """
         key = "study.questions"
         if self.imports_pool:
@@ -456,7 +476,7 @@ class MseConfig(Common):
             self._check_groups(name, count, completions, key)
 
     def _check_groups(self, name: str, count: int, completions: int | None, key: str) -> None:
-        """Refuse a baseline without a closed form if the pool allows no group size for it.
+        """Refuse a baseline without a closed form that cannot be measured at any group size.
 
         Args:
             name: name of the baseline.
@@ -468,13 +488,13 @@ class MseConfig(Common):
         if missing:
             raise ConfigError(
                 f"baselines contains {name}, which has no closed form and needs {missing}, but "
-                f"pools do not contain {missing}: use study.methods=[monte_carlo]"
+                f"the stored completions do not include {missing}: use study.methods=[monte_carlo]"
             )
         if baseline.couples_prompts and self.study.metric == "adam":
             raise ConfigError(
-                f"baselines contains {name}, which couples the questions of an update, but "
-                "study.metric=adam uses a separate metric for each half of the questions: remove "
-                f"{name} or use study.metric=euclidean"
+                f"baselines contains {name}, whose advantages depend on all questions of an "
+                "update, but study.metric=adam uses a separate metric for each half of the "
+                f"questions: remove {name} or use study.metric=euclidean"
             )
         if count < MIN_QUESTIONS:
             raise ConfigError(
@@ -485,17 +505,16 @@ class MseConfig(Common):
         if not sizes:
             raise ConfigError(
                 f"baselines contains {name}, which has no closed form, so "
-                f"study.rollouts={rollouts} must be a multiple of one of "
-                f"group_sizes={self.group_sizes} with at least "
-                f"{baseline.min_prompts} groups"
+                f"study.rollouts={rollouts} must be a multiple ({baseline.min_prompts} x or more) "
+                f"of one of group_sizes={self.group_sizes}"
             )
         if completions is None:
             completions = max(sizes) if self.imports_pool else self.budget.pool_completions
         if min(sizes) > completions:
             raise ConfigError(
                 f"baselines contains {name}, which has no closed form, so groups of {min(sizes)} "
-                f"need {min(sizes)} completions, but budget.pool_completions={completions}: "
-                "raise budget.pool_completions"
+                f"need {min(sizes)} completions per question, but "
+                f"budget.pool_completions={completions}: raise budget.pool_completions"
             )
         size = max(size for size in sizes if size <= completions)
         if not baseline.couples_prompts:
@@ -506,10 +525,10 @@ class MseConfig(Common):
         needed = prompts_needed(rollouts // size)
         if needed > count:
             raise ConfigError(
-                f"baselines contains {name}, which couples the questions of an update, so an "
-                f"update of {rollouts // size} questions (study.rollouts={rollouts} in groups of "
-                f"{size}) needs a study with {needed} questions, but got {count}: lower "
-                f"study.rollouts or raise {key}"
+                f"baselines contains {name}, whose advantages depend on all questions of an "
+                f"update: with updates of {rollouts // size} questions "
+                f"(study.rollouts={rollouts} in groups of {size}), the study needs {needed} "
+                f"questions, but has {count}: lower study.rollouts or raise {key}"
             )
 
 
@@ -524,8 +543,8 @@ def check_pool_folder(pool: str) -> None:
     """Refuse a folder that is not a pool but contains files.
 
     Args:
-        pool: folder that must be missing, empty or a pool. A pool contains `pool.json` or only
-            files that are named as parts.
+        pool: folder that must be missing, empty or a pool, that is, written by an earlier study. A
+            pool contains `pool.json`, or only files whose names match `POOL_FILE`.
     """
     folder = Path(pool)
     if folder.exists() and not folder.is_dir():
@@ -539,11 +558,12 @@ def check_pool_folder(pool: str) -> None:
     names = sorted(x.name for x in folder.iterdir() if not POOL_FILE.fullmatch(x.name))
     if (folder / "pool" / "pool.json").is_file():
         raise ConfigError(
-            f"pool={pool} contains a pool but is not a pool itself: use pool={folder / 'pool'}"
+            f"pool={pool} is not a pool (a study's stored completions), but its subfolder pool is "
+            f"one: use pool={folder / 'pool'}"
         )
     if names:
         files = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         raise ConfigError(
-            f"pool={pool} is not empty and not a pool: it contains {files} and no pool.json; use "
-            f"a new folder, such as pool={folder / 'pool'}"
+            f"pool={pool} is neither empty nor a pool (a study's stored completions): it contains "
+            f"{files} and no pool.json; use a new folder, such as pool={folder / 'pool'}"
         )

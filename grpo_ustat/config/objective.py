@@ -24,8 +24,9 @@ OBJECTIVES = (
     "verl_seq_mean_token_mean", "verl_seq_mean_token_sum_norm",
 )  # fmt: skip
 LEVELS = ("none", "token", "sequence", "whole_sequence")
-# Allowed loss types for each level with one ratio per completion, and the only allowed level for
-# some loss types. Other combinations would apply a sequence's ratio once for each token.
+# `LOSS_TYPES_OF`: loss types that a level with one ratio per completion allows. `LEVEL_OF`: the
+# only level that a loss type allows. Other combinations would apply a sequence's ratio once for
+# each token.
 LOSS_TYPES_OF = {"sequence": ("grpo", "luspo"), "whole_sequence": ("sum", "vespo")}
 LEVEL_OF = {"luspo": "sequence", "vespo": "whole_sequence", "cispo": "token", "sapo": "token"}
 # Loss types with a smooth weight instead of clipping.
@@ -45,22 +46,23 @@ class ObjectiveConfig:
         choices=OBJECTIVES,
     )
     importance_sampling_level: str = field(
-        "importance ratio to the sampling policy: none; token: one per token; sequence: "
-        "geometric mean of a completion's token-level ratios; whole_sequence: product of the "
-        "token-level ratios",
+        "importance ratio to the sampling policy; none: no ratio; token: one ratio per token; "
+        "sequence: geometric mean of a completion's token-level ratios; whole_sequence: product "
+        "of a completion's token-level ratios",
         choices=LEVELS,
         default="none",
     )
     loss_type: str = field(
-        "divisor of the sum over tokens; sum and luspo: the number n of completions in the "
-        "update; dr_grpo: n x max_completion_length; dapo, cispo and vespo: number of tokens in "
-        "the update; grpo and sapo: n x number of tokens in the completion; bnpo: number of "
-        "tokens in the micro-batch x number of micro-batches",
+        "number by which the sum over tokens is divided; sum and luspo: n, the number of "
+        "completions in the update; dr_grpo: n x max_completion_length; dapo, cispo and vespo: "
+        "number of tokens in the update; grpo and sapo: n x number of tokens in the completion; "
+        "bnpo: number of tokens in the micro-batch x number of micro-batches",
         choices=LOSS_TYPES,
         default="sum",
     )
     micro_batch_size: int | None = field(
-        "in a micro-batch, for the divisor of loss_type=bnpo; null with any other loss_type",
+        "in a micro-batch; sets the divisor of loss_type=bnpo; must be null with any other "
+        "loss_type",
         "completions",
         positive=True,
         default=None,
@@ -71,15 +73,15 @@ class ObjectiveConfig:
         default=False,
     )
     top_entropy_quantile: float = field(
-        "share of the update's tokens, those with the highest entropy, that contribute to the "
-        "gradient; divisor and penalty include all tokens",
+        "share of the update's tokens that contribute to the gradient; those with the highest "
+        "entropy are chosen; divisor and KL penalty still include all tokens",
         at_least=0,
         default=1.0,
     )
     zero_variance_groups: str = field(
-        "what to do with groups whose rewards are all equal; keep; drop: exclude them, also from "
-        "the counts of completions and tokens; replace (only in mse): draw new groups until "
-        "rewards differ, as in DAPO",
+        "what to do with groups whose rewards are all equal; keep: leave them in the update; "
+        "drop: exclude them, also from the counts of completions and tokens; replace (only in "
+        "mse): draw new groups until rewards differ, as in DAPO",
         choices=ZERO_VARIANCE,
         default=KEEP,
     )
@@ -90,8 +92,8 @@ class ObjectiveConfig:
         default=1.0,
     )
     advantage_threshold: float = field(
-        "completions with smaller |advantage| are excluded, also from the counts of completions "
-        "and tokens; 0: all are kept",
+        "|advantage| below which a completion is excluded, also from the counts of completions "
+        "and tokens; 0: all completions are kept",
         at_least=0,
         default=0.0,
     )
@@ -176,8 +178,9 @@ class ObjectiveConfig:
                 name = declared.name
                 if getattr(self, name) != declared.default:
                     raise ConfigError(
-                        "objective=algorithm1 has one update per batch, no ratio and no penalty, "
-                        f"but objective.{name}={getattr(self, name)}: use objective=grpo"
+                        "objective=algorithm1 is fixed (one update per batch, no importance ratio, "
+                        f"no KL penalty), but objective.{name}={getattr(self, name)}: use "
+                        "objective=grpo"
                     )
         if self.name == "whole_sequence" and passes > 1:
             raise ConfigError(
@@ -209,7 +212,8 @@ class ObjectiveConfig:
             )
         if self.beta and kind is None:
             raise ConfigError(
-                f"objective.beta={self.beta} without a penalty: set kl_estimator=k3 kl_in=loss"
+                f"objective.beta={self.beta} weights a KL penalty, but kl_estimator=null: set "
+                "kl_estimator=k3 kl_in=loss"
             )
         if (kind, place) == ("k1", "loss"):
             raise ConfigError(
@@ -218,9 +222,9 @@ class ObjectiveConfig:
             )
         if place == "reward" and kind != "k1":
             raise ConfigError(
-                f"objective.kl_estimator={kind} in the reward would give a wrong gradient, "
-                "because only for k1 is E[estimator x score] the gradient of the KL divergence: "
-                "use k1 or kl_in=loss"
+                f"objective.kl_estimator={kind} in the reward would give a wrong gradient: only "
+                "for k1, E[estimator x grad log pi] is the gradient of the KL divergence; use k1 "
+                "or kl_in=loss"
             )
 
     def _check_loss_type(self) -> None:
@@ -230,7 +234,7 @@ class ObjectiveConfig:
         if level != own_level:
             raise ConfigError(
                 f"objective.loss_type={loss_type} with importance_sampling_level={level}: this "
-                f"loss needs level {own_level}: use "
+                f"loss type is defined only for level {own_level}, use "
                 f"objective.importance_sampling_level={own_level}"
             )
         fitting = LOSS_TYPES_OF.get(level, (loss_type,))
@@ -282,7 +286,7 @@ class ObjectiveConfig:
         if share < 1 and self.entropy_coef:
             raise ConfigError(
                 f"objective.top_entropy_quantile={share} with entropy_coef={self.entropy_coef}, "
-                "but a bonus for only some tokens is not supported: use entropy_coef=0 or "
+                "but an entropy bonus for only some tokens is not supported: use entropy_coef=0 or "
                 "top_entropy_quantile=1"
             )
 
@@ -297,8 +301,8 @@ class ObjectiveConfig:
         if self.loss_type == "bnpo" and self.rows.couples:
             raise ConfigError(
                 f"objective.loss_type=bnpo with zero_variance_groups={self.zero_variance_groups} "
-                f"reward_variance_share={share} advantage_threshold={threshold}, but "
-                "micro-batches of filtered completions are not supported: use loss_type=dapo, or "
+                f"reward_variance_share={share} advantage_threshold={threshold}, but bnpo does not "
+                "support the exclusion of completions: use loss_type=dapo, or "
                 "zero_variance_groups=keep reward_variance_share=1 advantage_threshold=0"
             )
 
@@ -318,7 +322,7 @@ class ObjectiveConfig:
         if group_size == 1 and (kind == DROP or share < 1):
             raise ConfigError(
                 f"objective.zero_variance_groups={kind} reward_variance_share={share} with "
-                "group_size=1, whose groups have no variance: use group_size=2 or more"
+                "group_size=1: one completion has no variance of rewards, use group_size=2 or more"
             )
         count, size, prompts = self.num_minibatches, self.minibatch_size, rollouts // group_size
         if size is not None and (size % group_size or rollouts % size):
@@ -343,8 +347,8 @@ class ObjectiveConfig:
         several = self.num_iterations > 1 or update_size < rollouts
         if several and self.importance_sampling_level == "none":
             raise ConfigError(
-                f"objective.num_iterations={self.num_iterations} with updates of {update_size} "
-                f"of budget.rollouts={rollouts} completions: each update after the first uses "
-                "completions that an older policy sampled, and therefore needs a ratio; use "
-                "objective.importance_sampling_level=token, or one update"
+                f"objective.num_iterations={self.num_iterations} with {update_size} completions "
+                f"per update of budget.rollouts={rollouts}: each update after the first uses "
+                "completions that an older policy sampled, and therefore needs an importance "
+                "ratio; use objective.importance_sampling_level=token, or one update per batch"
             )

@@ -23,7 +23,7 @@ def load_registered(registry: Mapping[str, Entry], key: str, name: str) -> Entry
     """Return a built-in object, or one that an installed package offers by its entry point.
 
     Args:
-        registry: objects by name; a lookup may load the entry point.
+        registry: objects by name; looking up a name may load an entry point.
         key: configuration key with the name, for errors.
         name: one of the field's choices.
     """
@@ -164,7 +164,7 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
         group: entry point group.
         name: name of the entry point.
         key: configuration key with the name.
-        ours: built-in names, for the message.
+        ours: built-in names, which the message also lists.
     """
     installed = sorted(importlib.metadata.entry_points(group=group).names)
     if name not in installed:
@@ -172,7 +172,7 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
         if installed:
             offered = f"entry points of {group} are {', '.join(installed)}"
         hint = did_you_mean(name, [*ours, *installed])
-        also = f"choose from {', '.join(ours)}, FILE.py:FUNCTION; " if ours else ""
+        also = f"choose from {', '.join(ours)} or FILE.py:FUNCTION; " if ours else ""
         raise ConfigError(f"unknown {key} {name!r}: {hint}{also}{offered}")
     module = importlib.metadata.entry_points(group=group)[name].module
     if module_file(group, name) is None:

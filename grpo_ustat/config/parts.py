@@ -29,8 +29,8 @@ class PolicyOptions:
     # Regular expression for the names of the parameters to differentiate; None means all
     # parameters.
     parameters: str | None = None
-    # True if LoRA adapters are merged into the weights. If they are merged, gradients are taken
-    # with respect to the merged weights.
+    # True if LoRA adapters are added to the weights, and gradients are taken with respect to these
+    # merged weights.
     merge_adapters: bool = True
 
 
@@ -67,7 +67,10 @@ class SamplerOptions:
 
 @dataclass(frozen=True)
 class StudySampling:
-    """Options for the processes of a study that sample, score and judge completions."""
+    """Options for the processes of a study, which sample and judge completions.
+
+    The processes also compute the gradient of each completion's log-probability.
+    """
 
     policy: PolicyOptions
     sampler: SamplerOptions

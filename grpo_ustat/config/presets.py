@@ -16,8 +16,8 @@ class Preset:
     # Description for `--help`.
     words: str
     objective: ObjectiveConfig
-    # Baseline that the preset sets unless the user types `baseline=`; None means the command's
-    # default.
+    # Baseline that the preset sets unless the user types `baseline=`; None means that the command's
+    # default is kept.
     baseline: BaselineConfig | None = None
 
 
@@ -52,15 +52,15 @@ def _add(
 # description or in a comment.
 _add(
     "algorithm1",
-    "The paper's Algorithm 1: token sums over a constant divisor, one update, no ratio, no "
-    "penalty.",
+    "The paper's Algorithm 1: sum over tokens divided by a constant, one update per batch, no "
+    "importance ratio, no KL penalty.",
     None,
 )
 # The baseline of Algorithm 2 is group_std; experiment=algorithm2 sets both loss and baseline.
 _add(
     "grpo",
-    "The paper's Algorithm 2: token-level ratios to the policy that sampled the batch, one pass "
-    "over its minibatches, K3 penalty.",
+    "The paper's Algorithm 2: token-level importance ratios to the policy that sampled the batch, "
+    "one pass over its minibatches, KL penalty with estimator K3.",
     None,
     # Each token has a ratio rho_it. The sum over tokens is divided by n. K3 is part of the loss,
     # and clipping is optional.
@@ -76,14 +76,14 @@ _add(
 _add(
     "grpo_original",
     "Shao et al. 2024 (GRPO as published): clipped token-level ratios, mean over each "
-    "completion's tokens, K3 penalty.",
+    "completion's tokens, KL penalty with estimator K3.",
     "grpo",
     # Equation 3 of the paper: 1/|o_i|.
     loss_type="grpo",
     # Section 4.2 of the paper: one update after each exploration stage. All ratios are therefore 1,
     # and clipping has no effect.
     num_minibatches=1,
-    # Our choice, the value of PPO (Schulman et al. 2017). The paper gives no value.
+    # Our choice; it is PPO's value (Schulman et al. 2017). The paper gives no value.
     epsilon=0.2,
     epsilon_high=0.2,
     # Section 4.2 of the paper.
@@ -91,8 +91,8 @@ _add(
 )
 _add(
     "dr_grpo",
-    "Zichen Liu et al. 2025: clipped token-level ratios, token sum divided by a constant, no "
-    'penalty. "Understanding R1-Zero-like training", arXiv 2503.20783; its baseline is '
+    "Zichen Liu et al. 2025: clipped token-level ratios, sum over tokens divided by a constant, no "
+    'KL penalty. "Understanding R1-Zero-like training", arXiv 2503.20783; its baseline is '
     "group_mean.",
     "grpo",
     # Section 3.2 of the paper. The constant is max_completion_length in the authors' code.
@@ -110,8 +110,9 @@ _add(
 # reward, not of the objective.
 _add(
     "dapo",
-    "Yu et al. 2025: wider clipping above 1 than below, equal weight for all tokens of the "
-    "update, no penalty. arXiv 2503.14476; its baseline is group_std.",
+    "Yu et al. 2025: token-level ratios with a wider clipping range above 1 than below 1, equal "
+    "weight for all tokens of the update, no KL penalty. arXiv 2503.14476; its baseline is "
+    "group_std.",
     "grpo",
     # Section 3.3 of the paper.
     loss_type="dapo",
@@ -122,7 +123,7 @@ _add(
     # Section 2.3 of the paper.
     beta=0.0,
 )
-# The gradient of the ratio divides a completion's score by its length.
+# The gradient of the ratio divides the gradient of a completion's log-probability by its length.
 _add(
     "gspo",
     "Zheng et al. 2025: one clipped ratio per completion, the geometric mean of its token-level "
@@ -139,11 +140,11 @@ _add(
     beta=0.0,
 )
 # With an unbiased baseline, this loss is unbiased during one pass over minibatches of independently
-# drawn prompts. In a second pass over the same batch, it would be biased with any ratio.
+# drawn prompts. In a second pass over the same batch, a loss with any ratio would be biased.
 _add(
     "whole_sequence",
-    "The unbiased off-policy reference: the product of a completion's token-level ratios, no "
-    "clipping, no penalty.",
+    "Unbiased loss for completions of an older policy, used as reference: the ratio is the product "
+    "of a completion's token-level ratios, no clipping, no KL penalty.",
     "grpo",
     importance_sampling_level="whole_sequence",
     beta=0.0,
@@ -156,7 +157,7 @@ _add(
 _add(
     "trl_dapo",
     "TRL's default loss: equal weight for all tokens of the update, clipped token-level ratios, "
-    "no penalty.",
+    "no KL penalty.",
     "grpo",
     # TRL's scale_rewards=group, with epsilon 1e-4 as in TRL.
     baseline_choice("group_std"),
@@ -169,13 +170,13 @@ _add(
 )
 _add(
     "trl_grpo",
-    "TRL's loss_type=grpo: mean over each completion's tokens, otherwise as trl_dapo.",
+    "TRL's loss_type=grpo: mean over each completion's tokens; all else as in trl_dapo.",
     "trl_dapo",
     loss_type="grpo",
 )
 _add(
     "trl_dr_grpo",
-    "TRL's loss_type=dr_grpo: token sum divided by a constant, otherwise as trl_dapo.",
+    "TRL's loss_type=dr_grpo: sum over tokens divided by a constant; all else as in trl_dapo.",
     "trl_dapo",
     # TRL's documentation recommends scale_rewards=none for this loss, as does Dr. GRPO (arXiv
     # 2503.20783). TRL's default for every loss is scale_rewards=group, which is baseline=group_std.
@@ -185,7 +186,7 @@ _add(
 # The rows are shuffled before they are split into micro-batches, as in TRL.
 _add(
     "trl_bnpo",
-    "TRL's loss_type=bnpo: mean over the tokens of each micro-batch, otherwise as trl_dapo.",
+    "TRL's loss_type=bnpo: mean over the tokens of each micro-batch; all else as in trl_dapo.",
     "trl_dapo",
     loss_type="bnpo",
     # Default of per_device_train_batch_size in transformers' TrainingArguments.
@@ -200,9 +201,9 @@ _add(
     "trl_grpo",
     importance_sampling_level="sequence",
 )
-# MiniMax-M1, arXiv 2506.13585, with the bound of ScaleRL, arXiv 2510.13786. If epsilon_high is not
-# set, TRL 1.16 uses epsilon, 0.2, as the upper bound. As a result, nearly every token has weight
-# 0.2, a fifth of the documented weight.
+# The loss is from MiniMax-M1, arXiv 2506.13585, and the bound from ScaleRL, arXiv 2510.13786. If
+# epsilon_high is not set, TRL 1.16 uses epsilon, 0.2, as the upper bound. Nearly every token then
+# has the weight 0.2, a fifth of the documented weight.
 _add(
     "trl_cispo",
     "TRL's loss_type=cispo: each token's weight is its ratio, clipped from above and not "
@@ -228,7 +229,8 @@ _add(
 # and 1.05 for all others.
 _add(
     "trl_sapo",
-    "TRL's loss_type=sapo: a smooth gate on a token's ratio in place of clipping.",
+    "TRL's loss_type=sapo: instead of clipping, a smooth function of each token's ratio is its "
+    "weight.",
     "trl_dapo",
     loss_type="sapo",
     epsilon=None,
@@ -237,8 +239,8 @@ _add(
 # arXiv 2602.10693. The constants of the weight are TRL's defaults.
 _add(
     "trl_vespo",
-    "TRL's loss_type=vespo: a smooth weight from the whole sequence's ratio, which is not "
-    "differentiated.",
+    "TRL's loss_type=vespo: a completion's weight is a smooth function of the whole sequence's "
+    "ratio and is not differentiated.",
     "trl_dapo",
     loss_type="vespo",
     # For this loss TRL ignores importance_sampling_level.
@@ -252,7 +254,7 @@ _add(
 _add(
     "verl_token_mean",
     "verl's default loss, loss_agg_mode=token-mean, with adv_estimator=grpo: clipped token-level "
-    "ratios, no penalty. verl 0.9.1, the defaults of its actor.yaml.",
+    "ratios, no KL penalty. verl 0.9.1, the defaults of its actor.yaml.",
     "grpo",
     # norm_adv_by_std_in_grpo=true, with the epsilon of compute_grpo_outcome_advantage.
     BaselineConfig("group_std", {"epsilon": 1e-6}),
@@ -267,22 +269,22 @@ _add(
 )
 _add(
     "verl_seq_mean_token_sum",
-    "verl's loss_agg_mode=seq-mean-token-sum: sum over each completion's tokens, otherwise as "
+    "verl's loss_agg_mode=seq-mean-token-sum: sum over each completion's tokens; all else as in "
     "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     loss_type="sum",
 )
 _add(
     "verl_seq_mean_token_mean",
-    "verl's loss_agg_mode=seq-mean-token-mean: mean over each completion's tokens, otherwise as "
+    "verl's loss_agg_mode=seq-mean-token-mean: mean over each completion's tokens; all else as in "
     "verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     loss_type="grpo",
 )
 _add(
     "verl_seq_mean_token_sum_norm",
-    "verl's loss_agg_mode=seq-mean-token-sum-norm: token sum divided by a constant, otherwise as "
-    "verl_token_mean. verl 0.9.1.",
+    "verl's loss_agg_mode=seq-mean-token-sum-norm: sum over tokens divided by a constant; all else "
+    "as in verl_token_mean. verl 0.9.1.",
     "verl_token_mean",
     # norm_adv_by_std_in_grpo=false, which verl's page on GRPO recommends for Dr. GRPO.
     baseline_choice("group_mean"),
@@ -290,8 +292,9 @@ _add(
     loss_type="dr_grpo",
 )
 
-# Probability that at least one relative efficiency lies outside its interval. The simultaneous
-# intervals for group sizes have the same error probability.
+# Error probability of the simultaneous intervals of all recipes: the probability that at least one
+# relative efficiency lies outside its interval. The simultaneous intervals for group sizes have the
+# same error probability.
 CHANCE = 0.025
 
 
@@ -342,8 +345,8 @@ RECIPES = {
     for recipe in (
         # This recipe uses the objective of DeepSeekMath.
         Recipe("2-GRPO (arXiv 2510.00977)", 2, "grpo_original", "group_std"),
-        # Value of rollout.n in run_qwen2-7b.sh and most of examples/grpo_trainer. The default in
-        # rollout.yaml is 1, with which there are no groups.
+        # Value of rollout.n in run_qwen2-7b.sh and in most other files of examples/grpo_trainer.
+        # The default in rollout.yaml is 1, which means that there are no groups.
         Recipe("verl's GRPO examples", 5, "verl_token_mean"),
         # Default of GRPOConfig.num_generations.
         Recipe("TRL's default", 8, "trl_dapo"),

@@ -33,12 +33,12 @@ class PlaneConfig(ProblemConfig):
     """Policy that depends on its parameters theta only through u = Q theta."""
 
     parameters: int = field(
-        "dimension D of theta; if u has fewer coordinates than theta, the maximisers form a flat "
-        "set"
+        "number D of the policy's parameters theta; if u has fewer coordinates than theta, the "
+        "maximisers form a flat set"
     )
-    start: list[float] = field("u of the initial policy, with a number for each coordinate")
+    start: list[float] = field("u of the initial policy, with one number per coordinate")
     reach: float = field(
-        "J* - J at the boundary of the set on which the theory is tested", positive=True
+        "largest gap J* - J of the policies for which the theory is tested", positive=True
     )
 
     def check(self) -> None:
@@ -75,7 +75,8 @@ class CoinsConfig(CoinPlaneConfig):
         "slopes in u of the probability of a right answer, for each prompt; their mean is 0"
     )
     styles: list[Any] = field(
-        "slopes in u of choices without effect on the reward (noise of the score), for each prompt"
+        "slopes in u of choices that do not affect the reward, for each prompt; these choices only "
+        "add noise to the gradient"
     )
     curvature: list[float] = field("curvature of -J along each coordinate of u, above 0")
 
@@ -100,11 +101,11 @@ class RidgeCoinsConfig(CoinPlaneConfig):
         "slopes in v of the probability of a right answer, for each prompt; their mean is 0"
     )
     styles: list[float] = field(
-        "slopes in v, at w = 0, of choices without effect on the reward (noise of the score), "
-        "for each prompt"
+        "slopes in v, at w = 0, of choices that do not affect the reward, for each prompt; these "
+        "choices only add noise to the gradient"
     )
     along: list[float] = field(
-        "slopes in w of choices without effect on the reward, for each prompt"
+        "slopes in w of choices that do not affect the reward, for each prompt"
     )
     curvature: float = field("curvature of -J along v at w = 0, above 0", positive=True)
     bend: float = field("growth of the curvature with w, as a share of the curvature at w = 0")
@@ -135,7 +136,7 @@ class SoftmaxConfig(PlaneConfig):
 
     features: list[Any] = field("features of each outcome, one for each coordinate of u")
     centres: list[Any] = field(
-        "for each prompt, the u at which all outcomes have equal probability"
+        "point u at which all outcomes of a prompt have equal probability, for each prompt"
     )
     rewards: list[Any] = field("reward of each outcome, for each prompt")
 
@@ -157,16 +158,16 @@ class SequencesConfig(ProblemConfig):
     length: int = field("in every completion", "tokens", positive=True)
     spread: float = field("standard deviation of the randomly drawn parameters", positive=True)
     apart: float = field(
-        "standard deviation of the differences between the parameters of the reference policy "
-        "and of the policy",
+        "standard deviation of the randomly drawn differences between the reference policy's "
+        "parameters and the policy's parameters",
         positive=True,
     )
     reward_levels: int = field(
         "of the reward, evenly spaced from 0 to 1; 2: right or wrong", "levels"
     )
     difficulties: list[float] = field(
-        "difficulty of each prompt; a completion's reward is its rank among all completions, "
-        "scaled to [0, 1], to the power of the difficulty"
+        "difficulty of each prompt; a completion's reward is r to the power of the difficulty, "
+        "where r is the completion's rank among all completions, scaled to [0, 1]"
     )
     seed: int = field("random seed of the parameters and rewards")
 

@@ -61,7 +61,7 @@ def check_several(baseline: str, key: str, reward_funcs: list[str]) -> None:
     """
     if "rewards_PGF" in BASELINES[baseline].needs and len(reward_funcs) < 2:
         raise ConfigError(
-            f"{key}={baseline} normalises each of several reward functions separately, but "
+            f"{key}={baseline} needs several reward functions, which it normalises separately, but "
             f"reward_funcs={as_typed(reward_funcs)}: use "
             f"reward_funcs={as_typed([TASK, DATASET_FREE_REWARDS[-1]])} or other functions, or "
             "use group_std"

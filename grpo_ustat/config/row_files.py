@@ -59,14 +59,20 @@ class Row:
         return value
 
     def refused(self, name: str, value: Any, requirement: str) -> ConfigError:
-        """Return the error for a field that does not meet a requirement."""
+        """Return the error for a field that does not meet a requirement.
+
+        Args:
+            name: name of the field.
+            value: value of the field.
+            requirement: what the value must be, such as `non-empty text`.
+        """
         return ConfigError(
             f"{self.where}: field {name} is {_short(value)}, it must be {requirement}"
         )
 
 
 def read_rows(file: Path, key: str = "") -> list[Row]:
-    """Return the rows of a file, which is read once.
+    """Return the rows of a file; they are cached until the file is modified.
 
     Numbers have the types that Python's json module returns. A single-precision number in a Parquet
     file becomes the shortest decimal that rounds to it. All values of CSV files are strings.
@@ -168,7 +174,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def split_files(key: str, folder: str, subset: str | None = None) -> dict[str, list[Path]]:
-    """Return the files of each split; file names or the folder's data set card define the splits.
+    """Return the files of each split, as defined by file names or the folder's data set card.
 
     Args:
         key: configuration key with the folder, for error messages.

@@ -24,8 +24,8 @@ class ProcessConfig:
     """Processes, which do not affect results."""
 
     num_processes: int = field(
-        "that this command starts on this machine as ranks of torchrun; 1: the command itself is "
-        "the only process",
+        "that this command starts on this machine as ranks of torchrun; 1: none, the command "
+        "itself is the only process",
         "processes",
         positive=True,
     )
@@ -48,7 +48,7 @@ class LoggerConfig:
         "project in the tracker to which runs belong; null: the tracker has no projects"
     )
     finish_seconds: float = field(
-        "that the run waits at most for the tracker to open, accept a row or close",
+        "that the tracker may take each time to open, accept a row or close",
         "seconds",
         at_least=0,
     )
@@ -75,7 +75,8 @@ class ReportConfig:
     """Report of a sweep."""
 
     name: str | None = field(
-        "name of the folder, next to the runs, for a sweep's table and figure; null: no report"
+        "name of the folder, next to the runs, in which a sweep's table and figure are written; "
+        "null: no report"
     )
     steps: list[int] | None = field("whose evaluations are shown; null: all evaluations", "steps")
 

@@ -52,7 +52,8 @@ def field(
     Args:
         meaning: description, including `null: ...` if null is allowed. `--help` prints the unit
             before the description.
-        unit: unit of a number, such as `tokens`; unit and description together form a phrase.
+        unit: unit of a number, such as `tokens`. The description continues the unit, as in `tokens`
+            + `in a backward pass`.
         choices: allowed values of the field or, for a list, of its elements; if empty, any value is
             allowed.
         plugins: function that returns further choices from installed packages.
@@ -162,7 +163,7 @@ def fields_of(
     Args:
         schema: dataclass of the schema.
         prefix: prefix of every path.
-        schemas: schemas, keyed by path, of the nodes whose type annotation is not a schema.
+        schemas: schemas of the nodes whose type annotation does not name a schema, keyed by path.
     """
     schemas, hints = schemas or {}, get_type_hints(schema)
     for declared in dataclasses.fields(schema):

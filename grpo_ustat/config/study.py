@@ -21,24 +21,26 @@ ALL_PLANS = "all"
 
 @dataclass
 class StudyBudget:
-    """Numbers of completions, random draws and sketch entries from which results are computed."""
+    """Numbers of completions and random draws, and how many numbers of each gradient are kept."""
 
     pool_completions: int = field(
-        "to sample and score for each question, N; used by closed_form", "completions"
+        "to sample for each question, N; closed_form uses them and their gradients", "completions"
     )
     loss_draws: int = field(
-        "of two batches each, for losses and baselines in which a completion's weight depends on "
-        "the whole batch",
+        "of two random batches each; from them, the error is estimated for losses and baselines in "
+        "which a completion's weight depends on the whole batch",
         "draws",
         at_least=2,
     )
     feature_sketch: int = field(
-        "to keep of each completion's score vector (all if the model has fewer parameters)",
+        "to which the gradient of each completion's log-probability is compressed (kept in full if "
+        "the model has fewer parameters)",
         "numbers",
         positive=True,
     )
     gradient_sketch: int = field(
-        "to keep of each question's gradient (all if the model has fewer parameters)",
+        "to which each question's gradient is compressed (kept in full if the model has fewer "
+        "parameters)",
         "numbers",
         positive=True,
     )
@@ -46,14 +48,16 @@ class StudyBudget:
         "of the largest size G that monte_carlo draws for each question", "groups"
     )
     reference_completions: int = field(
-        "of each question for monte_carlo's reference gradient", "completions"
+        "of each question from which monte_carlo computes its reference gradient", "completions"
     )
     reference_blocks: int = field(
-        "of equal size into which the reference completions are split", "blocks"
+        "of equal size into which the reference completions are split, so that noise in the "
+        "reference gradient does not bias the error",
+        "blocks",
     )
     value_completions: int = field(
-        "of each question, K, from which monte_carlo computes V (oracle), b* (optimal) and the "
-        "running mean",
+        "of each question, K, from which monte_carlo computes the inputs of three baselines: the "
+        "question's value V for oracle, the best baseline b* for optimal, and the running mean",
         "completions",
     )
 
@@ -61,7 +65,10 @@ class StudyBudget:
         """Refuse counts that are too small for monte_carlo's intervals or reference gradients."""
         check_positive(self, "value_completions", prefix="budget.")
         if self.replicates < 2:
-            raise ConfigError(f"budget.replicates={self.replicates}: an interval needs at least 2")
+            raise ConfigError(
+                f"budget.replicates={self.replicates}: an interval needs at least 2 groups per "
+                "question"
+            )
         completions, blocks = self.reference_completions, self.reference_blocks
         per_block, rest = divmod(completions, max(1, blocks))
         if blocks < 3 or rest or per_block < 3:
@@ -77,52 +84,54 @@ class StudyConfig:
     """Measurements of a study."""
 
     methods: list[str] = field(
-        "closed_form: exact formulas on the pool, or an average over all groups in the pool for "
-        "a baseline without a formula; monte_carlo: gradients of new rollouts, as in the paper",
+        "closed_form: exact formulas applied to the stored completions, or an average over all "
+        "groups of stored completions for a baseline without a formula; monte_carlo: gradients of "
+        "new rollouts, as in the paper",
         choices=METHODS,
         distinct=True,
     )
     rollouts: int = field(
-        "per training step, n, for the printed answer and for the comparison of losses and of "
-        "baselines without a closed form",
+        "per training step, n; the printed recommendation and the comparisons of losses and of "
+        "baselines without a closed form are for this n",
         "rollouts",
         at_least=2,
     )
     prior: str = field(
-        "prior of C1/C3 for the recommended G; weak: two weak priors that must both support it; "
-        "none: the data alone must support it",
+        "prior of C1/C3, the ratio that determines the best G; weak: G is recommended only if two "
+        "weak priors both support it; none: G is recommended only if the data alone support it",
         choices=tuple(PRIORS),
     )
     metric: str = field(
-        "metric of errors; euclidean: error of the gradient; adam: error of AdamW's step, with "
-        "each gradient entry in units of its root mean square over steps of adam_rollouts",
+        "metric of errors; euclidean: error of the gradient; adam: error of AdamW's step, in "
+        "which each gradient entry is divided by its root mean square over steps of "
+        "adam_rollouts rollouts",
         choices=METRICS,
     )
     adam_rollouts: int = field(
-        "in the step whose squared gradients give AdamW's second moments, n; every G uses the "
-        "same second moments",
+        "(n) in the step whose squared gradients give AdamW's second moments; the errors at every "
+        "G use the same second moments",
         "rollouts",
         positive=True,
     )
     adam_group_size: int = field(
-        "per group in a step of adam_rollouts, G", "completions", at_least=2
+        "per group in the step of adam_rollouts rollouts", "completions", at_least=2
     )
     verdicts: bool = field(
-        "test published claims on this policy: numbers with intervals and a verdict for each claim"
+        "test published claims on this policy; each claim gets numbers with intervals and a verdict"
     )
     measurements: list[str] = field(
         "further measurements: entry points of grpo_ustat.measurements in installed packages",
         plugins=installed_measurements,
     )
     plans: list[str] = field(
-        "rules for the number of completions of each prompt, whose bias and efficiency are "
-        "measured; all: every built-in plan",
+        "plans to measure; a plan is a rule that gives each prompt its own number of completions; "
+        "its bias and efficiency are reported; all: every built-in plan",
         choices=(*PLANS, ALL_PLANS),
         plugins=plugin_plans,
         distinct=True,
     )
     plan_sizes: list[int] = field(
-        "per prompt: the means at which plans are measured",
+        "per prompt on average; plans are measured at each of these averages",
         "completions",
         at_least=4,
         distinct=True,
@@ -137,15 +146,15 @@ class StudyConfig:
         "LoRA training"
     )
     scored_by: str | None = field(
-        "later checkpoint of model (embedded:NAME, a folder or org/name); losses estimate the "
-        "checkpoint's gradient from completions sampled by model; null: model itself"
+        "later checkpoint of model (embedded:NAME, a folder or org/name); the losses estimate its "
+        "gradient from completions that model sampled; null: model itself"
     )
     reference: str | None = field(
         "reference model of the KL penalty (objective.beta); null: model itself"
     )
     corrections: list[str] = field(
-        "corrections of the mismatch between model and the sampler of pool=FILE, each compared "
-        "with no correction; named as in TRL's vllm_importance_sampling_mode",
+        "corrections for the mismatch between model and the program that sampled pool=FILE; each "
+        "is compared with no correction; named as in TRL's vllm_importance_sampling_mode",
         choices=CORRECTIONS,
         distinct=True,
     )
@@ -163,10 +172,11 @@ class StudyConfig:
         choices=(DECIDED,),
     )
     part: str | None = field(
-        "k/n, such as 3/8, to fill only the k-th of n parts of pool=DIR; null: the whole study"
+        "k/n, such as 3/8: sample only the k-th of n parts of the questions, into the common "
+        "pool=DIR; null: the whole study"
     )
     cut_at: int | None = field(
-        "from which a completion of pool=FILE.parquet counts as truncated; null: the file's "
+        "at or above which a completion of pool=FILE.parquet counts as truncated; null: the file's "
         "column ended decides",
         "tokens",
         positive=True,
@@ -181,11 +191,11 @@ class StudyConfig:
 
     @property
     def interval(self) -> str:
-        """Sampling unit of the intervals of closed forms, `completions` or `questions`.
+        """Source of the variation in the intervals of closed forms: `completions` or `questions`.
 
-        Intervals over completions are conditional on the questions. AdamW's metric needs intervals
-        over questions, because the gradients of each half of the questions are measured in a metric
-        computed from the other half.
+        Intervals over completions treat the questions as fixed. AdamW's metric needs intervals over
+        questions, because each half of the questions is measured in a metric that is computed from
+        the other half.
         """
         return "questions" if self.metric == "adam" else "completions"
 

@@ -30,7 +30,7 @@ ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
-# Names of the files in launch/accelerate/.
+# Values of `launch.accelerate`, which are names of files in launch/accelerate/.
 SHARINGS = ("ddp", "fsdp2")
 
 
@@ -130,9 +130,14 @@ class MonitorConfig:
     """Estimates of gradient error that are computed from a training step's rollouts."""
 
     gradient_mse_every: int = field(
-        "between estimates of C1, C2, C3 and G*; 0: never", "steps", at_least=0
+        "between estimates of the gradient error (its constants C1, C2, C3) and of the best group "
+        "size G*; 0: no estimates",
+        "steps",
+        at_least=0,
     )
-    gradient_sketch: int = field("to keep of each prompt's gradient for the estimates", "numbers")
+    gradient_sketch: int = field(
+        "to which each prompt's gradient is compressed for these estimates", "numbers"
+    )
 
     def check(self, group_size: int, prompts: int) -> None:
         """Refuse too few completions or prompts for the estimates.
@@ -147,13 +152,13 @@ class MonitorConfig:
         check_positive(self, "gradient_sketch", prefix="monitor.")
         if group_size < 3:
             raise ConfigError(
-                f"monitor.gradient_mse_every={interval} with group_size={group_size}: C3 needs "
-                "at least 3 completions per group"
+                f"monitor.gradient_mse_every={interval} with group_size={group_size}: the estimate "
+                "of C3 needs at least 3 completions per group"
             )
         if prompts < 4:
             raise ConfigError(
                 f"monitor.gradient_mse_every={interval} with {prompts} prompts per step "
-                "(budget.rollouts / group_size): intervals over prompts need at least 4"
+                "(budget.rollouts / group_size): intervals over prompts need at least 4 prompts"
             )
 
 
@@ -163,8 +168,9 @@ class TrainBudget:
 
     rollouts: int = field("in a step: n = prompts x group_size", "completions", positive=True)
     value_completions: int = field(
-        "sampled for each prompt in addition to rollouts, to compute V (oracle), b* (optimal) or "
-        "the initial value of a tracker (spo); their cost counts",
+        "sampled for each prompt in addition to rollouts, and counted in the cost; only three "
+        "baselines use them: oracle for the prompt's value V, optimal for the best baseline b*, "
+        "spo for the initial value of its tracker",
         "completions",
     )
 
@@ -224,10 +230,11 @@ class TrainConfig(Common):
         "and speed"
     )
     share_prompts: bool = field(
-        "process each prompt only once for its group, also in updates (not with FSDP2)"
+        "process each prompt only once for all completions of its group, also in updates (not "
+        "with FSDP2)"
     )
     micro_batch_tokens: int = field(
-        "in a backward pass, including padding; affects only memory and speed",
+        "allowed in a backward pass, including padding; affects only memory and speed",
         "tokens",
         positive=True,
     )
@@ -244,8 +251,8 @@ class TrainConfig(Common):
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
         return (
             f"train: {self.model.name} on {self.dataset.name}; {self.objective.name} with "
-            f"{self.baseline.name}, {self.max_steps} steps of {self.prompts_per_step} prompts x "
-            f"{self.group_size} completions{reward}, {self.optimizer.name} at "
+            f"{self.baseline.name}, {self.max_steps} steps of {self.prompts_per_step} prompts with "
+            f"{self.group_size} completions each{reward}, {self.optimizer.name} with learning rate "
             f"{self.learning_rate:g}, seed {self.seed}"
         )
 
@@ -301,7 +308,7 @@ class TrainConfig(Common):
                 )
 
     def _check_batch(self) -> None:
-        """Refuse invalid options of the baseline, and batches for which it is not defined."""
+        """Refuse invalid options of the baseline, and batches that the baseline cannot use."""
         baseline = load_registered(BASELINES, "baseline.name", self.baseline.name)
         check_options(self.baseline, "baseline.options")
         check_several(baseline.name, "baseline", self.reward_funcs)
@@ -330,6 +337,6 @@ class TrainConfig(Common):
             self.dataset.check_training(self.prompts_per_step)
         if self.prompts_per_step > (self.dataset.train_size or math.inf):
             raise ConfigError(
-                f"{self.prompts_per_step} prompts per step (budget.rollouts / group_size) but "
-                f"dataset.train_size={self.dataset.train_size}: raise group_size or train_size"
+                f"each step needs {self.prompts_per_step} prompts (budget.rollouts / group_size), "
+                f"but dataset.train_size={self.dataset.train_size}: raise group_size or train_size"
             )

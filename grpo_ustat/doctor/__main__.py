@@ -1,7 +1,7 @@
 """`grpo-ustat doctor`: check whether runs will work on this machine, and suggest fixes.
 
-Checks run one after another, each in a thread with a deadline. A check that raises or hangs is
-reported in one line, and the other checks still run.
+Checks run one after another, each in a thread with a deadline. If a check raises an error or hangs,
+one line reports this, and the other checks still run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 PACKAGE = "grpo-ustat"
-# Extras that every command needs.
+# Extras of this package that every command needs; "" stands for the base requirements.
 COMMAND_EXTRAS = ("", "torch", "cli")
 WANDB_SERVER = "https://api.wandb.ai"
 SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher"
@@ -142,7 +142,7 @@ def check_packages(_: Path) -> Finding:
     names = ("torch", "transformers", "accelerate", "hydra-core", "math-verify")
     versions = ", ".join(f"{name} {installed_version(name)}" for name in names)
     extras = ", ".join(sorted({x.name for x in optional})) or "none"
-    return ok(f"{len(needed)} packages in range: {versions}; optional: {extras}")
+    return ok(f"{len(needed)} required packages are suitable: {versions}; optional: {extras}")
 
 
 def installed_version(name: str) -> str | None:
@@ -182,7 +182,7 @@ def check_torch(_: Path) -> Finding:
         message += f": {'; '.join(map(_gpu, gpus))}"
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             return warning(
-                f"{message}; bfloat16 is only emulated", "use bf16=false, which is faster"
+                f"{message}; this GPU only emulates bfloat16", "use bf16=false, which is faster"
             )
         return ok(message)
     if driver is None:
@@ -326,7 +326,7 @@ def check_disk(folder: Path) -> Finding:
         return failed(f"{place} cannot be written: {error.strerror or error}", OTHER_FOLDER)
     if not same:
         return failed(f"{place} returned different bytes from those written", OTHER_FOLDER)
-    message = f"{decimal(free)} free in {place}, written and synced at {decimal(int(speed))}/s"
+    message = f"{decimal(free)} free in {place}, which writes {decimal(int(speed))}/s"
     if free < MIN_DISK_BYTES or 0 < files < 1000:
         return warning(
             f"{message}, room for {files} more files",
@@ -361,8 +361,8 @@ def check_locks(folder: Path) -> Finding:
         return failed(f"{place} cannot be locked: {error.strerror or error}", OTHER_FOLDER)
     if not owns:
         return warning(
-            f"the file system of {place} has no flock: a run touches its lock file instead, and "
-            f"after a kill its folder stays locked for {DEAD_AFTER_SECONDS:g} s",
+            f"the file system of {place} has no file locks (flock): a run touches its lock file "
+            f"instead, and after a kill its folder stays locked for {DEAD_AFTER_SECONDS:g} s",
             remedy,
         )
     if second_owns:
@@ -377,7 +377,7 @@ def check_locks(folder: Path) -> Finding:
             "resumed",
             remedy,
         )
-    return ok(f"flock in {place} excludes a second process and is released when its owner ends")
+    return ok(f"file locks (flock) work in {place}, and the lock of a killed process is released")
 
 
 def _lock_holder(file: Path) -> tuple[subprocess.Popen[str], bool]:
@@ -428,7 +428,7 @@ def check_cache(_: Path) -> Finding:
 
 
 def check_judge(_: Path) -> Finding:
-    """Start the judge for MATH and let it judge known answers and an endless answer."""
+    """Start the judge for MATH, and let it judge a right answer and one that never ends."""
     from grpo_ustat.tasks.verifier import JUDGED_VERDICTS, JudgeError, Verifier
 
     verifier = Verifier(1, JUDGE_SECONDS, JUDGE_MEMORY_GB)
@@ -443,11 +443,11 @@ def check_judge(_: Path) -> Finding:
         verifier.close()
     if verdict in JUDGED_VERDICTS or seconds > JUDGE_SECONDS + JUDGE_SPARE_SECONDS:
         return failed(
-            f"an endless answer was judged {verdict.value} after {seconds:.1f} s, but the deadline "
-            f"is {JUDGE_SECONDS:g} s",
+            f"an answer that takes forever to judge was judged {verdict.value} after {seconds:.1f} "
+            f"s, but the deadline is {JUDGE_SECONDS:g} s",
             "report this as a bug, and do not train with dataset=math on this machine",
         )
-    return ok(f"judges right and wrong answers; stopped an endless answer after {seconds:.1f} s")
+    return ok(f"the judge works, and stopped an answer that never ends after {seconds:.1f} s")
 
 
 def check_slurm(_: Path) -> Finding:
@@ -456,7 +456,7 @@ def check_slurm(_: Path) -> Finding:
     place = f"inside job {job}" if job else "outside a job"
     if shutil.which("scontrol") is None:
         if not job:
-            return ok("not on this machine")
+            return ok("SLURM is not on this machine")
         return warning(
             f"{place}, without scontrol: a preempted run cannot request its restart",
             "add SLURM's commands to the job's PATH (in a container: bind them)",
@@ -499,7 +499,7 @@ def check_ranks(_: Path) -> Finding:
             f"gloo: two ranks cannot compute a sum ({error})",
             "check that no firewall blocks 127.0.0.1; check GLOO_SOCKET_IFNAME and MASTER_ADDR",
         )
-    message = "gloo works with two ranks" + (f" over {interface}" if interface else "")
+    message = "gloo works between two ranks" + (f" over {interface}" if interface else "")
     gpus = min(2, torch.cuda.device_count()) if cuda_error() is None else 0
     if not gpus:
         return ok(message)
@@ -572,7 +572,9 @@ def check_trackers(_: Path) -> Finding:
     Without a tracker, runs only write files.
     """
     versions = {name: here for name in TRACKERS if (here := installed_version(name))}
-    message = ", ".join(f"{name} {here}" for name, here in versions.items()) or "none installed"
+    message = (
+        ", ".join(f"{name} {here}" for name, here in versions.items()) or "no tracker is installed"
+    )
     if "wandb" not in versions:
         return ok(f"{message}; metrics.jsonl contains all metrics")
     mode = os.environ.get("WANDB_MODE", "online")

@@ -1,4 +1,4 @@
-"""Claims, which compare predictions with measurements in `result.json`, and their verdicts."""
+"""Verdicts on claims; a claim in `result.json` compares a prediction with a measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 
-# Family-wise error rate: maximum probability that a study disagrees with a correct theory.
+# Family-wise error rate: largest probability that any claim of a correct theory disagrees.
 FAMILY_ERROR = 0.05
 
 
@@ -17,10 +17,10 @@ def correct_family(claims: Sequence[Claim]) -> list[Claim]:
     """Return claims with verdicts that are corrected for multiple testing (Holm 1979).
 
     Holm's step-down correction covers all claims of the study that have p-values. Such a claim
-    disagrees only if the correction rejects it at 5 %. Therefore, at most 5 % of studies disagree
-    if all their predictions are correct, however the claims depend on each other. An alternative
-    prediction disagrees if its p-value is at most 5 % divided by the number of p-values. The
-    correction is idempotent.
+    disagrees only if the correction rejects it at 5 %. If all predictions are correct, at most 5 %
+    of studies therefore contain a claim that disagrees, even if the claims are dependent. An
+    alternative prediction disagrees if its p-value is at most 5 % divided by the number of
+    p-values. Correcting the claims a second time does not change their verdicts.
     """
     p_values = [claim.p_value for claim in claims if claim.p_value is not None]
     holm = iter(holm_adjust(p_values))
@@ -45,7 +45,8 @@ def correct_family(claims: Sequence[Claim]) -> list[Claim]:
 def holm_adjust(p_values: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p-values.
 
-    Rejecting those that are at most 5 % limits the family-wise error rate to 5 %.
+    If predictions with an adjusted p-value of at most 5 % are rejected, the family-wise error rate
+    is at most 5 %.
 
     >>> holm_adjust([0.04, 0.01, 0.03])
     [0.06, 0.03, 0.06]
@@ -58,7 +59,7 @@ def holm_adjust(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict_of(agrees: bool | None) -> str:
-    """Return the name of a verdict; None means that it is not decided.
+    """Return the name of a verdict; None stands for `not decided`.
 
     >>> verdict_of(True), verdict_of(False), verdict_of(None)
     ('agrees', 'disagrees', 'not decided')

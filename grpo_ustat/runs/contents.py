@@ -30,7 +30,8 @@ MAX_DEPTH, MAX_VALUES, MAX_LETTERS = 40, 2_000_000, 1_000_000
 MAX_SETTINGS = 50_000
 # Maximum number of rows in a table of a result.
 MAX_ROWS = 20_000
-# Maximum absolute value of a number, which keeps its square and random draws based on it finite.
+# Maximum absolute value of a number. The squares of such numbers, and random draws with them as
+# standard deviations, are finite.
 MAX_NUMBER = 1e100
 
 T = TypeVar("T")
@@ -49,10 +50,12 @@ class Ends:
     end: Any
 
 
-# Types of a record's fields, in addition to Python's types. `misfit`, `content_of` and `record_of`
-# read the annotation of an `Annotated` type. If it is a number, it is the minimum of an integer. If
-# it is a text, it identifies `NumberOrNull`, `Sometimes` or `Beside`. If it is a tuple, it lists
-# the allowed values. `Count` is an integer of at least 0, and `Size` is an integer of at least 1.
+# Types of a record's fields, in addition to Python's types. They have the form
+# `Annotated[type, mark]`, and `misfit`, `content_of` and `record_of` read the mark:
+#
+# - A number is the smallest allowed integer. `Count` is at least 0, and `Size` is at least 1.
+# - A tuple lists the allowed values.
+# - A text identifies one of `NumberOrNull`, `Sometimes` and `Beside`.
 Count = Annotated[int, 0]
 Size = Annotated[int, 1]
 # Number that is stored as null if it is not finite.
@@ -129,7 +132,7 @@ def parsed_code(text: str) -> Any:
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a mapping, which does not depend on white space or the order of keys."""
+    """Return the digest of a mapping; white space and the order of keys do not affect it."""
     values = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -180,7 +183,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number with an absolute value of at most `MAX_NUMBER`, not a boolean."""
+    """Return True for a number (but not a boolean) of at most `MAX_NUMBER` in absolute value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= MAX_NUMBER and math.isfinite(value)
@@ -198,9 +201,9 @@ def scalar(value: Any) -> bool:
 
 @cache
 def keys_of(record: type) -> dict[str, tuple[Any, bool]]:
-    """Return the keys under which a record is stored, each with its type and True if required.
+    """Return the keys under which a record is stored, each with its type and a flag.
 
-    A key is required if the field has no default.
+    The flag is True if the key is required, that is, if the field has no default.
 
     >>> @dataclass
     ... class Law:

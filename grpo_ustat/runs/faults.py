@@ -1,7 +1,7 @@
 """File errors of the operating system, reported in one line with a remedy.
 
-A full disk, or a folder that belongs to another user, is not a bug, so the user sees no traceback.
-Files on the disk are kept. Other errors are raised unchanged.
+A full disk, or a folder that belongs to another user, is not a bug in this package, so the user
+sees no traceback. Files on the disk are kept. Other errors are raised unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIXES = {
     errno.EPERM: "give yourself permission to read and write it",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
-# Errors that a bug in this package can also cause.
+# Errors that are raised unchanged, because a bug in this package can also cause them.
 MISSING_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR)
 # Errors recognised by their messages, because some libraries wrap them without the error number.
 ERRORS_IN_TEXTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE)
@@ -46,7 +46,7 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
     >>> refusal(RuntimeError("IoError(Os { code: 28, kind: StorageFull })"))
     ('No space left on device', 'free space on the disk')
     >>> refusal(OSError(5, "Input/output error", "x"))
-    ('Input/output error: x', 'repair that')
+    ('Input/output error: x', 'remove the cause of this error')
     >>> refusal(OSError(2, "No such file or directory", "x")), refusal(ValueError("28"))
     (None, None)
     """
@@ -65,7 +65,7 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
     if not file and number not in ERRORS_IN_TEXTS:
         return None
     reason = f"{os.strerror(number)}: {file}" if file else os.strerror(number)
-    return reason, FIXES.get(number, "repair that")
+    return reason, FIXES.get(number, "remove the cause of this error")
 
 
 def fault_line(error: BaseException) -> str | None:

@@ -19,9 +19,10 @@ from grpo_ustat.config.schema import ConfigError
 
 # Files of a run folder: configuration, code and versions, result.
 CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
-# File with a time; chat templates write its date into prompts.
+# File with the time of the run's first start, whose date chat templates write into prompts.
 PROMPT_DATE = "prompt_date.txt"
-# Beginning of a cell that a spreadsheet would interpret as a formula, even after quotes.
+# Beginning of a CSV cell that a spreadsheet would interpret as a formula. Such a cell is stored
+# with a single quote in front, so the pattern allows quotes.
 FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 

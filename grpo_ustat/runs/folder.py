@@ -99,7 +99,7 @@ class RunFolder:
         return "resume" if begun else self.config.on_existing
 
     def check(self) -> None:
-        """Refuse a folder that is not writable or that belongs to another configuration."""
+        """Refuse a folder that is not writable or contains the run of another configuration."""
         anchor = next(
             p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists()
         )
@@ -142,7 +142,7 @@ class RunFolder:
             )
 
     def check_free(self) -> None:
-        """Refuse a folder if another process is certainly running in it.
+        """Refuse a folder if another process is known to be running in it.
 
         Raises:
             Held: another process is running in the folder; the message names it.
@@ -178,7 +178,7 @@ class RunFolder:
     def open(self) -> None:
         """Create the folder, or empty it if overwriting, and write the files that identify the run.
 
-        The plan of the run is printed here, because its work now begins.
+        This method also prints the plan of the run, because the work of the run begins now.
         """
         if not is_main():
             return
@@ -195,7 +195,7 @@ class RunFolder:
                 shutil.rmtree(old) if is_folder else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         if "files" in (result := self.read_result() or {}):
-            # The run resumes, and its tables will grow.
+            # The run resumes, and its tables will grow, so the digests of the tables are removed.
             del result["files"]
             result["digest"] = contents.content_digest(result)
             self.write(RESULT, json.dumps(result, indent=1, allow_nan=False))
@@ -301,7 +301,8 @@ class RunFolder:
             return earlier
         changes = ", ".join(f"{name} {before[name]}, now {now.get(name)}" for name in changed)
         tell(
-            f"warning: {self.path} was begun with {changes}: its result will mix these versions",
+            f"warning: the run in {self.path} was started with {changes}: its result will come "
+            "from both versions",
             file=sys.stderr,
         )
         return [*earlier, before]
@@ -356,7 +357,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Return the files (result.json or existing tables) that were changed after the run."""
+    """Return the names of the files (result.json and tables) that were changed after the run."""
     changed = []
     if "digest" in result and result["digest"] != contents.content_digest(result):
         changed.append(RESULT)

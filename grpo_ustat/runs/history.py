@@ -63,7 +63,7 @@ def append(folder: Path, row: dict[str, Any]) -> None:
 
 
 def end_row(error: BaseException | None) -> dict[str, Any]:
-    """Return the row for the end of a launch; an error of None means that its work is done."""
+    """Return the row for the end of a launch; without an error, the work of the launch is done."""
     if error is None:
         return {"event": "end", "outcome": "done"}
     if isinstance(error, Stopped):
@@ -85,11 +85,12 @@ def last_line(error: BaseException) -> str:
 
 
 def note_failure(folder: Path, error: BaseException, config_hash: str, before: list[dict]) -> None:
-    """Record the failure of a launch that could not record its failure itself.
+    """Record the failure of a launch, unless the launch has recorded it itself.
 
     Args:
         config_hash: hash of the launch's configuration, which can differ from the folder's hash.
-        before: list with the last row before the launch; empty if there was none.
+        before: list with the last row before the launch, to see if the launch added rows; empty if
+            there was no row.
     """
     now = launches(folder)[-1:]
     if not now or now == before or "outcome" not in now[0]:
@@ -97,7 +98,7 @@ def note_failure(folder: Path, error: BaseException, config_hash: str, before: l
 
 
 def note_done(folder: Path) -> None:
-    """Record that a run is still complete after a launch that was to replace it failed."""
+    """Record that a run is complete, if its last launch failed but did not replace the result."""
     if any(row.get("outcome") == "failed" for row in launches(folder)[-1:]):
         append(folder, end_row(None))
 

@@ -30,7 +30,7 @@ def load_run(folder: str | Path) -> RunRecord:
 
 
 def read_curves(folder: str | Path) -> pandas.DataFrame:
-    """Read a finished study's curves, with a row per method, baseline, setting and group size.
+    """Read a finished study's error curves: one row per method, baseline, setting and group size.
 
     Args:
         folder: run folder of `mse`.

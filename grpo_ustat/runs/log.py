@@ -58,7 +58,7 @@ def attempt(what: str, write: Callable[[], object]) -> bool:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one row per step, written immediately, or later after a disk error.
+    """`metrics.jsonl`: one row per step, written at once or, after a disk error, with a later row.
 
     Args:
         keep_up_to: last step whose rows are kept; a resumed run writes later rows again.

@@ -1,8 +1,8 @@
 """Record of a run, read from its folder even if the run is unfinished or files are missing.
 
 A missing or damaged file counts as empty, and `RunRecord.notes` names damaged files. A run is done
-if `result.json` has the fingerprint and the number of steps of the run's configuration. The state
-of a scheduler does not matter.
+if `result.json` has the fingerprint and the number of steps of the run's configuration, whatever a
+scheduler such as SLURM reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_PARQUET_BYTES = 4_000_000_000
 # Maximum number of evaluations shown for a run.
 MAX_EVALS = 1000
 
-# Keys that usually vary within a series of runs.
+# Keys that usually differ between the runs of a sweep.
 SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
 # Entries of a study's `scaling` that are shown with its progress; see `measurements.group_size`.
 BEST_SIZES: contents.Shape = {
@@ -73,11 +73,10 @@ def run_around(folder: Path) -> Path | None:
 class RunState:
     """Progress of a run."""
 
-    # One of done, running, failed, stopped (which includes killed; a new start resumes the run),
-    # missing, and already past max_steps (the run has done more steps than the configuration
-    # allows).
+    # One of these texts: `done`, `running`, `failed`, `stopped` (also if the run was killed),
+    # `missing`, and `already past max_steps` (more steps are done than the configuration allows).
     name: str
-    # Last line of a failed run's error, or the process of a running run.
+    # Last line of a failed run's error, process of a running run, or reason why a run stopped.
     detail: str = ""
     # Number of starts.
     launches: int = 0
@@ -99,7 +98,7 @@ class RunState:
     gstar: str | None = None
     # Best G at the study's n; see `measurements.group_size`. None if unknown.
     best_divisor: int | None = None
-    # Number of claims by verdict in a study of a theorem; None until the study is done.
+    # Number of claims by verdict in the test of a theorem; None until the test is done.
     verdicts: dict[str, int] | None = None
 
 
@@ -241,8 +240,8 @@ class RunRecord:
     def keys(self) -> dict[str, Any]:
         """Values that identify the run, by dotted key.
 
-        They are the configuration without operational keys (see `identity.OPERATIONAL_KEYS`) and
-        the fingerprints of the weights and the data.
+        These are the fingerprints of the weights and the data, and all values of the configuration
+        except operational keys (see `identity.OPERATIONAL_KEYS`).
         """
         return identity_keys(self.config) | {k: self.code.get(k) for k in ("weights", "data")}
 
@@ -296,8 +295,8 @@ class RunRecord:
     def state(self) -> RunState:
         """Progress of the run.
 
-        A launch can fail although a result exists, for example a launch that was to overwrite the
-        run. The result is kept, but the state is that of the failed launch.
+        A launch can fail although a result exists, for example with `on_existing=overwrite`. The
+        result is then kept, but the state is `failed`.
         """
         progress: dict[str, Any] = {
             "launches": sum(row.get("event") == "start" for row in self.launches),
@@ -483,10 +482,11 @@ def key_label(keys: dict[str, Any], names: Sequence[str]) -> str:
 def distinguishing_keys(
     runs: Sequence[dict[str, Any]], ignored: Sequence[str] = SWEPT_KEYS
 ) -> list[str]:
-    """Return keys that distinguish runs, without keys that would distinguish no further runs.
+    """Return a small set of keys whose values distinguish the runs.
 
-    Keys of names come first: if two models differ in name, path and weights, only the name is
-    returned.
+    Keys are tried one by one, and a key is returned only if it distinguishes runs that the keys
+    before it do not. Keys of names are tried first: if two models differ in name, path and weights,
+    only the name is returned.
 
     Args:
         runs: keys of each run, see `RunRecord.keys`.

@@ -68,7 +68,7 @@ class TrainResult(RunResult):
     final_mean_reward: float
     mean_reward_low: float
     mean_reward_high: float
-    # Mean reward at the last evaluation minus that at the first, paired by question.
+    # Mean reward at the last evaluation minus mean reward at the first, paired by question.
     gain: Bounded
     # Number of updates.
     steps: Count
@@ -97,13 +97,14 @@ class TrainResult(RunResult):
 class StudyResult(RunResult):
     """Result of a study of the gradient error."""
 
-    # Numbers of completions; given only if all rewards are equal and no error can be measured.
+    # Numbers of completions by outcome; given only if all rewards are equal, so that no error can
+    # be measured.
     equal_rewards: Sometimes[parts.CompletionCounts] = None
     metric: Sometimes[parts.Metric] = None
     precision: parts.Precision
     policy: parts.PolicyFacts
     questions: Size
-    # Number of completions per question in the pool.
+    # Number of stored completions per question.
     pool_completions: Size
     # Verdict in words, with warnings.
     summary: str
@@ -114,7 +115,7 @@ class StudyResult(RunResult):
     sampler: Sometimes[parts.Sampler] = None
     # Numbers of dropped questions, by reason.
     left_out: dict[str, Count]
-    # Looks at the data of a study with `study.until=decided`, in order.
+    # For `study.until=decided`: what the study knew after each batch of questions, in order.
     looks: Sometimes[list[parts.Look]] = None
     # Records of the measurements in `measurements.registry`, by name.
     measured: Beside = field(default_factory=dict)
@@ -140,8 +141,8 @@ class Claim:
     how: str
     # P-value of the hypothesis that the prediction is correct; None if the quantity was enumerated.
     p_value: float | None = None
-    # Text with the number of alternatives that would also have agreed; empty if there is no
-    # natural alternative.
+    # Text with the number of alternative predictions that would also have agreed. It shows how
+    # severe the test is. Empty if there is no natural alternative.
     severity: str = ""
     # Verdict if Holm's correction rejects the prediction. None means `not decided` if `verdict` is
     # `not decided`, and `disagrees` otherwise.
@@ -166,7 +167,7 @@ class TheoremResult(RunResult):
 
     theorem: str
     statement: str
-    # Policy on which the theorem was tested, with its exact values.
+    # Test problem, that is, a policy and its exact values.
     problem: Mapping[str, float | str]
     claims: list[Claim]
     answer: str

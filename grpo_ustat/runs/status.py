@@ -43,9 +43,10 @@ COLOURS = {
 }  # fmt: skip
 # Captions of the status table, by command.
 CAPTIONS = {
-    "train": "The {} is held-out; its 95 % intervals are for new questions.",
+    "train": "The {} is measured on held-out questions; 95 % intervals are for new questions.",
     "mse": "The 95 % intervals of the policy's {} and of G* are for new questions{}.",
-    "gap": "Numbers count predictions that agree with measurement, disagree or are not decided.",
+    "gap": "The last columns count the predictions by verdict: each agrees with the measurement, "
+    "disagrees, or is not decided.",
 }
 
 
@@ -86,7 +87,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sweep:
-    """File of a sweep, the command of its runs, and the runs."""
+    """Sweep: its file, the command of its runs, and the runs."""
 
     file: Path
     command: str
@@ -122,9 +123,10 @@ def note_sweep(command: str, planned_runs: Sequence[PlannedRun]) -> Sweep:
 
 
 def sweeps_in(place: Path) -> list[Sweep]:
-    """Return a folder's sweeps in order of time, then one sweep per command for unlisted runs.
+    """Return a folder's sweeps in order of time.
 
-    If `place` is the file of a sweep, return only that sweep.
+    Runs that belong to no sweep are returned as one more sweep per command. If `place` is the file
+    of a sweep, only this sweep is returned.
     """
     if place.is_file():
         return [_read_sweep(place)]

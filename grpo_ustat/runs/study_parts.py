@@ -1,7 +1,7 @@
 """Parts of a study's result: metric, precision, policy, cost and sampler; see `runs.result`.
 
-Squared norms and errors are in squared units of the gradient, lengths in tokens, and times in
-seconds.
+A score is the gradient of a completion's log-probability. Squared norms and errors are in squared
+units of the gradient, lengths in tokens, and times in seconds.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Norm in which gradients were measured, and statistics of the tails of squared score norms."""
+    """Norm in which gradients were measured, and how heavy the tail of squared score norms is."""
 
-    # Number of parameters in the norm.
+    # Number of the model's parameters that the norm includes.
     parameters: Count
     norm: str
-    # Method for inner products between questions: exact, or a sketch.
+    # How inner products of gradients of different questions were computed: exactly, or from
+    # sketches.
     between_questions: str
     # Effective number of completions in the sum of squared score norms.
     effective_sample_size: float
-    # Share of that sum contributed by the one percent of completions with the largest norms.
+    # Share of this sum that comes from the one percent of completions with the largest norms.
     top_percent_share: float
     # For this field and the next two, see `estimators.intervals.Tails`.
     tail_size: NumberOrNull
@@ -75,7 +76,7 @@ class StudyCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Difference between a sampler's log-probabilities and the model's."""
+    """Difference between the log-probabilities of the program that sampled and of the model."""
 
     name: str
     # Mean absolute difference in nats per token.
@@ -89,6 +90,7 @@ class CompletionCounts:
     reward: float
     completions: Size
     right: Sometimes[Count] = None
+    # Truncated completions.
     cut: Sometimes[Count] = None
     # Completions without an answer.
     no_answer: Sometimes[Count] = None
@@ -97,7 +99,7 @@ class CompletionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """State of a study with `study.until=decided` after a batch of questions."""
+    """State of the decision on G after a batch of questions, with `study.until=decided`."""
 
     questions: Size
     # Number of completions per question, N.
@@ -106,8 +108,8 @@ class Look:
     # `estimators.group_size.Estimates.choose`. None if the noise cannot be estimated yet.
     group_size: Size | None
     probability: float | None
-    # Bound on the extra error; None if the data do not decide.
+    # Bound on the extra error of the chosen G; None if the data do not decide.
     tolerance: float | None
-    # Number of further questions with which half of all similar studies would decide; None if it is
-    # unknown or if the data decide.
+    # Number of further questions after which half of all similar studies would have decided; None
+    # if it is unknown or if the data decide already.
     more_questions: Count | None

@@ -4,8 +4,8 @@ A tracker receives the rows of metrics.jsonl, the completions logged with them, 
 the end it also receives the figures, tables and values of the result. If a tracker raises an error
 or takes longer than `finish_seconds` to respond, a warning is printed and the tracker is switched
 off; the run continues. `tracker/NAME.json` records what was sent, so that a resumed run sends only
-the rest. Only if the run is killed between sending and recording is a step sent twice, with the
-same number.
+the rest. If the run is killed after it has sent a step and before it has recorded this, the step is
+sent twice, with the same number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grpo_ustat.terminal.streams import excerpt, single_line, tell, visible
 
 # Maximum length of a run's name in characters; wandb accepts up to 128.
 LONGEST_NAME = 120
-# Time in seconds that a tracker must leave unused before a stopped run is killed.
+# Minimum time in seconds between the end of a tracker's work and the kill of a stopped run.
 STOP_MARGIN_SECONDS = 10.0
 # Exit code reported to wandb for each outcome of a run.
 OUTCOMES = {"done": 0, "failed": 1, "interrupted": 1, "stopped": 75}
@@ -91,12 +91,12 @@ class Tracker(Protocol):
 class Wandb:
     """Weights & Biases, online and offline.
 
-    The index is used as wandb's step, because that step must increase. Charts use the metric `step`
-    as the x-axis.
+    The index is used as wandb's own step, which must increase with each message. Charts use the
+    metric `step` as the x-axis.
     """
 
     def __init__(self, about: About):
-        # Otherwise wandb's error reports would wait for its server when the process ends.
+        # With error reporting, wandb would wait for its server when the process ends.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -120,7 +120,8 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, index: int, values: dict[str, Any], step: int | None) -> None:
-        # Commit now, because a killed run would lose values that are held until the next index.
+        # Commit now. Otherwise wandb holds the values until the next index, and a killed run would
+        # lose them.
         self._run.log(values | ({} if step is None else {"step": step}), step=index, commit=True)
 
     def summary(self, index: int, values: dict[str, Any], step: int | None) -> None:
@@ -148,7 +149,7 @@ class Wandb:
 
 
 class Tensorboard:
-    """Writer of TensorBoard event files, with numbers in float64 and figures as pixels."""
+    """Writer of TensorBoard event files; numbers are stored in float64 and figures as pixels."""
 
     def __init__(self, about: About):
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -232,7 +233,7 @@ TRACKERS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}
 
 
 class Tracking:
-    """Tracker of a run, which is switched off after an error instead of raising it.
+    """Tracker of a run; an error of the tracker switches it off and does not stop the run.
 
     Args:
         logger: `LoggerConfig` other than `none`.

@@ -1,4 +1,4 @@
-"""Progress of long tasks, which `Progress` reports to displays that use `listening`."""
+"""Progress of long tasks: `Progress` reports it, and displays such as `Meter` show it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from grpo_ustat.terminal.console import Console
 # Minimum time in seconds between two reports of an activity.
 REPORT_SECONDS = 0.25
 
-# If output is not a terminal: minimum time in seconds, and minimum share of the work, between two
-# lines.
+# Minimum time in seconds, and minimum share of the work, between two lines. Lines are printed if
+# output is not a terminal.
 LINE_SECONDS, LINE_SHARE = 30.0, 0.1
 # Bars and rates are not drawn in terminals narrower than this number of columns.
 NARROW_COLUMNS = 60
@@ -62,7 +62,7 @@ _listener: Listener | None = None
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Call `listener` with each report that this process makes in the block; None drops reports."""
+    """Call `listener` with each report of this process in the block; None ignores all reports."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -100,15 +100,17 @@ class Progress:
 class Meter:
     """Progress display with rates and the time left.
 
-    On a terminal the display is a bar with a second line for the current activity. If output is not
-    a terminal, the display prints a line after 30 s, then a line for every 10 % of the work but at
-    most one every 30 s, and a line at the end. Activities are then printed only until the first
-    unit is done, since no other line shows progress before that.
+    On a terminal the display is a bar with a second line for the current activity.
+
+    If output is not a terminal, the display prints lines: the first after 30 s, then one for every
+    10 % of the work but at most one every 30 s, and the last at the end. Lines about activities are
+    printed only until the first unit of work is done, because no other line shows progress before
+    that.
 
     Args:
-        total: total number of units.
-        unit: name of the units.
-        completed: number of units done at the start.
+        total: total number of units of work.
+        unit: plural noun for the units, such as `steps`.
+        completed: number of units that were done before the start.
         visible: True if the display is shown; False on ranks other than 0.
         clock: function that returns the time in seconds.
     """

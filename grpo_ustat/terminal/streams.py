@@ -136,8 +136,9 @@ class LastingFile(io.FileIO):
 def lasting_output() -> Iterator[None]:
     """Let the block continue after the reader of its output has closed, as with `| head -1`.
 
-    The block may continue because a run's results are in its files. Closed standard streams are
-    connected to the null device, so that a file opened later does not get the same descriptor.
+    The block can go on without a reader, because a run's results are in its files. Standard streams
+    that are closed are connected to the null device, so that a file that is opened later does not
+    get their descriptor.
 
     Raises:
         SystemExit: raised at the end if the block succeeded but a disk error truncated standard
@@ -219,8 +220,8 @@ def percent(share: float) -> str:
 def best_size(best: float | None, low: float | None, high: float | None) -> str | None:
     """Format G* with its interval; return None if the interval gives no information.
 
-    The interval gives no information if it has no lower end, or if it has no upper end and the
-    lower end is at most 2, the smallest group size.
+    The interval gives no information in two cases: it has no lower end, or it has no upper end and
+    its lower end is at most 2, the smallest group size.
 
     Args:
         best: estimate of G*; None or NaN if there is no estimate.

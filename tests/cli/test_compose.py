@@ -85,7 +85,7 @@ def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
         ("model=glob()", r"model=glob\(\): the value cannot be read: check its brackets"),
         ("model=glob(tiny*),hub", r"model=glob\(tiny\*\),hub: write one glob\(\[PATTERN,NAME\]\)"),
         ("seed=range(0,0)", r"seed=range\(0,0\) contains no values"),
-        ("seed=interval(0,1)", r"interval\(0,1\): an interval is not a list"),
+        ("seed=interval(0,1)", r"interval\(0,1\): a sweep needs a list of values"),
         ("seed=glob(*)", r"seed=glob\(\*\) contains no values"),
     ):
         with pytest.raises(ConfigError, match=line):

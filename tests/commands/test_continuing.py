@@ -78,7 +78,7 @@ REFUSED = {
     "a key that is not in the name": (["save_steps=1,2"], "two runs of the sweep share the folder"),
     "launch": (["launch.num_processes=1,2"], "share the folder .*launch.num_processes=1 and"),
     "max_steps": (["max_steps=4,6"], "share the folder .*max_steps=4 and max_steps=6"),
-    "the same twice": (["seed=0,0"], "share the folder .*: they differ in no setting"),
+    "the same twice": (["seed=0,0"], "share the folder .*: they differ at most in settings"),
     "job.num": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.num}"],
                 "hydra.sweep.subdir has a value only in a running job"),
     "job.id": (["seed=0,1", "hydra.sweep.subdir=${hydra.job.id}"],

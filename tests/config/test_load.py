@@ -312,14 +312,14 @@ def test_tests_compose_what_a_command_line_composes(entry, overrides):
         (
             "mse",
             ("model=tiny", "study.questions=60", "group_sizes=[4,8]", "baselines=[oracle]"),
-            "mse: tiny on arithmetic: 60 questions x 32 completions; gradient error of oracle at "
-            "G = 4, 8 (closed_form)",
+            "mse: tiny on arithmetic: 60 questions with 32 completions each; gradient error of "
+            "oracle at G = 4, 8 (closed_form)",
         ),
         (
             "train",
             ("group_size=16", "seed=3"),
             "train: tiny_base on arithmetic; algorithm1 with leave_one_out, 80 steps of 16 prompts "
-            "x 16 completions, adamw at 0.0001, seed 3",
+            "with 16 completions each, adamw with learning rate 0.0001, seed 3",
         ),
         ("gap", ("theorem=lemma6",), "gap: lemma6 on coins, 2000 replicates"),
     ],

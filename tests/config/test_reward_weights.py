@@ -50,7 +50,7 @@ def test_functions_of_two_files_with_one_name_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "verb, overrides, words",
     [
-        ("train", ["baseline=gdpo"], "baseline=gdpo normalises .* reward_funcs=\\[task\\]: use"),
+        ("train", ["baseline=gdpo"], "baseline=gdpo needs .* reward_funcs=\\[task\\]: use"),
         ("mse", ["baselines=[gdpo]"], "baselines=gdpo"),
         (
             "train",

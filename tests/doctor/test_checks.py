@@ -160,7 +160,7 @@ def test_a_disk_that_loses_bytes_or_takes_long(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flock, status, told",
     [
-        ("raise OSError(37, 'No locks available')", "warning", "has no flock"),
+        ("raise OSError(37, 'No locks available')", "warning", "has no file locks"),
         ("return None", "failed", "a second process got the lock"),
         (
             "if pathlib.Path(file.name + '.seen').exists(): raise BlockingIOError\n"
@@ -288,7 +288,7 @@ def test_trackers(monkeypatch, site, silent):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(site))
     monkeypatch.setattr(checks, "TRACKERS", ("no-tracker",))
-    assert checks.check_trackers(site).message.startswith("none installed")
+    assert checks.check_trackers(site).message.startswith("no tracker is installed")
     monkeypatch.setattr(checks, "TRACKERS", ("wandb",))
     installed(site, "wandb", "0.99")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -336,7 +336,7 @@ def _program(file, text):
         ("echo 'Slurmctld(primary) at c is DOWN'; exit 1", "", "warning", "is DOWN"),
         ("echo 'Slurmctld(primary) at c is DOWN'; exit 1", "7", "failed", "inside job 7"),
         ("sleep 20", "7", "failed", "no answer in 0.2 s"),
-        (None, "", "ok", "not on this machine"),
+        (None, "", "ok", "SLURM is not on this machine"),
         (None, "7", "warning", "without scontrol"),
     ],
 )  # fmt: skip

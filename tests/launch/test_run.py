@@ -102,7 +102,7 @@ def refused(number, *file):
         (refused(errno.EDQUOT, "x"), "free space in your disk quota"),
         (refused(errno.EROFS, "x"), "x): make the file system writable"),
         (refused(errno.EACCES, "x"), "x): give yourself permission to read and write it"),
-        (refused(errno.EIO, "x"), "run could not be written (Input/output error: x): repair that"),
+        (refused(errno.EIO, "x"), "could not be written (Input/output error: x): remove the cause"),
         (RuntimeError("worker 0 failed:\n[Errno 13] Permission denied: '/there/x'"),
          "(Permission denied: /there/x)"),
     ]),

@@ -316,7 +316,7 @@ def test_a_file_without_a_named_model_is_refused_with_the_one_that_wrote_it(
     with pytest.raises(ConfigError) as refused:
         parse("mse", [f"pool={name}.parquet"])
     assert str(refused.value) == (
-        f"pool={name}.parquet: the model that wrote the rollouts must score them, but no model is "
+        f"pool={name}.parquet: gradients need the model that wrote the rollouts, but no model is "
         f"set (the default is tiny_base): add {written}"
     )
 

@@ -233,7 +233,7 @@ REFUSED = {
                   "or embedded:NAME, such as study.scored_by=embedded:tiny"),
     "no such reference": (("study.reference=embedded:huge", *PENALISED),
                           "unknown study.reference"),
-    "a reference of nothing": (("study.reference=embedded:tiny",), "no loss has a penalty"),
+    "a reference of nothing": (("study.reference=embedded:tiny",), "no loss has a KL penalty"),
     "corrections of our own rollouts": (("study.corrections=[token_mask]",),
                                         "use pool=FILE.parquet with a column logprobs"),
     "no correction": (("study.corrections=[tokens]",), "token_truncate"),

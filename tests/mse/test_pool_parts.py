@@ -170,7 +170,9 @@ def test_what_has_no_parts_is_refused(overrides, told):
 
 def test_an_imported_pool_has_no_parts(tmp_path):
     (tmp_path / "rollouts.parquet").touch()
-    with pytest.raises(ConfigError, match="study.part=1/2 with pool=.*parquet: an imported pool"):
+    with pytest.raises(
+        ConfigError, match="study.part=1/2 with pool=.*parquet: the rollouts of a file"
+    ):
         compose("mse", *SMALL, f"pool={tmp_path / 'rollouts.parquet'}", "study.part=1/2")
 
 

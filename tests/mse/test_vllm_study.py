@@ -71,7 +71,7 @@ def test_ranks_of_a_launcher_are_refused_before_anything_is_loaded(monkeypatch):
 def test_one_process_samples_and_the_plan_says_so():
     local, vllm = (compose("mse", "launch.workers=3", *more) for more in ((), VLLM))
     assert (local.sampling_workers, vllm.sampling_workers) == (3, 1)
-    assert vllm.plan == f"{local.plan}; one process samples with vLLM and computes scores"
+    assert vllm.plan == f"{local.plan}; one process samples with vLLM and computes gradients"
 
 
 @pytest.mark.slow

@@ -233,7 +233,9 @@ def test_the_table_names_what_the_runs_have(quantity, tmp_path, capsys, monkeypa
     file = tmp_path / "tiny-done/seed-0/result.json"
     file.write_text(json.dumps(completed(TrainResult, result)))
     text = " ".join(" ".join(shown(capsys, monkeypatch, tmp_path)[1]).split())
-    assert f"{quantity} is held-out; its 95 %" in text and "-0.625 [-0.750," in text
+    assert (
+        f"{quantity} is measured on held-out questions; 95 %" in text and "-0.625 [-0.750," in text
+    )
     (other,) = {"accuracy", "mean reward"} - {quantity}
     assert other not in text
 
