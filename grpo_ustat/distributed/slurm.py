@@ -1,4 +1,4 @@
-"""What SLURM says about the job of this process, and what will happen to the job after a signal.
+"""State of this process's SLURM job, and prediction of what follows a signal.
 
 The table shows which signals the processes of a job receive at each event, and what
 `scontrol show job` then prints. It was measured on SLURM 22.05 with preemption by partition,

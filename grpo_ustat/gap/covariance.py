@@ -12,7 +12,8 @@ the covariance above. The traces of these matrices are the errors that `estimato
 computes.
 
 In the names of arrays, K is the number of parameters, Y the number of possible completions of a
-prompt (outcomes), and R the number of policies; each replicate of a simulation has its own policy.
+prompt (outcomes), and R the number of policies. In a simulation, each of the R replicates has a
+policy of its own.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ def rope_switch(config: PretrainedConfig) -> int | None:
 
     LongRoPE scales position embeddings by short or long factors. It compares the longest row of a
     forward pass with this length. If the longest row exceeds it, the long factors are used for all
-    rows, including their first tokens; see `dynamic_rope_update` in transformers. That function
-    also changes the RoPE type `dynamic`, but only for rows longer than `max_position_embeddings`,
-    and no row here is that long.
+    rows, including their first tokens; see `dynamic_rope_update` in transformers. For
+    the RoPE type `dynamic`, that function also rescales the embeddings, but only for rows longer
+    than `max_position_embeddings`. No row here is that long.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # A model with several kinds of layers has a dictionary of rope parameters for each kind.

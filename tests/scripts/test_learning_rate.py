@@ -98,14 +98,14 @@ def test_the_page_quotes_the_records():
     styled = [c for c in near if "style" in c.policy and c.distance == "near"]
     worst = max(styled, key=lambda c: c.errors[0])
     assert f"{100 * without:.0f} %" in paragraph
-    assert f"{worst.exact:.2f}, while the rule says {worst.rule:.2f}" in " ".join(paragraph.split())
+    words = " ".join(paragraph.split())
+    assert f"{worst.exact:.2f} times" in words and f"predicts {worst.rule:.2f} times" in words
     gains = benchmark.gains_of(benchmark.read_rows(benchmark.TRAINING))
     factors = {(m.optimizer, m.before, m.after): m for m in benchmark.measured(gains)}
     for pair in (((128, 8), (256, 8)), ((128, 2), (128, 8))):
         row = factors["sgd", *pair]
         estimate, low, high = row.factors[1]
-        assert f"{estimate:.1f} [{low:.1f}, {high:.1f}]" in paragraph
-        assert f"{row.rule:.1f})" in paragraph
+        assert f"{estimate:.1f} [{low:.1f}, {high:.1f}], and the rule predicts {row.rule:.1f}" in words
 
 
 def test_the_grid_is_extended_and_finished_runs_are_not_repeated(tmp_path, monkeypatch):

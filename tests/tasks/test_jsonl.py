@@ -332,7 +332,7 @@ def test_columns_of_other_names_are_named_before_anything_is_read(
 
 
 @pytest.mark.parametrize("rows, words, line", [
-    (2, (), "my.jsonl has 2 rows, 1 for studies .* 0 for tests .* and 1 to train on, but training "
+    (2, (), "my.jsonl has 2 rows: 1 for studies .* 0 for tests .* and 1 to train on, but training "
      "needs 2 for tests and 8 per step .*: use 11 rows or more$"),
     (10, (), "use 11 rows or more, or lower budget.rollouts"),
     (11, (), "use dataset.study_size=1 dataset.test_size=2, or lower"),
