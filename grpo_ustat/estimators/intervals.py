@@ -285,17 +285,20 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
         units: plural name of the units in the sample.
 
     >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
-    'their mean squared score norm is known to +- 25 % (11 % is needed)'
+    'the mean squared norm of their scores is known only to +- 25 % (+- 11 % is needed)'
     """
     size, carriers = sample_tails
     reasons: list[str] = []
     if size < MIN_EFFECTIVE:
         precision, needed = 1 / math.sqrt(size), 1 / math.sqrt(MIN_EFFECTIVE)
         reasons.append(
-            f"their mean squared score norm is known to +- {precision:.0%} ({needed:.0%} is needed)"
+            f"the mean squared norm of their scores is known only to +- {precision:.0%} (+- "
+            f"{needed:.0%} is needed)"
         )
     if carriers < MIN_CARRIERS:
-        reasons.append(f"{carriers:.1f} of them determine a standard error ({MIN_CARRIERS} needed)")
+        reasons.append(
+            f"a standard error depends on only {carriers:.1f} of them ({MIN_CARRIERS} are needed)"
+        )
     reason = ", and ".join(reasons).replace("%", " %")
     return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"
 

@@ -51,13 +51,13 @@ NEED_VALUES = ("oracle", "optimal")
 WORSE = "*"
 WORSE_NOTE = (
     f"{WORSE} marks an error significantly above the smallest error in its row: the intervals do "
-    "not overlap. Only unbiased baselines that do not need each question's expected reward are "
-    "compared."
+    "not overlap. The comparison leaves out biased baselines, and baselines that need each "
+    "question's expected reward (oracle and optimal)."
 )
 BIASED_NOTE = (
-    "Biased baselines: {}. Most of the error of a biased baseline comes from the length of the "
-    "estimates, which matters little in training. Compare relative efficiencies instead of errors "
-    "(objectives=[NAME])."
+    "Biased baselines: {}. Most of the error of a biased baseline comes from the wrong length of the "
+    "gradient estimate, which matters little in training. To compare a biased baseline, measure "
+    "its relative efficiency instead of its error (objectives=[NAME])."
 )
 
 
@@ -272,7 +272,7 @@ def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
         f"{key.replace('_', ' ')} = {rows[0][key]}" for key in same if rows[0][key] is not None
     ]
     differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"All rows have {', '.join(values)}. Brackets contain 95 % intervals."
+    note = f"In all rows: {', '.join(values)}. Brackets contain 95 % intervals."
     details = rows_table("Mean squared error of the gradient", differing, note)
     *first, last = (_by_baseline(study, of_kind) for of_kind in _by_kind(curves))
     last = replace(last, notes=[*last.notes, *_biased_note(curves)])
@@ -288,7 +288,7 @@ def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table
         | {"ratio_low": None, "ratio_high": None}
         for row in ratios
     ]
-    note = "Brackets contain paired 95 % intervals."
+    note = "Both errors are from the same completions. Brackets contain paired 95 % intervals."
     return [rows_table("Ratio of the gradient error to the oracle's", rows, note)] if rows else []
 
 

@@ -81,9 +81,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WHY_FIXED_ROLLOUTS = (
-    "If every batch contains all questions, the error falls with G, because a larger G draws more "
-    "completions of the same questions. A training step has a fixed number of rollouts. A larger G "
-    "then leaves fewer prompts, so there is a best G."
+    "There is a best G because a training step has a fixed number of rollouts, so a larger G leaves "
+    "fewer prompts. Errors for batches that contain all questions fall with G instead: there, a "
+    "larger G draws more completions of the same questions."
 )
 # The number of questions at which nine in ten studies decide is printed only if it is at most this
 # multiple of the number at which half of the studies decide.
@@ -94,8 +94,9 @@ NEIGHBOUR_OFFSETS = (-1, 1)
 # Largest G in the table of extra errors, unless twice the best G is larger.
 MAX_SHOWN = 64
 EXTRA_ERROR_NOTE = (
-    "The error is the mean squared error of the leave-one-out gradient, without division by a std. "
-    "The 95 % intervals are for new questions and hold simultaneously for all G."
+    "The error is the mean squared error of the leave-one-out gradient. Its advantages are not "
+    "divided by a standard deviation. The 95 % intervals are for new questions: they include the "
+    "variation from drawing other questions. They hold simultaneously for all G."
 )
 # Quantities in the tables on the scaling law, other definitions of the best G and Assumption 2.
 LAW_ROWS = {"c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
@@ -117,9 +118,10 @@ NOISE_COLUMNS = {
     "prompt_share": "share of noise from prompts",
 }
 NOISE_NOTE = (
-    "n_c is the number of rollouts per step at which half of E||ghat||^2 is noise. Its number of "
-    "tokens counts each prompt once per group. The estimator is leave_one_out with independently "
-    "drawn prompts. Brackets contain 95 % intervals."
+    "The noise scale n_c is the number of rollouts per step at which half of E||ghat||^2, the mean "
+    "squared norm of the gradient estimate, is noise. If n_c is given in tokens, each prompt is "
+    "counted once per group. The estimator is leave_one_out with independently drawn prompts. "
+    "Brackets contain 95 % intervals."
 )
 EXTRA_ERROR = "extra gradient error at\na fixed number of rollouts (%)"
 # Minimum ratio of two labelled group sizes, so that the labels do not overlap.
@@ -447,8 +449,8 @@ def interval_note(study: Study) -> str:
     questions = study.result.questions
     if questions < MIN_QUESTIONS:
         return (
-            "The 95 % intervals are conditional on these questions. Intervals for new questions "
-            f"need at least {MIN_QUESTIONS} questions."
+            "The 95 % intervals are conditional on these questions, because intervals for new "
+            f"questions need at least {MIN_QUESTIONS} questions."
         )
     return (
         f"The 95 % intervals are for new questions like these {questions}. The intervals for G* "
@@ -509,17 +511,17 @@ def _prior_tables(scaling: Scaling) -> list[Table]:
         return []
     by_source = {DATA_ALONE: data}
     note = (
-        "Intervals contain 95 %. No prior is used (study.prior=none): a G is recommended only if "
-        "the interval of the data alone supports it."
+        "The interval has level 95 %. No prior is used (study.prior=none): a G is recommended only "
+        "if the interval of the data alone supports it."
     )
     if prior.exponents:
         ends = (1 + math.sqrt(ratio) for ratio in prior.ratio_quantiles(CONFIDENCE))
         low, middle, high = ends
         by_source |= {PRIOR_ALONE: Interval(middle, low, high), DATA_AND_PRIOR: scaling.gstar}
         note = (
-            f"Intervals contain 95 %. The prior (study.prior={prior.name}) consists of two "
-            "densities of C1/C3. Its interval contains the central 95 % of both, and a recommended "
-            "G must be supported under both."
+            f"The intervals have level 95 %. The prior (study.prior={prior.name}) consists of two "
+            "probability densities of C1/C3. The interval of the prior alone contains the central "
+            "95 % of each density. A G is recommended only if it is supported under each density."
         )
     rows: list[list[Cell]] = [
         [source, *(x if math.isfinite(x) else None for x in interval)]
@@ -581,8 +583,9 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         "are drawn independently."
     )
     crossover = (
-        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V is the size of "
-        "the gradient noise with the oracle baseline. A_0 is its size without a baseline."
+        "Vanilla is the gradient without a baseline. A_V is the size of the gradient noise with "
+        "the oracle as baseline, and A_0 is the size without a baseline. A dash (-) marks a value "
+        "that is unknown or infinite."
     )
     quantity = policies_quantity(studies)
     return Table(
@@ -599,8 +602,8 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         notes=[law, crossover, interval_note],
         data=data,
         figure_notes=[
-            "Markers are group sizes that divide n. The best size has an extra error of 0. "
-            f"{interval_note}"
+            "Markers are the group sizes that divide n. The extra error is relative to the best of "
+            f"these sizes, whose extra error is 0. {interval_note}"
         ],
         headings=True,
     )

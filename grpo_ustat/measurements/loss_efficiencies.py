@@ -58,15 +58,16 @@ FILTER_WORDS = {
     "advantage_threshold": "|advantage| of {:g} or more",
 }
 EFFICIENCY_NOTE = (
-    "The relative efficiency is the number of rollouts of the unbiased leave-one-out gradient that "
-    "are worth one rollout of the loss, at the first update on a batch. The 95 % intervals are for "
-    "new questions. All losses and G are measured on the same questions."
+    "The relative efficiency compares a loss with the unbiased leave-one-out gradient: one rollout "
+    "with the loss is worth this many rollouts with that gradient, at the first update on a batch. "
+    "The 95 % intervals are for new questions. All losses and G are measured on the same questions."
 )
 NOISE_NOTE = "The share of noise is the fraction of an update's squared norm that is noise."
 # Mark for a relative efficiency that is significantly lower than at the best G of the loss.
 WORSE = "*"
 WORSE_SIZE_NOTE = (
-    f"{WORSE} marks an efficiency significantly lower than at the best G of the same loss."
+    f"{WORSE} marks an efficiency significantly lower than the efficiency of the same loss at its "
+    "best G."
 )
 UNDECIDED = "not decided"
 BARS_NOTE = "Bars are 95 % intervals for new questions. At each G, losses are shifted horizontally."

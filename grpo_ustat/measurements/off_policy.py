@@ -31,14 +31,15 @@ from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys
 
 DRIFT_NOTE = (
-    "Effective share: effective sample size of the importance weights w, (sum w)^2 / sum w^2, "
-    "divided by the number of weights."
+    "The effective share is the effective sample size of the importance weights w, "
+    "(sum w)^2 / sum w^2, divided by the number of weights."
 )
 LAG_NOTE = (
-    "Relative efficiency: one rollout that another policy wrote, used with the loss, is worth this "
-    "many rollouts of the current policy, used with the unbiased leave-one-out gradient at the "
-    "same G; 95 % intervals for new questions. Nats per token: KL(policy that wrote the rollouts "
-    "|| current policy)."
+    "The efficiency compares rollouts that another policy wrote with rollouts of the current policy. "
+    "One rollout of the other policy, used with the loss, is worth this many rollouts of the "
+    "current policy, used with the unbiased leave-one-out gradient at the same G. The 95 % "
+    "intervals are for new questions. The column nats per token is the KL divergence KL(policy "
+    "that wrote the rollouts || current policy)."
 )
 
 
@@ -154,9 +155,9 @@ def _compared(result: OffPolicy) -> str:
 
 def _notes(result: OffPolicy) -> list[str]:
     notes = [
-        "Relative efficiency: number of rollouts of the comparison that are worth one rollout of "
-        f"the loss. Comparison: {_compared(result)}. 95 % intervals for new questions, paired "
-        "across losses and G."
+        f"The relative efficiency compares a loss with {_compared(result)}: one rollout with the "
+        "loss is worth this many rollouts of this alternative. The 95 % intervals are for new "
+        "questions. All losses and G are measured on the same completions."
     ]
     if result.penalised:
         notes.append(

@@ -121,10 +121,10 @@ def function_tables(rows_by_study: Mapping[Study, list[RewardFunction]]) -> list
     }
     scopes = sorted({interval_scope(study.result.questions) for study in rows_by_study})
     note = (
-        "Each row describes the unweighted rewards of one function; all rows use the same "
-        "completions. A weight w multiplies C1, C2 and C3 by w^2 and does not change G*. The last "
-        "row is the weighted sum, which training uses (except with gdpo). 95 % intervals; "
-        f"intervals of the mean reward: {' or '.join(scopes)}."
+        "Each row describes the rewards of one function before they are weighted. All rows use the "
+        "same completions. A weight w multiplies C1, C2 and C3 by w^2 and leaves G* unchanged. The last "
+        "row is the weighted sum, which training uses (except with gdpo). Brackets contain 95 % "
+        f"intervals. The intervals of the mean reward are {' or '.join(scopes)}."
     )
     columns = ["function", "weight", *COLUMNS.values()]
     return [table_of_studies("Reward functions", columns, cells, [note])]

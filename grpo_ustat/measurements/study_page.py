@@ -143,8 +143,10 @@ def notes(run: RunRecord) -> list[str]:
 
 
 LOOKS_NOTE = (
-    "The probability is that the error at G is within 5 % of the least error. Further questions: "
-    "the number with which half of all similar studies would decide."
+    "The data were analysed after each batch of questions (a look). The column probability is the "
+    "probability that the error at this G is within 5 % of the smallest error. The column further "
+    "questions is the number of additional questions with which half of all similar studies would "
+    "decide."
 )
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
 COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of rollouts"

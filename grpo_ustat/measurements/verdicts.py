@@ -54,11 +54,11 @@ ROUND = 100
 # Smallest p-value that is printed as a number.
 MIN_P_VALUE = 1e-6
 NOTE = (
-    "95 % intervals for new questions, not simultaneous. A verdict is given if the number lies "
-    "significantly inside or outside the bounds. Holm's correction covers the claims of this study "
-    "(at most 5 % of studies give a wrong verdict), but not several studies. The papers give no "
-    "thresholds, so we chose the bounds. Numbers of rollouts within 10 % of each other count as "
-    "equal."
+    "The 95 % intervals are for new questions and do not hold simultaneously. A claim gets a verdict "
+    "only if its number lies significantly inside or significantly outside the bounds. Holm's "
+    "correction covers the claims of this study (at most 5 % of studies give a wrong verdict), but "
+    "not several studies. The papers give no thresholds, so we chose the bounds. Two numbers of "
+    "rollouts count as equal if they differ by at most 10 %."
 )
 
 

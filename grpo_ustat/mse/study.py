@@ -97,7 +97,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             result = main_only(folder.result) or _complete_study(config, folder)
     else:
         console.print(
-            f"{folder.path} is complete; use on_existing=overwrite to run it again.",
+            f"{folder.path} is complete and is shown again; on_existing=overwrite repeats the study.",
             soft_wrap=True,
         )
     view = Study(RunRecord(folder.path, result=result))

@@ -29,7 +29,9 @@ BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
-FEW_SEEDS = "(4 of 5): the cell has 4 seeds; the cell with the most seeds has 5."
+FEW_SEEDS = (
+    "(4 of 5), for example, marks a mean over 4 seeds if the mean with the most seeds is over 5."
+)
 # Mark on a mean that is significantly less than the largest mean.
 LESS = "*"
 
@@ -296,7 +298,7 @@ def accuracy_table(
         rows=_grid(places, names),
         notes=notes(cells, LESS, "in the same row"),
         data=data,
-        figure_notes=notes(cells, "hollow", "on the same line"),
+        figure_notes=notes(cells, "Hollow markers", "on the same line"),
         headings=True,
     )
 
@@ -409,7 +411,7 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
     quantity = joint_quantity(cell["quantity"] for cell in cells).capitalize()
     lines = [f"{quantity} is measured on {questions} test questions. {_interval_source(cells)}"]
     if len({cell["quantity"] for cell in cells}) > 1:
-        lines.append("Mean reward equals accuracy if all rewards are 0 or 1.")
+        lines.append("The mean reward equals the accuracy if all rewards are 0 or 1.")
     compared = [cell for cell in cells if cell["distinct"] is not None]
     if compared:
         kinds = {cell["shared_seeds"] > 1 for cell in compared}
@@ -417,20 +419,23 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
         if any(cell["difference_dof"] for cell in compared):
             pairing += " and use a pooled variance"
         if len(kinds) > 1:
-            pairing += ", except between two cells with one seed"
+            pairing += ", except between two means with one seed each"
         intervals = (
-            "The 95 % intervals of the differences hold simultaneously (Bonferroni). Differences "
-            f"are {pairing}."
+            "The test uses 95 % intervals of the differences, which hold simultaneously "
+            f"(Bonferroni). Differences are {pairing}."
         )
         if any(cell["decided"] for cell in compared):
             lines.append(
-                f"{mark}: significantly less than the largest mean {among}. {intervals} The "
-                "largest mean was selected on the same data."
+                f"{mark}: mean significantly below the largest mean {among}. {intervals} The "
+                "largest mean was selected on the same data, so it tends to be too high."
             )
         else:
             lines.append(f"The means {among} do not differ significantly. {intervals}")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
-        lines.append("Runs that share fewer than two seeds are not compared (shown as '?').")
+        lines.append(
+            "A mean that shares fewer than two seeds with the largest mean is not compared with it. "
+            "It is marked '?' if another mean is significantly below the largest."
+        )
     if len({cell["seeds"] for cell in cells}) > 1:
         lines.append(FEW_SEEDS)
     return lines
@@ -444,16 +449,16 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
         among: Words for the place of the cells that are compared with each other.
     """
     dofs = sorted({cell["dof"] for cell in cells if cell["dof"] is not None})
-    bars = "Bars are 95 % intervals for new questions, from one seed."
+    bars = "Bars are 95 % intervals for new questions; each mean has one seed."
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         bars = (
-            "Dots are seeds. Bars are 95 % intervals over seeds, with a pooled variance "
-            f"(t, {dof} dof)."
+            "Each dot is one seed. Bars are 95 % t intervals over seeds, with a pooled variance "
+            f"({dof} degrees of freedom)."
         )
     difference = ""
     if any(cell["decided"] for cell in cells):
-        difference = " Hollow markers are significantly less than the largest mean."
+        difference = " Hollow markers are means significantly below the largest mean."
     elif any(not cell["best"] for cell in cells):
         difference = f" The means {among} do not differ significantly."
     return [f"{bars}{difference}"]
@@ -462,21 +467,27 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
     """Describe the population that the intervals cover: seeds, questions, or a mixture."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
-    over_questions = "are for new questions and do not include variation between training runs"
+    over_questions = (
+        "cover the variation from drawing other test questions, but not the variation between "
+        "training runs"
+    )
     if not counts:
-        return f"All cells have one seed. Their 95 % intervals {over_questions}."
+        return f"All means have one seed. Their 95 % intervals {over_questions}."
     several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    seeds = f"The 95 % t intervals are over {several} seeds and conditional on these questions."
+    seeds = (
+        f"The 95 % t intervals cover the variation between {several} seeds, but not the variation "
+        "from drawing other questions."
+    )
     dofs = sorted({cell["dof"] for cell in cells if cell.get("dof") is not None})
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         seeds += (
-            f" They use a variance with {dof} degrees of freedom, pooled over the cells of each "
-            "line and step."
+            f" Their variance has {dof} degrees of freedom: it is pooled over all means that are on "
+            "the same line of the figure at the same step."
         )
     single = [cell for cell in cells if cell["seeds"] == 1]
     if not single:
         return seeds
     sizes = sorted({cell["group_size"] for cell in single})
     where = f"one seed (at G = {', '.join(map(str, sizes))})"
-    return f"{seeds} The intervals of cells with {where} {over_questions}."
+    return f"{seeds} The intervals of means with {where} {over_questions}."

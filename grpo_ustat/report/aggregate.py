@@ -125,7 +125,7 @@ def write_report(report: Report) -> None:
     if report.studies:
         _add_studies(report)
     report.answers += [
-        f"{run.policy} on {run.dataset} (not in tables and figures): "
+        f"{run.policy} on {run.dataset} (this study is not in the tables and figures): "
         f"{decision_sentence(Study(run), study_rollouts(run.config))}"
         for run in report.equal_rewards
     ]
@@ -241,7 +241,8 @@ def _add_training(report: Report) -> None:
     if keys:
         series = {key_label(run.keys, keys) for run in runs}
         report.notes.append(
-            f"{len(series)} series differ in {', '.join(keys)} and are not averaged"
+            f"the training runs form {len(series)} series, which differ in {', '.join(keys)}: each "
+            "series is shown separately"
         )
     report.notes += missing_cells(runs, keys)
     axis = swept_axis(runs, keys)
@@ -322,7 +323,7 @@ def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[s
             gstar = Study(run).need(SCALING).gstar
             text = best_size(*gstar)
             if start(run) == starts[0] and text is not None:
-                return gstar, [f"Grey band: G* = {text} of the gradient before training."]
+                return gstar, [f"Grey band: best group size before training, G* = {text}."]
     return None, []
 
 
@@ -392,8 +393,8 @@ def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> T
         columns=["first -> last step", *(MONITORED.get(name) or name for name in quantities)],
         rows=texts,
         notes=[
-            "Each cell gives the means over seeds at the first and at the last step that all runs "
-            "of a series share."
+            "Each entry is the mean over seeds at the first step -> the mean at the last step. Only "
+            "steps that all runs of a series have are used."
         ],
         data=rows,
         figure_notes=notes(rows),

@@ -214,7 +214,7 @@ class Comparison:
         columns = [
             "",
             "G",
-            "predicted error\nrelative to\nthe least",
+            "predicted error\nrelative to\nthe smallest",
             f"held-out {quantity}",
             "difference",
         ]
@@ -225,9 +225,10 @@ class Comparison:
                 title=f"Does G* = {self.start.gstar_text} train best? Held-out {quantity}, {MEAN}",
                 columns=[*columns, "verdict"],
                 rows=rows,
-                notes=["The 95 % intervals are over seeds and conditional on the test questions. "
-                       "Differences from the largest mean are paired by seed. Their intervals hold "
-                       "simultaneously for all G (Bonferroni)."],
+                notes=["The 95 % intervals cover the variation between seeds, but not the variation "
+                       "from drawing other test questions. Differences from the largest mean are "
+                       "paired by seed. Their intervals hold simultaneously for all G (Bonferroni)."
+                       ],
                 data=self.rows,
                 headings=True,
             ),
@@ -288,7 +289,7 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
     if keys:
         raise ConfigError(
             f"the training runs differ not only in n, G and seed but also in {', '.join(keys)}: "
-            "name folders of a single series"
+            "name only folders of runs that agree in all other settings"
         )
     steps = sorted({tuple(row["step"] for row in run.evals) for run in runs})
     if len(steps) > 1:
@@ -408,8 +409,8 @@ def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
     """Name the best G, the G that are not significantly different from it, and the other G."""
     not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
-        f"best G: {budget.best(outcome)}; not significantly different from it: "
-        f"{comma_list(not_different) or 'no other G'}; significantly different: "
+        f"best G: {budget.best(outcome)}; not significantly worse: "
+        f"{comma_list(not_different) or 'no other G'}; significantly worse: "
         f"{comma_list(budget.distinct(outcome)) or 'no G'}"
     )
 
@@ -417,16 +418,19 @@ def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
 def _answer(budgets: Sequence[BudgetResult], start: Start) -> str:
     predicted = start.nearest(budgets[0].sizes)
     words = {
-        AGREES: "is not significantly different from the best G",
-        DISAGREES: "is significantly different from the best G",
-        OPEN: "cannot be tested, because no G is significantly different from the best",
+        AGREES: "the prediction holds: G = {} is among the sizes that may be best",
+        DISAGREES: "the prediction fails: G = {} is significantly worse than the best G",
+        OPEN: "the prediction G = {} is not tested, because no G is significantly worse than the "
+        "best",
     }
     sentences = [
-        f"At n = {budget.rollouts} this G {words[budget.verdict(predicted)]} "
+        f"At n = {budget.rollouts}, {words[budget.verdict(predicted)].format(predicted)} "
         f"({_compared_sizes(budget)})."
         for budget in budgets
     ]
-    return f"G* = {start.gstar_text} predicts G = {predicted}. {' '.join(sentences)}"
+    return (
+        f"G* = {start.gstar_text} predicts that G = {predicted} trains best. {' '.join(sentences)}"
+    )
 
 
 def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: Start) -> list[str]:
@@ -436,7 +440,7 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     optimizer = config["optimizer"]["name"]
     ends = [str(size) for size in sorted({nearest(end, sizes) for end in start.gstar})]
     prompts = "; ".join(
-        f"at n = {budget.rollouts} this falls from {budget.rollouts // budget.sizes[0]} "
+        f"at n = {budget.rollouts}, from {budget.rollouts // budget.sizes[0]} "
         f"(G = {budget.sizes[0]}) to {budget.rollouts // budget.sizes[-1]} (G = {budget.sizes[-1]})"
         for budget in budgets
     )
@@ -445,23 +449,26 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
         for budget in budgets
     }
     below = " ".join(
-        f"At n = {n} the mean after step 0 is lower for {f'G = {comma_list(g)}' if g else 'no G'}."
+        f"At n = {n}, the mean after step 0 is below this value at G = {comma_list(g)}."
+        if g
+        else f"At n = {n}, no group size has a mean below this value after step 0."
         for n, g in lower.items()
     )
     notes = [
         f"{quantity.capitalize()} is measured with {config['eval']['decoding'][0]} completions on "
-        f"{runs[0].evals[-1]['n']} test questions. Its intervals are over seeds and conditional on "
-        "these questions. C1, C2 and C3 are measured on the study questions. Their intervals are "
-        "for new questions. Training uses the train questions.",
-        f"The estimate of G* and the ends of its interval predict G = {enumeration(ends, 'or')} "
-        f"among the trained G ({comma_list(sizes)}).",
+        f"{runs[0].evals[-1]['n']} test questions. Its intervals cover the variation between seeds, "
+        "but not the variation from drawing other questions. C1, C2 and C3 are measured on the "
+        "study questions. Their intervals are for new questions. Training uses the train questions.",
+        f"Among the trained G ({comma_list(sizes)}), the estimate of G* and the ends of its interval "
+        f"predict that G = {enumeration(ends, 'or')} trains best.",
         "C1, C2 and C3 are measured before training and change during training. The theorem on the "
-        "gap assumes a policy near a maximiser and learning rates c/t. These runs are at the "
-        "beginning of training, and all G and n have the same constant learning rate.",
-        f"A step has n / G prompts; {prompts}. Prompts are drawn without replacement, which shifts "
+        "sub-optimality gap assumes a policy near a maximiser, and a learning rate c/t at step t. "
+        "These runs are at the beginning of training instead, and their learning rate is constant "
+        "and the same for all G and n.",
+        f"A step has n / G prompts: {prompts}. Prompts are drawn without replacement, which shifts "
         "the error of all G equally.",
         *(
-            f"With only the {LAST} at n = {budget.rollouts}, the verdict on the prediction is "
+            f"If only the {LAST} at n = {budget.rollouts} counts, the verdict on the prediction is "
             f'"{budget.verdict(start.nearest(sizes), LAST)}" ({_compared_sizes(budget, LAST)}).'
             for budget in budgets
         ),
@@ -469,7 +476,7 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     ]
     if optimizer != "sgd":
         notes.append(
-            f"The theory assumes the update theta + eta g, but {optimizer} scales each "
-            "coordinate by its noise."
+            "The theory assumes that a step adds the learning rate times the gradient to the "
+            f"parameters, but {optimizer} also scales each coordinate of the gradient by its noise."
         )
     return notes
