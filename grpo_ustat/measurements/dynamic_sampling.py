@@ -41,8 +41,8 @@ class DynamicSampling:
     kept: Interval
     # Number of groups generated per kept group.
     generated: Interval
-    # Largest ratio of discarded to kept groups at which dynamic sampling still saves rollouts. It
-    # equals the relative reduction of the error if no group is discarded.
+    # Largest number of discarded groups per kept group at which dynamic sampling still saves
+    # rollouts. It equals the relative reduction of the error if no group is discarded.
     break_even: Interval
 
 

@@ -1,8 +1,9 @@
 """Errors of the gradient for each baseline and G, and ratios of these errors to the oracle's error.
 
-A closed-form error is computed from its formula. The error of any other baseline is computed from
-all groups of the pool, for a fixed number of rollouts of new questions. The Monte Carlo method
-estimates errors from randomly drawn groups.
+There are three methods. Some baselines have a closed form, so their errors are computed from a
+formula. The error of any other baseline is computed from all groups of completions in the pool, for
+a fixed number of rollouts of new questions. The Monte Carlo method estimates errors from randomly
+drawn groups.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ WORSE_NOTE = (
     "question's expected reward (oracle and optimal)."
 )
 BIASED_NOTE = (
-    "Biased baselines: {}. Most of the error of a biased baseline comes from the wrong length of the "
-    "gradient estimate, which matters little in training. To compare a biased baseline, measure "
-    "its relative efficiency instead of its error (objectives=[NAME])."
+    "Biased baselines: {}. Most of the error of a biased baseline comes from the wrong length of "
+    "the gradient estimate, which matters little in training. To compare a biased baseline, "
+    "measure its relative efficiency instead of its error (objectives=[NAME])."
 )
 
 
@@ -71,7 +72,7 @@ class CurveRow:
     baseline: str
     # Vector that the estimate is compared with.
     target: str
-    # How a batch draws questions: each of the study's questions once, or random questions with
+    # Questions of a batch: each of the study's questions once, or questions drawn at random with
     # replacement.
     setting: Setting
     # Population that the interval refers to: new completions of the study's questions, or new
@@ -87,7 +88,7 @@ class CurveRow:
     mse: NumberOrNull
     low: NumberOrNull
     high: NumberOrNull
-    # Number of draws; null if the error has a closed form or uses all groups of the pool.
+    # Number of Monte Carlo draws; null for the other two methods.
     replicates: Count | None
     # Squared bias and variance, whose sum is the mean squared error.
     bias2: NumberOrNull
@@ -130,7 +131,7 @@ class GradientNorm:
     """Squared norm of the gradient, ||grad J||^2."""
 
     grad_sq: Interval
-    # Reason why relative errors are null; absent if no method has null relative errors.
+    # Reason why the relative errors of some methods are null; absent if none is null.
     reason: Sometimes[str] = None
 
 
@@ -255,7 +256,7 @@ def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
 def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
     """Return tables of errors by G and baseline, and a table with all numbers of each point.
 
-    In the table of all numbers, a column with a single value becomes a note.
+    If a column of the second kind of table has the same value in all rows, a note gives this value.
     """
     ((study, curves),) = rows_by_study.items()
     rows = [

@@ -24,18 +24,19 @@ from grpo_ustat.measurements.group_size import SCALING, prompts_to_decide
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.runs.study_parts import CompletionCounts
 
-# Largest number of questions to add in one step, as a multiple of the current number.
+# The next study adds at most this multiple of the current number of questions.
 MAX_FOLLOW_UP = 3
 # Fields of a study that the next study does not inherit.
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
 
 
 def next_step(study: Study, rollouts: int | None = None) -> str:
-    """Return the next step, as a command if possible: train with the best G, or study more.
+    """Return the next step, as a command if possible: train with the best G, or measure more data.
 
     Args:
         rollouts: Number of rollouts per training step, n; None for the number in the study's
-            configuration. This number is halved until there are enough training questions.
+            configuration. If the data set has too few training questions for a step, n is halved
+            until it has enough.
     """
     config, result = study.run.config, study.result
     if result.equal_rewards is not None:
@@ -116,8 +117,8 @@ def _questions_for_best(study: Study) -> int:
 def _best_of_loss(study: Study, best: int) -> int:
     """Return the best G for the study's objective.
 
-    This is `best`, the best G of the unbiased gradient, unless the study measured a significantly
-    better G for the objective.
+    If the study measured the objective and another G is significantly better for it, this G is
+    returned. Otherwise the result is `best`, the best G of the unbiased gradient.
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
@@ -130,7 +131,7 @@ def _best_of_loss(study: Study, best: int) -> int:
 
 
 def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> str:
-    """Return the next step if all rewards are equal; it depends on the most frequent outcome."""
+    """Return the next step if all rewards are equal, depending on the most frequent outcome."""
     names = ("right", "cut", "no_answer", "wrong")
     counts = {name: getattr(equal, name) or 0 for name in names}
     fate = max(names, key=counts.__getitem__)

@@ -35,9 +35,9 @@ DRIFT_NOTE = (
     "(sum w)^2 / sum w^2, divided by the number of weights."
 )
 LAG_NOTE = (
-    "The efficiency compares rollouts that another policy wrote with rollouts of the current policy. "
-    "One rollout of the other policy, used with the loss, is worth this many rollouts of the "
-    "current policy, used with the unbiased leave-one-out gradient at the same G. The 95 % "
+    "The efficiency compares rollouts that another policy wrote with rollouts of the current "
+    "policy. One rollout of the other policy, used with the loss, is worth this many rollouts of "
+    "the current policy, used with the unbiased leave-one-out gradient at the same G. The 95 % "
     "intervals are for new questions. The column nats per token is the KL divergence KL(policy "
     "that wrote the rollouts || current policy)."
 )
@@ -53,11 +53,10 @@ class OffPolicy:
     policy: str
     # Reference policy of a KL penalty.
     reference: str
-    # Kind of comparison. "lag": an earlier policy wrote the rollouts, which are compared with
-    # rollouts of `policy`. "gap": the sampler that produced a rollout file wrote the rollouts,
-    # which are compared with the same rollouts weighted by exact importance ratios. "penalty":
-    # `policy` wrote the rollouts; a loss with a KL penalty is compared with the unbiased gradient
-    # without a penalty.
+    # Kind of comparison. "lag": rollouts of an earlier policy are compared with rollouts of
+    # `policy`. "gap": rollouts from a file, written by its sampler, are compared with the same
+    # rollouts weighted by exact importance ratios. "penalty": on rollouts of `policy`, a loss with
+    # a KL penalty is compared with the unbiased gradient without a penalty.
     question: str
     # True if any loss has a penalty.
     penalised: bool

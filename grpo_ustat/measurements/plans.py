@@ -34,9 +34,9 @@ from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.runs.contents import Size, Sometimes, content_of, keys_of
 from grpo_ustat.runs.record import distinguishing_keys
 
-# Plans that published claims are about; they are measured with these claims.
+# Plans that published claims refer to; a study of published claims measures them too.
 CLAIMED = ("vip", "p_one_minus_p", "knapsack")
-# Estimates that trainers use; the other estimates are remedies.
+# Estimates that trainers use; the other estimates are remedies for the bias of a plan.
 USUAL = ("per_rollout", "per_prompt")
 ESTIMATE_WORDS = {
     "per_rollout": "each rollout weighs the same",
@@ -48,11 +48,12 @@ ESTIMATE_WORDS = {
 # Success rates in the table and in the sentence, of those in `RATES`.
 SHOWN_RATES = (0.1, 0.9)
 HARD_RATE = SHOWN_RATES[0]
-# Smallest change of a prompt's weight that a sentence calls a bias.
+# A sentence reports a bias if a prompt's weight differs from 1 by more than this number.
 BIAS = 0.1
 # Estimate of the lines in the figure. Weights outside the range are drawn at its ends.
 DRAWN_ESTIMATE, DRAWN_WEIGHTS = "per_rollout", (0.05, 20.0)
-# Plans whose weights differ from 1 by at most this number are named beside the unbiased line.
+# If the weights of a plan differ from 1 by at most this number, the legend names the plan beside
+# the unbiased line.
 FLAT = 1e-6
 FIGURE_NOTE = (
     "The weight is set to 1 at success rate 1/2. All trained rollouts of a batch have the same "
@@ -92,7 +93,7 @@ class PlanEfficiency:
     plan: str
     # Name of the estimate; absent if the plan was not measured.
     estimate: Sometimes[str] = None
-    # Mean number of completions per prompt that was requested, and the largest number of a prompt.
+    # Requested mean number of completions per prompt, and the largest number for one prompt.
     mean_size: Size
     most: Size
     # Mean numbers of completions per prompt of an update.
@@ -119,7 +120,7 @@ class PlanEfficiency:
 
 
 def measure(study: PoolStudy) -> list[PlanEfficiency] | None:
-    """Measure the requested plans; with published claims, also the plans that these are about."""
+    """Measure the requested plans and, if published claims are tested, the plans they refer to."""
     plans = [*study.plans, *(CLAIMED if "verdicts" in study.asked else ())]
     if not plans:
         return None
@@ -161,7 +162,7 @@ def _usual_size(rows: Sequence[PlanEfficiency]) -> list[PlanEfficiency]:
 
 
 def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
-    """Return sentences on the best plan at equal generated rollouts, on biased and absent plans."""
+    """Return sentences on the best plan, on biased plans, and on plans that were not measured."""
     return [*_efficiency_sentences(_usual_size(rows)), *_absence_sentences(rows)]
 
 
@@ -326,7 +327,7 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
 
 
 def joint_tables(rows_by_study: Mapping[Study, list[PlanEfficiency]]) -> list[Table]:
-    """Return the table of a report, with a study for each pool, and its data."""
+    """Return the table of a report, with one study per pool, and the data for its CSV file."""
     study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
     firsts = [members[0] for members in by_pool(rows_by_study)]
     data = [

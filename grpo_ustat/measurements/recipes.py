@@ -39,8 +39,8 @@ MANY_TIMES = 3
 ROUNDING = 1e-6
 NOTHING = Interval(math.nan, 0.0, math.inf)
 SIZE_NOTE = (
-    "The column efficiency of the group size only ignores the loss of the recipe. It is the error of "
-    "leave_one_out at its best G, divided by the error of leave_one_out at the recipe's G. Both "
+    "The column efficiency of the group size only ignores the loss of the recipe. It is the error "
+    "of leave_one_out at its best G, divided by the error of leave_one_out at the recipe's G. Both "
     "errors come from the scaling law."
 )
 TOGETHER_NOTE = (
@@ -59,7 +59,7 @@ class Judged(NamedTuple):
     """Efficiency of a recipe relative to the unbiased gradient at the gradient's best G."""
 
     row: LossEfficiency
-    # Relative efficiency of the recipe's group size; the rest of the recipe is ignored.
+    # Relative efficiency of the recipe's group size alone, as if its loss were the unbiased one.
     by_size: Interval
 
     @property
@@ -99,12 +99,12 @@ def recipe_efficiencies(
 
     The loss of each row has the name of the recipe.
 
-    An update contains only whole groups, so its n is the largest multiple of the recipe's G that
-    does not exceed `rollouts`. Each recipe is compared with the unbiased estimate at the same n.
-    The error of the unbiased estimate depends only on n and G, so its best G need not divide n.
-    Candidates for this G are `group_sizes` and the group sizes of the recipes. The interval of each
-    of the m measured recipes has level 1 - .025/m (Bonferroni), so the simultaneous level of these
-    intervals is 97.5 %.
+    An update contains only whole groups, so its number of rollouts n is the largest multiple of the
+    recipe's G that does not exceed `rollouts`. Each recipe is compared with the unbiased estimate
+    at the same n. The best G of the unbiased estimate is chosen from `group_sizes` and the group
+    sizes of the recipes. It need not divide n, because the error formula holds for any n and G. The
+    intervals of the m measured recipes have level 1 - .025/m each (Bonferroni), so they hold
+    simultaneously with level 97.5 %.
 
     Args:
         max_completion_length: Maximum number of tokens per completion.

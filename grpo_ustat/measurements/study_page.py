@@ -93,7 +93,7 @@ def tables(run: RunRecord) -> list[Table]:
 
 
 def looks_table(looks: Sequence[Look]) -> Table:
-    """Return a table of the looks at the data of a study that drew questions until it decided."""
+    """Return a table with a row per look at the data, for a study that drew until it decided."""
     rows = [
         [
             f"{look.questions} x {look.completions}",
@@ -153,7 +153,7 @@ COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of ro
 
 
 def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
-    """Return the figures of the built-in measurements whose `leads` has the given value."""
+    """Return the figures of the built-in measurements that lead the page, or of the others."""
     figures = [
         measurement.figure
         for measurement in OURS

@@ -14,10 +14,10 @@ CLAIM_COLUMNS = (
 )  # fmt: skip
 FAMILY_RULE = (
     "p is the p-value of the hypothesis that the prediction is true; the p-value in brackets has "
-    "Holm's correction over the run's claims. A claim disagrees if the corrected p-value is at most "
-    "0.05, so at most 5 % of runs have a false disagreement. A claim without a p-value was decided "
-    "by enumeration or was not tested. The intervals do not hold simultaneously. The column "
-    "severity names other outcomes that would also have counted as agreement."
+    "Holm's correction over the run's claims. A claim disagrees if the corrected p-value is at "
+    "most 0.05, so at most 5 % of runs have a false disagreement. A claim without a p-value was "
+    "decided by enumeration or was not tested. The intervals do not hold simultaneously. The "
+    "column severity names other outcomes that would also have counted as agreement."
 )
 VERDICT_WORDS = {
     AGREES: "Theory and measurement agree.",

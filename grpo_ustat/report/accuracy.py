@@ -433,8 +433,8 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
             lines.append(f"The means {among} do not differ significantly. {intervals}")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
         lines.append(
-            "A mean that shares fewer than two seeds with the largest mean is not compared with it. "
-            "It is marked '?' if another mean is significantly below the largest."
+            "A mean that shares fewer than two seeds with the largest mean is not compared with "
+            "it. It is marked '?' if another mean is significantly below the largest."
         )
     if len({cell["seeds"] for cell in cells}) > 1:
         lines.append(FEW_SEEDS)
@@ -482,8 +482,8 @@ def _interval_source(cells: Sequence[AccuracyCell]) -> str:
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         seeds += (
-            f" Their variance has {dof} degrees of freedom: it is pooled over all means that are on "
-            "the same line of the figure at the same step."
+            f" Their variance has {dof} degrees of freedom: it is pooled over all means that are "
+            "on the same line of the figure at the same step."
         )
     single = [cell for cell in cells if cell["seeds"] == 1]
     if not single:

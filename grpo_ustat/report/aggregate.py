@@ -393,8 +393,8 @@ def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> T
         columns=["first -> last step", *(MONITORED.get(name) or name for name in quantities)],
         rows=texts,
         notes=[
-            "Each entry is the mean over seeds at the first step -> the mean at the last step. Only "
-            "steps that all runs of a series have are used."
+            "Each entry is the mean over seeds at the first step -> the mean at the last step. "
+            "Only steps that all runs of a series have are used."
         ],
         data=rows,
         figure_notes=notes(rows),

@@ -225,9 +225,10 @@ class Comparison:
                 title=f"Does G* = {self.start.gstar_text} train best? Held-out {quantity}, {MEAN}",
                 columns=[*columns, "verdict"],
                 rows=rows,
-                notes=["The 95 % intervals cover the variation between seeds, but not the variation "
-                       "from drawing other test questions. Differences from the largest mean are "
-                       "paired by seed. Their intervals hold simultaneously for all G (Bonferroni)."
+                notes=["The 95 % intervals cover the variation between seeds, but not the "
+                       "variation from drawing other test questions. Differences from the largest "
+                       "mean are paired by seed. Their intervals hold simultaneously for all G "
+                       "(Bonferroni)."
                        ],
                 data=self.rows,
                 headings=True,
@@ -456,11 +457,12 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     )
     notes = [
         f"{quantity.capitalize()} is measured with {config['eval']['decoding'][0]} completions on "
-        f"{runs[0].evals[-1]['n']} test questions. Its intervals cover the variation between seeds, "
-        "but not the variation from drawing other questions. C1, C2 and C3 are measured on the "
-        "study questions. Their intervals are for new questions. Training uses the train questions.",
-        f"Among the trained G ({comma_list(sizes)}), the estimate of G* and the ends of its interval "
-        f"predict that G = {enumeration(ends, 'or')} trains best.",
+        f"{runs[0].evals[-1]['n']} test questions. Its intervals cover the variation between "
+        "seeds, but not the variation from drawing other questions. C1, C2 and C3 are measured on "
+        "the study questions. Their intervals are for new questions. Training uses the train "
+        "questions.",
+        f"Among the trained G ({comma_list(sizes)}), the estimate of G* and the ends of its "
+        f"interval predict that G = {enumeration(ends, 'or')} trains best.",
         "C1, C2 and C3 are measured before training and change during training. The theorem on the "
         "sub-optimality gap assumes a policy near a maximiser, and a learning rate c/t at step t. "
         "These runs are at the beginning of training instead, and their learning rate is constant "

@@ -92,10 +92,11 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
         columns=["theorem", *CLAIM_COLUMNS],
         rows=rows,
         notes=["A claim without an interval was decided by enumeration or by comparing a single "
-               "number. p is the uncorrected p-value; the p-value in brackets has Holm's correction "
-               "over the run's claims. A claim disagrees if the corrected p-value is at most 0.05. "
-               "The column severity names other outcomes that would also have counted as "
-               "agreement. The file claims.csv and the page of each run explain how a claim is "
+               "number. p is the uncorrected p-value; the p-value in brackets has Holm's "
+               "correction over the run's claims. A claim disagrees if the corrected p-value is "
+               "at most 0.05. The column severity names other outcomes that would also have "
+               "counted as agreement. The file claims.csv and the page of each run explain how a "
+               "claim is "
                "decided."],
         data=data,
         headings=True,

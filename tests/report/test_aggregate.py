@@ -212,6 +212,8 @@ def test_best_sentence_names_sizes_that_differ():
     assert "G = 4: 0.500 [0.400, 0.600]" in best_sentence(cells)
     assert "G = 2 and 8." in best_sentence(cells)
     cells[2] = cell(8, 0.45, distinct=False)
-    assert best_sentence(cells).endswith("lower at G = 2, but not significantly different at G = 8.")
+    assert best_sentence(cells).endswith(
+        "lower at G = 2, but not significantly different at G = 8."
+    )
     alike = [cell(2, 0.3, distinct=False, decided=False), cell(4, 0.5, best=True, decided=False)]
     assert best_sentence(alike).endswith("0.300 (G = 2) to 0.500 (G = 4).")

@@ -143,7 +143,9 @@ def test_notes_say_where_the_experiment_is_not_the_theorem(tmp_path):
     assert any("adamw" in note for note in adam)
     assert any("at n = 32, from 16 (G = 2) to 1 (G = 32)" in note for note in adam)
     assert any("0.100 before" in note and "no group size has a mean" in note for note in adam)
-    assert any("(2, 8, 32), the" in note and "predict that G = 8 trains best" in note for note in adam)
+    assert any(
+        "(2, 8, 32), the" in note and "predict that G = 8 trains best" in note for note in adam
+    )
     sgd = sweep(tmp_path / "sgd", TOLD, changes={"optimizer.name": "sgd"})
     notes = compare(sgd, study(tmp_path / "wide", ends=(3.0, 20.0))).notes
     assert not any("adamw" in note for note in notes)
