@@ -1,4 +1,4 @@
-"""Test of the paper's Assumption 2: for each prompt, squared score norm and reward do not correlate.
+"""Test of Assumption 2: given the prompt, squared score norm and reward are uncorrelated.
 
 From this assumption, the paper derives two statements on errors: at every G, the oracle baseline
 has a lower error than vanilla (no baseline), and above some G, GRPO has a lower error than vanilla.

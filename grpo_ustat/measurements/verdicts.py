@@ -364,7 +364,7 @@ def _over(
 
 
 def _of_two(level: float) -> float:
-    """Return the level of each of two intervals that hold simultaneously at a level (Bonferroni)."""
+    """Return the level of each of two intervals whose simultaneous level is given (Bonferroni)."""
     return (1 + level) / 2
 
 

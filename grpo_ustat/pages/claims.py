@@ -8,7 +8,8 @@ from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.pages.tables import number_text
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
-# p-values are shown without correction and with Holm's correction over the claims of a run.
+# The column p (Holm) has two p-values: without correction and, in brackets, with Holm's correction
+# over the claims of a run.
 CLAIM_COLUMNS = (
     "claim", "predicted", "measured", "95 % interval", "p (Holm)", "verdict", "severity",
 )  # fmt: skip

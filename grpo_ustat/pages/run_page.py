@@ -62,8 +62,8 @@ class RunView:
     figures: Mapping[str, tuple[str, str, str | None]]
     # Returns the command to run next; "" if there is none.
     following: Callable[[RunRecord], str] = nothing_follows
-    # Returns the table of the main result. `lead` is the name of the figure beside this table, ""
-    # if there is none.
+    # Returns the table of the main result.
+    # `lead` is the name of the figure beside this table; "" if there is no such figure.
     overview: Callable[[RunRecord], Table | None] = no_overview
     lead: str = ""
 

@@ -1,10 +1,14 @@
 """Held-out accuracy or mean reward of training runs, averaged over seeds and compared.
 
-A cell is the mean of runs that differ only in the seed. Within a family of cells, each cell is
-compared with the best cell. In the table by steps, a family consists of all swept values on one
-line at one step (for example the G in the paper's Figure 5). In the table of budgets, a family
-consists of all (n, G) of one series at one step (the paper's Table 2). In the table of settings, a
-family consists of all settings with the same n, G and step.
+Runs that differ only in the seed form a cell, and their mean is an entry of a table. Cells that are
+compared with each other form a family: each cell is compared with the best cell of its family.
+Which cells form a family depends on the table:
+
+- Table by steps: all swept values on one line of the figure at one step, for example all G (the
+  paper's Figure 5).
+- Table of budgets: all pairs (n, G) of one series at one step (the paper's Table 2). A series
+  consists of the runs that differ only in n, G and seed.
+- Table of settings: all settings with the same n, G and step.
 """
 
 from __future__ import annotations
@@ -68,11 +72,11 @@ def accuracy_cells(
     """Return a row per cell, with its mean over seeds and its difference from the best cell.
 
     `low` and `high` are the ends of a t interval over seeds, conditional on the questions, with
-    (seeds - 1) degrees of freedom. With one seed, they are the ends of the run's interval over
-    questions. `over` is "seeds" or "questions" accordingly. `questions_low` and `questions_high`
-    are the ends of an interval over questions, conditional on the seeds. Each end is the average
-    over the runs' intervals. This interval is conservative, because the standard deviation of a
-    mean is at most the mean of the runs' standard deviations.
+    (seeds - 1) degrees of freedom; `over` is then "seeds". If a cell has one seed, they are the
+    ends of the run's interval over questions, and `over` is "questions". `questions_low` and
+    `questions_high` are the ends of an interval over questions, conditional on the seeds. Each end
+    is the average of this end over the runs' intervals. This interval is conservative, because the
+    standard deviation of a mean is at most the mean of the runs' standard deviations.
 
     `best` is True for the cell with the largest mean in its family. Every other cell is compared
     with this cell on the seeds that both cells have. If each of the two cells has only one seed,
@@ -81,8 +85,9 @@ def accuracy_cells(
     `distinct` is True if the interval of the difference lies below 0. The k - 1 differences of a
     family each have the confidence level 1 - 0.05 / (k - 1) (Bonferroni). So the truly best cell is
     declared different from the largest mean in at most 2.5 % of families (Hsu 1984, comparisons
-    with the best), although the largest mean is chosen on the same seeds. `decided` is True if any
-    cell of the family is distinct. Otherwise the data do not identify a best cell.
+    with the best), although the largest mean is chosen on the same seeds. `decided` is True if at
+    least one cell of the family is distinct. If it is False, any cell of the family may be the
+    best.
 
     Args:
         rows: See `accuracy_rows`.
@@ -131,11 +136,14 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
     The variance s^2 is pooled over the cells that have several seeds. The half-width is `t_dof s /
     sqrt(seeds)`, with `dof` the sum of (seeds - 1) over these cells.
 
-    Pooling shortens the intervals: the t quantile is t_1 = 12.7 for one cell with two seeds, and
-    t_6 = 2.4 for six pooled cells with two seeds each. Pooling assumes that the variances of all
-    cells are equal. If they differ, intervals are too short for noisier cells and too long for the
-    other cells. With six cells of three seeds and standard deviations from 1 to 2, coverage is 94 %
-    on average, 88 % for the noisiest cell and 99 % for the least noisy cell (40 000 draws).
+    Pooling shortens the intervals. For example, the t quantile is 12.7 for one cell with two seeds
+    (1 degree of freedom), but 2.4 for six pooled cells with two seeds each (6 degrees of freedom).
+
+    Pooling assumes that the variances of all cells are equal. If they differ, the intervals of
+    noisy cells are too short, and those of the other cells are too long. A simulation with 40 000
+    draws had six cells of three seeds, with standard deviations from 1 to 2. There, the mean
+    coverage of the 95 % intervals was 94 %. The coverage was 88 % for the noisiest cell and 99 %
+    for the least noisy cell.
 
     Args:
         cells: Cells of `BY_LINE`. Intervals of cells with a single seed stay unchanged, and their
@@ -188,13 +196,14 @@ def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
 
 
 def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
-    """Estimate the part of the run means' variance that cells and seeds do not explain.
+    """Estimate the variance of run means that remains after the effects of cell and seed.
 
-    The estimate is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, from a randomised
-    block design with the C cells that have several seeds and the S seeds that these cells share. It
-    assumes equal residual variances. The difference between two cell means over S seeds has the
-    variance 2/S times this estimate. With only two cells, twice the estimate is the variance of the
-    paired differences.
+    The estimate is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, the residual
+    variance of a randomised block design. Here C is the number of cells with several seeds, and S
+    is the number of seeds that these cells share. The residual variance is assumed to be equal in
+    all cells. The difference between two cell means over S seeds has the variance 2/S times this
+    estimate. If there are only two cells, twice the estimate is the variance of the paired
+    differences.
 
     Args:
         cells: Runs by seed, for each cell.
@@ -267,8 +276,8 @@ def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> 
 def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
     """Return the mean of values and its t interval.
 
-    With a few seeds and few questions, accuracies are often all equal although their true variance
-    is not 0. Therefore at least the rounding variance is used.
+    The variance is at least the rounding variance, because with few seeds and few questions all
+    accuracies are often equal although their true variance is not 0.
 
     >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
@@ -325,9 +334,9 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def settings_table(cells: Sequence[AccuracyCell]) -> Table:
-    """Return a table with a row per setting, which contains its difference from the largest mean.
+    """Return a table with a row per setting, with its difference from the largest mean.
 
-    Settings are compared only with settings that have the same n and G.
+    The largest mean is taken over the settings with the same n and G.
 
     Args:
         cells: Cells of `BY_SETTING`.
@@ -388,8 +397,8 @@ def _grid(
 def _cell_text(cell: AccuracyCell, most: int) -> str:
     """Format a mean above its interval, and add the number of seeds if some seeds are missing.
 
-    A mean that is significantly less than the largest mean is marked. A mean that could not be
-    compared gets a question mark if another mean of its family is significantly less.
+    A mean significantly below the largest mean is marked with a star. If the family contains such a
+    mean, a mean that could not be compared is marked with a question mark.
     """
     mark = LESS if cell["distinct"] else ""
     if cell["decided"] and cell["distinct"] is None and not cell["best"]:
@@ -404,7 +413,7 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
     Args:
         cells: Cells that the table shows.
         mark: Mark on means that are significantly less than the largest mean.
-        among: Words for the place of the cells that are compared with each other.
+        among: Words that say which means are compared, for example "in the same row".
     """
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -446,7 +455,7 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
     Args:
         cells: Cells of `BY_LINE`; see `pooled_cells`.
-        among: Words for the place of the cells that are compared with each other.
+        among: Words that say which means are compared, for example "on the same line".
     """
     dofs = sorted({cell["dof"] for cell in cells if cell["dof"] is not None})
     bars = "Bars are 95 % intervals for new questions; each mean has one seed."

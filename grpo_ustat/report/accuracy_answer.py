@@ -17,7 +17,7 @@ from grpo_ustat.runs.record import RunRecord, key_label
 def at_last(
     rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
 ) -> list[dict[str, Any]]:
-    """Select each series' rows at a single step: the last step that the most (n, G) have reached.
+    """Select each series' rows at one step, the last step at which the most pairs (n, G) have rows.
 
     Args:
         rows: See `accuracy.accuracy_rows`.
@@ -131,7 +131,7 @@ def _mean_text(cell: AccuracyCell) -> str:
 
 
 def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
-    """Return a line for each (n, G) that lacks seeds which its series has at other (n, G).
+    """Return a line for each pair (n, G) without some seeds that its series has at other pairs.
 
     Args:
         runs: Training runs.

@@ -280,7 +280,7 @@ def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord])
 
 
 def check_one_series(runs: Sequence[RunRecord]) -> None:
-    """Raise an error if the runs cannot be compared or if the predicted error does not apply."""
+    """Raise an error if the runs cannot be compared, or if G* does not apply to their baseline."""
     if not runs:
         raise ConfigError("no training run is finished")
     sizes = sorted({run.config["group_size"] for run in runs})
@@ -340,7 +340,7 @@ def nearest(gstar: float, sizes: Sequence[int]) -> int:
 
 
 def _best_claim(budget: BudgetResult, start: Start) -> Claim:
-    """Return the claim that the predicted G is not significantly different from the best G."""
+    """Return the claim that the predicted G is not significantly worse than the best G."""
     predicted, indistinct = start.nearest(budget.sizes), budget.indistinct()
     return Claim(
         what=f"G among {comma_list(budget.sizes)} that trains best at n = {budget.rollouts}",

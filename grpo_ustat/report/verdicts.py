@@ -150,7 +150,7 @@ def verdict_sentence(tested: Sequence[RunRecord]) -> str:
 
 
 def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return columns that identify each run; `differs_in` distinguishes runs of a theorem."""
+    """Return the columns that identify each run; `differs_in` tells runs of one theorem apart."""
     identities = []
     for run in tested:
         same_kind = [other.keys for other in tested if kind_of(other) == kind_of(run)]
