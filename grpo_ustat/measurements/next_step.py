@@ -44,7 +44,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
     rollouts = divisible_rollouts(rollouts or study.rollouts)
     costs = study.need(SCALING).law.costs(rollouts)
     best = costs.best if costs.tolerance is not None else None
-    # The rollouts come from another framework, which also does the training.
+    # If the rollouts come from a file, another framework logged them and also does the training.
     if (config.get("pool") or "").endswith(".parquet"):
         if best is None:
             model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
@@ -61,7 +61,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
         if rollouts // best > most:
             return (
                 f"add training questions: {_place(config)} has {most}, but a step with the best G "
-                f"needs at least {rollouts // best}"
+                f"needs at least {rollouts // best} prompts"
             )
         sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(study, best)}"]
         # `train` refuses `replace` because it does not draw replacement groups.
@@ -108,7 +108,7 @@ def _place(config: Mapping[str, Any]) -> str:
 
 
 def _questions_for_best(study: Study) -> int:
-    """Return the number of questions that a further study needs to find the best G."""
+    """Return the number of questions that the next study should have to find the best G."""
     half, most = prompts_to_decide(study.need(SCALING))
     follow_up = (1 + MAX_FOLLOW_UP) * study.result.questions
     return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
@@ -188,7 +188,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
     seed = yaml.safe_load((CONF / "common.yaml").read_text())["seed"]
-    # A stored configuration may come from another version; only fields that still exist are used.
+    # A stored configuration may be from another version, so only fields that still exist are used.
     fields = values["study"].keys() - set(SINGLE_STUDY_FIELDS)
     study = {key: x for key, x in config["study"].items() if key in fields}
     if not set(study.get("methods", ())) <= set(METHODS):
@@ -215,7 +215,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that select the objective and baseline of a study or training run."""
     objective, baseline = config.get("objective") or {}, config.get("baseline") or {}
     if objective.get("name") not in PRESETS or baseline.get("name") not in BASELINES:
-        # The study ran with another version or with a baseline that is not registered here.
+        # The study ran in another version, or with a baseline that is not installed here.
         return []
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline

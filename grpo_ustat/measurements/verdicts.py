@@ -164,8 +164,8 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     claim = Judged(
         "in mixed groups, the advantages of hard prompts are too low",
         "arXiv 2601.08521",
-        f"mean reward of a mixed group of {size} minus the prompt's success rate, for prompts with "
-        "another group that is all wrong",
+        f"mean reward of a mixed group of {size} minus the prompt's success rate, for prompts that "
+        "also have a group of wrong answers only",
         least=0.0,
     )
     if not is_binary(pool.rewards_PN):
@@ -178,11 +178,11 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
         return [replace(claim, reason=needed)]
     bins = mixed_groups_after(pool.rewards_PN, size)
     if "hard" not in bins:
-        few = "too few prompts have both mixed groups and an all-wrong group"
+        few = "too few prompts have both a mixed group and a group of wrong answers only"
         return [replace(claim, reason=few)]
     longer = "; ".join(f"{name} {_text(groups.longer())}" for name, groups in bins.items())
     beside = (
-        f"mixed groups have longer gradients ({longer}) in proportion to their rarity, so an "
+        f"the rarer the mixed groups of a prompt, the longer their gradients ({longer}), so an "
         "update gives each prompt the same weight"
     )
     return [replace(claim, interval_at=bins["hard"].shift, beside=beside)]
@@ -196,8 +196,8 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
         FILTERED: Judged(
             "a filter by reward variance raises the signal-to-noise ratio",
             "RAGEN-2, arXiv 2604.06268",
-            "relative efficiency of a sampled rollout if only the groups with "
-            f"{VARIANCE_SHARE} of the reward variance count, {where}",
+            "relative efficiency of a sampled rollout if only the groups with the largest reward "
+            f"variances, together {VARIANCE_SHARE} of the total, count, {where}",
             least=1.0,
         ),
         BY_MEAN: Judged(
@@ -254,7 +254,8 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
             most=2 * STEP,
         ),
         Judged(
-            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} have similar errors",
+            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} (prompts x G) have "
+            "similar errors",
             source,
             f"extra error of {STEP // worst} x {worst} relative to {STEP // best} x {best}",
             lambda level: law.extra_error(worst, best, level),

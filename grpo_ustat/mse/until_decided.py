@@ -87,7 +87,9 @@ def pool_until_decided(
             except EqualRewards:
                 if step is None:
                     raise
-                console.print(f"{count} questions x {size}: all rewards are equal; more follow.")
+                console.print(
+                    f"{count} questions x {size}: all rewards are equal; more questions follow."
+                )
                 continue
             look = main_only(look_at, pool, config.study.rollouts, PRIORS[config.study.prior])
             looks.append(look)

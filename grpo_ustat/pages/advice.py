@@ -145,7 +145,7 @@ def _three_numbers(name: str, interval: Interval) -> dict[str, float | None]:
 
 
 def _surely_worse(law: ScalingLaw, group_size: int, reference: int) -> float:
-    """Return the lower end of the extra error at `group_size`; -inf if it has no lower end."""
+    """Return the lower end of the extra error's interval at `group_size`; -inf if there is none."""
     low = law.extra_error(group_size, reference).low
     return low if math.isfinite(low) else -math.inf
 

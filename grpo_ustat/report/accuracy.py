@@ -383,7 +383,7 @@ def _grid(
     """Return the rows of a table.
 
     Args:
-        places: Tuples of row heading (without the step), column index and cell.
+        places: Tuples of row heading (without the step), index of the column, and cell.
         columns: Names of the columns.
     """
     most = max(cell["seeds"] for *_, cell in places)
@@ -408,7 +408,7 @@ def _cell_text(cell: AccuracyCell, most: int) -> str:
 
 
 def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
-    """Return notes on the source of the intervals and the meaning of the mark.
+    """Return notes on what the intervals cover and on the meaning of the mark.
 
     Args:
         cells: Cells that the table shows.
@@ -474,7 +474,7 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """Describe the population that the intervals cover: seeds, questions, or a mixture."""
+    """Describe the variation that the intervals cover: between seeds, questions, or a mixture."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
     over_questions = (
         "cover the variation from drawing other test questions, but not the variation between "

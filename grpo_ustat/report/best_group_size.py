@@ -4,15 +4,17 @@ At a fixed number n of rollouts per step, the error of the gradient is
 
     n MSE(G) = G C1 + C2 + C3/(G-1) = C1 ( G + (G*-1)^2/(G-1) ) + C2      G* = 1 + sqrt(C3/C1)
 
-For every n the error is smallest at G*. The paper uses the error to bound the sub-optimality gap
-(section 6 of the theory, Lemma 6 and Theorem 7). This module computes the prediction from C1, C2
-and C3 of the initial policy. It compares the prediction with held-out accuracy or mean reward of
-training runs that differ only in G, n and seed.
+For every n the error is smallest at G*. In the paper, a smaller error gives a smaller bound on the
+sub-optimality gap (section 6 of the theory, Lemma 6 and Theorem 7). So the prediction is that the G
+with the smallest error trains best. This module computes the error from C1, C2 and C3 of the
+initial policy. It compares the prediction with held-out accuracy or mean reward of training runs
+that differ only in G, n and seed.
 
-The outcome was chosen before any of the compared runs. It is the mean of a run's evaluations after
-step 0, which has less evaluation noise than the last evaluation. The last evaluation is also
-reported. A group size is significantly different from the best group size if the simultaneous 95 %
-interval of the difference, paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
+The outcome of a run is the mean of its evaluations after step 0, which has less evaluation noise
+than the last evaluation. This outcome was chosen before any of the compared runs. The last
+evaluation is also reported. A group size is significantly worse than the best group size if the
+simultaneous 95 % interval of the difference, paired on seeds, lies below 0 (see
+`accuracy.accuracy_cells`).
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class BudgetResult:
 
 
 def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) -> BudgetResult:
-    """Compare all G at one n by both outcomes, using the seeds that were run with every G.
+    """Compare all G at one n by both outcomes, on the seeds that were run with every G.
 
     Args:
         grid: Runs by n, G and seed.
@@ -162,8 +164,8 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
     seeds = [seed for seed in seeds if all((rollouts, size, seed) in grid for size in sizes)]
     if len(seeds) < MIN_SEEDS:
         raise ConfigError(
-            f"n={rollouts} has {len(seeds)} seeds with every G of {sizes}, but {MIN_SEEDS} are "
-            "needed"
+            f"at n={rollouts} only {len(seeds)} seeds were run with every G of {sizes}, but "
+            f"{MIN_SEEDS} are needed"
         )
     rows = []
     for seed, size in product(seeds, sizes):
@@ -407,7 +409,7 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
 
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
-    """Name the best G, the G that are not significantly different from it, and the other G."""
+    """Name the best G, the G that are not significantly worse, and the G that are."""
     not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
         f"best G: {budget.best(outcome)}; not significantly worse: "

@@ -136,7 +136,7 @@ def test_a_report_of_everything(tmp_path):
     page = re.sub("</?abbr[^>]*>", "", (home / "report.html").read_text())
     assert "studies/a: optimal at G = 2" in page and "runs/G-8/n-64/seed-1" in page
     assert "learning_rate" in page
-    assert any("G* = 4.0 [4.0, 4.0]" in picture for picture in pictures(page))
+    assert any("G* = 2.0 [2.0, 2.0]" in picture for picture in pictures(page))
 
 
 @pytest.mark.slow
