@@ -82,8 +82,8 @@ if TYPE_CHECKING:
 
 WHY_FIXED_ROLLOUTS = (
     "There is a best G because a training step has a fixed number of rollouts, so a larger G "
-    "leaves fewer prompts. Errors for batches that contain all questions fall with G instead: "
-    "there, a larger G draws more completions of the same questions."
+    "leaves fewer prompts. If every batch contains all questions instead (all_questions_once), the "
+    "error falls with G, because a larger G draws more completions of the same questions."
 )
 # A study without a best G prints the numbers of questions at which half and nine in ten of similar
 # studies decide. The second number is printed only if it is at most this multiple of the first.

@@ -39,14 +39,14 @@ MANY_TIMES = 3
 ROUNDING = 1e-6
 NOTHING = Interval(math.nan, 0.0, math.inf)
 SIZE_NOTE = (
-    "The column efficiency of the group size only ignores the loss of the recipe. It is the error "
-    "of leave_one_out at its best G, divided by the error of leave_one_out at the recipe's G. Both "
-    "errors come from the scaling law."
+    "The column 'efficiency of the group size only' ignores the loss of the recipe. It is the "
+    "error of leave_one_out at its best G, divided by the error of leave_one_out at the recipe's "
+    "G. Both errors come from the scaling law."
 )
 TOGETHER_NOTE = (
-    "The 95 % intervals are for new questions and hold simultaneously. In the column efficiency, "
-    "they have a Bonferroni correction for the number of recipes. In the column efficiency of the "
-    "group size only, they all follow from a single interval of C3/C1."
+    "The 95 % intervals are for new questions and hold simultaneously. In the column 'efficiency', "
+    "they have a Bonferroni correction for the number of recipes. In the column 'efficiency of the "
+    "group size only', they all follow from a single interval of C3/C1."
 )
 OVERRIDES_NOTE = (
     "To measure the loss of a recipe at every G, add the overrides of the recipe to the command "

@@ -1,6 +1,6 @@
 """Tests of published claims on one policy.
 
-Each claim is turned into a number and two bounds: the claim holds if the number lies between the
+Each claim is turned into a number with bounds: the claim holds if the number lies between the
 bounds. A claim gets a verdict only if the interval of its number lies entirely inside or entirely
 outside the bounds. The level is corrected for all claims of a study (Holm 1979), so that at most
 5 % of studies give a wrong verdict. There is no correction over several studies. The papers give no
@@ -147,8 +147,7 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
     beside = f"the share is 0.5 at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
     return [
         Judged(
-            f"the noise is that of a prompt's completions, not of the choice of prompts, "
-            f"G = {group_size}",
+            f"the noise is that of a prompt's completions, not of the prompts, G = {group_size}",
             "Critical Batch Size, HiLD at ICML 2026",
             f"share of the noise that comes from the choice of prompts, G = {group_size}",
             partial(population.law.prompt_share, group_size),
@@ -164,8 +163,8 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
     claim = Judged(
         "in mixed groups, the advantages of hard prompts are too low",
         "arXiv 2601.08521",
-        f"mean reward of a mixed group of {size} minus the prompt's success rate, for prompts that "
-        "also have a group of wrong answers only",
+        f"mean reward of a mixed group of {size} minus the prompt's success rate, for prompts with "
+        "another group that is all wrong",
         least=0.0,
     )
     if not is_binary(pool.rewards_PN):
@@ -182,8 +181,8 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
         return [replace(claim, reason=few)]
     longer = "; ".join(f"{name} {_text(groups.longer())}" for name, groups in bins.items())
     beside = (
-        f"the rarer the mixed groups of a prompt, the longer their gradients ({longer}), so an "
-        "update gives each prompt the same weight"
+        f"the gradients of mixed groups are longer in proportion to the rarity of such groups "
+        f"({longer}), so an update gives each prompt the same weight"
     )
     return [replace(claim, interval_at=bins["hard"].shift, beside=beside)]
 
@@ -196,8 +195,8 @@ def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
         FILTERED: Judged(
             "a filter by reward variance raises the signal-to-noise ratio",
             "RAGEN-2, arXiv 2604.06268",
-            "relative efficiency of a sampled rollout if only the groups with the largest reward "
-            f"variances, together {VARIANCE_SHARE} of the total, count, {where}",
+            "relative efficiency of a sampled rollout if only the groups with "
+            f"{VARIANCE_SHARE} of the reward variance count, {where}",
             least=1.0,
         ),
         BY_MEAN: Judged(
@@ -254,8 +253,7 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
             most=2 * STEP,
         ),
         Judged(
-            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} (prompts x G) have "
-            "similar errors",
+            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} have similar errors",
             source,
             f"extra error of {STEP // worst} x {worst} relative to {STEP // best} x {best}",
             lambda level: law.extra_error(worst, best, level),

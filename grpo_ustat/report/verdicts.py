@@ -22,9 +22,9 @@ from grpo_ustat.runs.record import (
 
 UNFINISHED = "unfinished"
 RULE = (
-    "The verdict on a run is disagrees if any of its claims disagrees after Holm's correction over "
-    "the run's claims. If no claim disagrees but at least one is not decided, the verdict is not "
-    "decided."
+    "The verdict on a run is 'disagrees' if any of its claims disagrees after Holm's correction "
+    "over the run's claims. If no claim disagrees but at least one is not decided, the verdict is "
+    "'not decided'."
 )
 COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNT_WORDS.values()]
 
