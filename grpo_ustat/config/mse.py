@@ -105,7 +105,7 @@ class MseConfig(Common):
             f"the rollouts of {self.pool}"
             if self.imports_pool
             else f"{self.dataset.name}: {most}{questions or 'all'} "
-            f"question{'s' * (questions != 1)} x {completions} completions"
+            f"question{'s' * (questions != 1)} with {completions} completions each"
         )
         sizes = ", ".join(map(str, self.group_sizes))
         reward = f", reward {self.rewards_plan}" if self.rewards_plan else ""
@@ -114,8 +114,9 @@ class MseConfig(Common):
             sampler = "; one process samples with vLLM and computes scores"
         policy = f"{self.model.name} (its adapters)" if self.scores_adapters else self.model.name
         return (
-            f"mse: {policy} on {source}; gradient error of {', '.join(self.baselines)} at "
-            f"G = {sizes} ({', '.join(self.study.methods)}){reward}{sampler}"
+            f"mse: {policy} on {source}; gradient error at G = {sizes} (baselines: "
+            f"{', '.join(self.baselines)}; methods: {', '.join(self.study.methods)})"
+            f"{reward}{sampler}"
         )
 
     @property
