@@ -87,7 +87,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
 def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
     """Return the numbers of questions available for studies and for training.
 
-    A number is inf if it cannot be read from the configuration or the file.
+    If a number cannot be read from the configuration or the file, it is inf (no known limit).
     """
     train = dataset.get("train_size") or math.inf
     if dataset.get("kind") == "one_step":

@@ -102,8 +102,8 @@ def sentences(result: OffPolicy, study: Study) -> list[str]:
     kl = result.kl
     return [
         f"The KL divergence between {result.written_by} and {result.policy} is {kl.estimate:.2g} "
-        f"[{kl.low:.2g}, {kl.high:.2g}] nats per token. With importance weights, the effective "
-        f"sample size is {share_text(result.effective_tokens)} of the tokens and "
+        f"[{kl.low:.2g}, {kl.high:.2g}] nats per token. Importance weights reduce the effective "
+        f"sample size to {share_text(result.effective_tokens)} of the tokens and "
         f"{share_text(result.effective_completions)} of the completions.",
         *efficiencies,
     ]
@@ -112,7 +112,8 @@ def sentences(result: OffPolicy, study: Study) -> list[str]:
 def tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
     """Return tables of relative efficiency; the terminal shows only the first.
 
-    The other tables contain the losses that published claims refer to, and all numbers.
+    The other tables, with the losses that published claims refer to and with all numbers, are only
+    on the page.
     """
     shown = []
     for result in results_by_study.values():
