@@ -164,7 +164,7 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
     seeds = [seed for seed in seeds if all((rollouts, size, seed) in grid for size in sizes)]
     if len(seeds) < MIN_SEEDS:
         raise ConfigError(
-            f"at n={rollouts} only {len(seeds)} seeds were run with every G of {sizes}, but "
+            f"n={rollouts} has {len(seeds)} seeds that were run with every G of {sizes}, but "
             f"{MIN_SEEDS} are needed"
         )
     rows = []
@@ -230,8 +230,7 @@ class Comparison:
                 notes=["The 95 % intervals cover the variation between seeds, but not the "
                        "variation from drawing other test questions. Differences from the largest "
                        "mean are paired by seed. Their intervals hold simultaneously for all G "
-                       "(Bonferroni)."
-                       ],
+                       "(Bonferroni)."],
                 data=self.rows,
                 headings=True,
             ),

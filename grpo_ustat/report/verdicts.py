@@ -96,8 +96,7 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
                "correction over the run's claims. A claim disagrees if the corrected p-value is "
                "at most 0.05. The column severity names other outcomes that would also have "
                "counted as agreement. The file claims.csv and the page of each run explain how a "
-               "claim is "
-               "decided."],
+               "claim is decided."],
         data=data,
         headings=True,
         sentences=("claim", "severity"),
