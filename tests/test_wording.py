@@ -92,7 +92,7 @@ def test_terminal_of_a_study_that_draws_until_it_decides(check, capsys, request)
     folder = EXAMPLES / "decided"
     config = compose("mse", "study.until=decided")
     study.run(config, finished(folder))
-    answer = capsys.readouterr().out.partition("to run it again.\n")[2]
+    answer = capsys.readouterr().out.partition("repeats the study.\n")[2]
     looks = Study(RunRecord(folder)).result.looks
     lines = [wrapped(look_sentence(look)) for look in looks]
     command = "$ grpo-ustat mse model=tiny_base study.until=decided"

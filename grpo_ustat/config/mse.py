@@ -121,8 +121,9 @@ class MseConfig(Common):
             sampler = "; one process samples with vLLM and computes gradients"
         policy = f"{self.model.name} (its adapters)" if self.scores_adapters else self.model.name
         return (
-            f"mse: {policy} on {source}; gradient error of {', '.join(self.baselines)} at "
-            f"G = {sizes} ({', '.join(self.study.methods)}){reward}{sampler}"
+            f"mse: {policy} on {source}; gradient error at G = {sizes} (baselines: "
+            f"{', '.join(self.baselines)}; methods: {', '.join(self.study.methods)})"
+            f"{reward}{sampler}"
         )
 
     @property

@@ -301,21 +301,20 @@ def heavy_text(sample_tails: Tails, units: str) -> str:
         sample_tails: result of `tails`.
         units: plural name of the units in the sample, such as "questions".
 
-    >>> heavy_text(Tails(16.0, 5.0), "questions").split(" their ")[1]
-    'mean squared score norm is 25 % (at most 11 % is acceptable)'
+    >>> heavy_text(Tails(16.0, 5.0), "questions").split(": ")[1]
+    'the mean squared norm of their scores is known only to +- 25 % (+- 11 % is needed)'
     """
     size, carriers = sample_tails
     reasons: list[str] = []
     if size < MIN_EFFECTIVE:
         precision, needed = 1 / math.sqrt(size), 1 / math.sqrt(MIN_EFFECTIVE)
         reasons.append(
-            f"the relative standard error of their mean squared score norm is {precision:.0%} "
-            f"(at most {needed:.0%} is acceptable)"
+            f"the mean squared norm of their scores is known only to +- {precision:.0%} (+- "
+            f"{needed:.0%} is needed)"
         )
     if carriers < MIN_CARRIERS:
         reasons.append(
-            f"only {carriers:.1f} of them effectively determine a standard error (at least "
-            f"{MIN_CARRIERS} are needed)"
+            f"a standard error depends on only {carriers:.1f} of them ({MIN_CARRIERS} are needed)"
         )
     reason = ", and ".join(reasons).replace("%", " %")
     return f"95 % intervals may cover less than 90 % with so few {units}: {reason}"

@@ -1,7 +1,7 @@
-"""Test of Assumption 2: squared score norm and reward are uncorrelated given the prompt.
+"""Test of Assumption 2: given the prompt, squared score norm and reward are uncorrelated.
 
-The paper derives an ordering of errors from this assumption. The oracle baseline has a lower error
-than vanilla (no baseline) at every G. GRPO has a lower error than vanilla above some G.
+From this assumption, the paper derives two statements on errors: at every G, the oracle baseline
+has a lower error than vanilla (no baseline), and above some G, GRPO has a lower error than vanilla.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ ALL_EQUAL = (
 )
 
 
+# Name of the assumption with its meaning, for readers who have not read the paper.
+NAMED = "Assumption 2 (size of gradient and reward are uncorrelated)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assumption2:
     """Test of whether squared score norm and reward are uncorrelated given the question."""
@@ -44,17 +48,17 @@ class Assumption2:
     crossover_group_size: Interval
     # Share of zero-variance groups at the crossover group size.
     zero_variance_share_at_crossover: float | None
-    # True if the assumption is refuted for the questions of the study.
+    # True if the data of the study's questions refute the assumption.
     refuted: bool
     # Reason why a number is missing.
     reason: Sometimes[str] = None
 
 
 def measure(study: PoolStudy) -> Assumption2:
-    """Test the assumption, and measure the ordering of errors for new questions.
+    """Test the assumption on the study's questions, and compare errors for new questions.
 
-    The assumption is a hypothesis about every question. It is therefore refuted if it fails for
-    the questions of the study.
+    The assumption is a statement about every question. It is therefore refuted if it fails for the
+    questions of the study.
     """
     statistics = study.at_hand
     refuted = refutes_assumption2(statistics["share"], statistics["corr"])
@@ -93,7 +97,7 @@ def measure(study: PoolStudy) -> Assumption2:
 def sentences(record: Assumption2, study: Study) -> list[str]:
     """Return a sentence on the assumption and on the comparison of vanilla with GRPO.
 
-    No sentence is returned if the assumption is not refuted and the comparison is not decided.
+    The list is empty if the assumption is not refuted and the comparison is not decided either.
     """
     corr, difference = record.corr, record.av_minus_a0
     passes = record.crossover_group_size
@@ -111,11 +115,11 @@ def sentences(record: Assumption2, study: Study) -> list[str]:
         return []
     second = f"{ordering[0].upper()}{ordering[1:]}."
     if not record.refuted:
-        return [f"Assumption 2 is not refuted. {second}"]
+        return [f"{NAMED} is not refuted. {second}"]
     if not is_correlated(corr):
-        return [f"Assumption 2 fails, in different directions for different prompts. {second}"]
+        return [f"{NAMED} fails, in different directions for different prompts. {second}"]
     loud = worse if corr.estimate < 0 else better
-    first = f"Assumption 2 fails: {loud} answers have larger gradients"
+    first = f"{NAMED} fails: {loud} answers have larger gradients"
     return [f"{first}, so {ordering}." if follows else f"{first}. {second}"]
 
 
@@ -123,7 +127,7 @@ ASSUMPTION2 = Measurement("assumption2", Assumption2, measure, sentences, always
 
 
 def rewards_vary(study: Study) -> bool:
-    """Return True if rewards differ within some question; otherwise there is no gradient."""
+    """Return True if at least one question has different rewards; otherwise the gradient is 0."""
     return study.result.equal_rewards is None and study.need(ASSUMPTION2).corr.is_known
 
 
@@ -140,17 +144,17 @@ def _assumption_sentence(study: PoolStudy, scope: str) -> str:
         text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}], averaged over prompts"
     if not math.isfinite(share.low):
         return (
-            f"{text}. Assumption 2 was not tested: the test needs 6 completions per question and "
-            "several questions whose rewards vary."
+            f"{text}. Assumption 2 was not tested, because the test needs 6 completions per "
+            "question, and several questions with different rewards among their completions."
         )
     gain = (
-        f"The best prompt-only baseline, E[q Z]/E[q], lowers A_V by "
+        f"The best baseline that depends only on the prompt, E[q Z]/E[q], lowers A_V by "
         f"{percentage(share.estimate, 1)} [{percentage(share.low, 1)}, {percentage(share.high, 1)}]"
     )
     name = "Assumption 2 (squared score norm and reward are uncorrelated given the prompt)"
     if not refutes_assumption2(share, corr):
         return f"{name} is not refuted. {gain}. {text} ({scope})."
-    direction = "the sign of the correlation differs between prompts or is unclear"
+    direction = "the correlation has different signs for different prompts, or its sign is unclear"
     if not corr.low <= 0 <= corr.high:
         direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers have larger score norms"
     return f"{name} fails; {direction}. {gain}. {text} ({scope})."

@@ -1,4 +1,4 @@
-"""Measurements: results that a study computes from a pool, with sentences, tables and figures.
+"""Measurements: results that a study computes from a pool of scored completions, and their display.
 
 Each measurement is a `Measurement` object in a separate module. Other packages add measurements
 through the entry points `grpo_ustat.measurements`; users request them by name in
@@ -75,9 +75,9 @@ class PoolStudy:
     max_completion_length: int
     # Statistics of the pool by name; see `estimators.closed_form.ClosedForm`. Most measurements
     # use `population`, which is computed from `request`. Its intervals are for new questions,
-    # because a training step draws new questions. The errors of the gradient use `at_hand`. Its
-    # intervals are for the questions of the study if `interval` is "completions". They are for new
-    # questions if `interval` is "questions", as it is in AdamW's metric.
+    # because a training step draws new questions. The errors of the gradient use `at_hand`. The
+    # intervals of `at_hand` are for the questions of the study if `interval` is "completions", and
+    # for new questions if `interval` is "questions" (always so in AdamW's metric).
     population: ClosedForm
     at_hand: ClosedForm
     request: Request
@@ -99,7 +99,8 @@ class PoolStudy:
     losses: Sequence[Loss] = ()
     # Names of the reward functions, in the order of the pool's axis F.
     reward_names: Sequence[str] = ()
-    # None unless another policy, a reference policy or a correction was requested.
+    # Scores under another policy; None if the study requests no other policy, no reference policy
+    # and no correction.
     rescored: Rescored | None = None
 
 
@@ -162,7 +163,7 @@ def no_table(records: Mapping[Study, Any]) -> list[Table]:
 
 
 def by_pool(studies: Iterable[Study]) -> list[list[Study]]:
-    """Group studies that differ only in their losses and therefore share all other results."""
+    """Group studies that have the same pool: they differ only in their losses."""
     pools: dict[str, list[Study]] = {}
     for study in studies:
         of_pool = {

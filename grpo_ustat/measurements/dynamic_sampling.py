@@ -22,12 +22,13 @@ from grpo_ustat.runs.contents import Size
 WORTHWHILE_SAVING = 0.05
 COLUMNS = ("G", "groups kept", "generated per kept group", "break-even discarded / kept")
 NOTE = (
-    "Groups are drawn until enough of them have differing rewards (DAPO). The gradient estimate "
-    "keeps an unbiased direction, but its length is multiplied by the number of groups generated "
-    "per kept group. Surplus groups with differing rewards are discarded. Dynamic sampling needs "
-    "fewer rollouts than dropping zero-variance groups without replacement only if the ratio of "
-    "discarded to kept groups is below the value in the last column. Brackets contain intervals "
-    "over prompts. Their level is 95 %, but only at least 90 % in the last column."
+    "With dynamic sampling (DAPO), groups are drawn until enough of them have differing rewards. "
+    "The direction of the gradient estimate stays unbiased, but its length is multiplied by the "
+    "number of groups generated per kept group. If more groups with differing rewards were drawn "
+    "than a step needs, the surplus is discarded. The last column is the break-even: dynamic "
+    "sampling needs fewer rollouts than dropping zero-variance groups without replacement only if "
+    "the number of discarded groups per kept group is below this value. Brackets contain intervals "
+    "over prompts. Their level is at least 90 % in the last column and 95 % in the other columns."
 )
 
 
@@ -40,8 +41,8 @@ class DynamicSampling:
     kept: Interval
     # Number of groups generated per kept group.
     generated: Interval
-    # Largest ratio of discarded to kept groups at which dynamic sampling still saves rollouts. It
-    # equals the relative reduction of the error if no group is discarded.
+    # Largest number of discarded groups per kept group at which dynamic sampling still saves
+    # rollouts. It equals the relative reduction of the error if no group is discarded.
     break_even: Interval
 
 
@@ -69,8 +70,9 @@ def sentences(rows: list[DynamicSampling], study: Study) -> list[str]:
     if not most < WORTHWHILE_SAVING:
         return []
     return [
-        "Dynamic sampling is not worthwhile here: at the same number of rollouts it reduces the "
-        f"error by less than {100 * most:.1g} %."
+        "Dynamic sampling (drawing new groups in place of groups whose rewards are all equal) is "
+        "not worthwhile here: at the same number of rollouts it reduces the error by less than "
+        f"{100 * most:.1g} %."
     ]
 
 

@@ -84,7 +84,7 @@ def _draw(
     notes: Sequence[str],
     title: str = "",
 ) -> None:
-    """Draw panels of errors and, below each, ratios to the oracle's error if any is known.
+    """Draw panels of errors, each with the ratios to the oracle's error below it if any are known.
 
     Args:
         grid: Rows of panels.
@@ -123,12 +123,12 @@ def bands_text(studies: Iterable[Study]) -> str:
     )
     paired = any(study.need(RATIOS) for study in studies)
     return (
-        f"Bands: 95 % intervals, {' or '.join(words)}{'; intervals of ratios are paired' * paired}."
+        f"Bands are 95 % intervals {' or '.join(words)}{'; those of ratios are paired' * paired}."
     )
 
 
 def widest_setting(study: Study) -> str:
-    """Return the study's setting with the most baselines; the earliest setting wins a tie."""
+    """Return the study's setting with the most baselines; if several have the most, the first."""
     baselines: dict[str, set[str]] = {}
     for row in study.need(CURVES):
         baselines.setdefault(row.setting, set()).add(row.baseline)

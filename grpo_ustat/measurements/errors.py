@@ -1,8 +1,9 @@
 """Errors of the gradient for each baseline and G, and ratios of these errors to the oracle's error.
 
-A closed-form error is computed from its formula. The error of any other baseline is computed from
-all groups of the pool, for a fixed number of rollouts of new questions. The Monte Carlo method
-estimates errors from randomly drawn groups.
+There are three methods. Some baselines have a closed form, so their errors are computed from a
+formula. The error of any other baseline is computed from all groups of completions in the pool, for
+a fixed number of rollouts of new questions. The Monte Carlo method estimates errors from randomly
+drawn groups.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ NEED_VALUES = ("oracle", "optimal")
 WORSE = "*"
 WORSE_NOTE = (
     f"{WORSE} marks an error significantly above the smallest error in its row: the intervals do "
-    "not overlap. Only unbiased baselines that do not need each question's expected reward are "
-    "compared."
+    "not overlap. The comparison leaves out biased baselines, and baselines that need each "
+    "question's expected reward (oracle and optimal)."
 )
 BIASED_NOTE = (
-    "Biased baselines: {}. Most of the error of a biased baseline comes from the length of the "
-    "estimates, which matters little in training. Compare relative efficiencies instead of errors "
-    "(objectives=[NAME])."
+    "Biased baselines: {}. Most of the error of a biased baseline comes from the wrong length of "
+    "the gradient estimate, which matters little in training. To compare a biased baseline, "
+    "measure its relative efficiency instead of its error (objectives=[NAME])."
 )
 
 
@@ -71,7 +72,7 @@ class CurveRow:
     baseline: str
     # Vector that the estimate is compared with.
     target: str
-    # How a batch draws questions: each of the study's questions once, or random questions with
+    # Questions of a batch: each of the study's questions once, or questions drawn at random with
     # replacement.
     setting: Setting
     # Population that the interval refers to: new completions of the study's questions, or new
@@ -87,7 +88,7 @@ class CurveRow:
     mse: NumberOrNull
     low: NumberOrNull
     high: NumberOrNull
-    # Number of draws; null if the error has a closed form or uses all groups of the pool.
+    # Number of Monte Carlo draws; null for the other two methods.
     replicates: Count | None
     # Squared bias and variance, whose sum is the mean squared error.
     bias2: NumberOrNull
@@ -130,7 +131,7 @@ class GradientNorm:
     """Squared norm of the gradient, ||grad J||^2."""
 
     grad_sq: Interval
-    # Reason why relative errors are null; absent if no method has null relative errors.
+    # Reason why the relative errors of some methods are null; absent if none is null.
     reason: Sometimes[str] = None
 
 
@@ -255,7 +256,7 @@ def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
 def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
     """Return tables of errors by G and baseline, and a table with all numbers of each point.
 
-    In the table of all numbers, a column with a single value becomes a note.
+    If a column of the second kind of table has the same value in all rows, a note gives this value.
     """
     ((study, curves),) = rows_by_study.items()
     rows = [
@@ -272,7 +273,7 @@ def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
         f"{key.replace('_', ' ')} = {rows[0][key]}" for key in same if rows[0][key] is not None
     ]
     differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"All rows have {', '.join(values)}. Brackets contain 95 % intervals."
+    note = f"In all rows: {', '.join(values)}. Brackets contain 95 % intervals."
     details = rows_table("Mean squared error of the gradient", differing, note)
     *first, last = (_by_baseline(study, of_kind) for of_kind in _by_kind(curves))
     last = replace(last, notes=[*last.notes, *_biased_note(curves)])
@@ -288,7 +289,7 @@ def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table
         | {"ratio_low": None, "ratio_high": None}
         for row in ratios
     ]
-    note = "Brackets contain paired 95 % intervals."
+    note = "Both errors are from the same completions. Brackets contain paired 95 % intervals."
     return [rows_table("Ratio of the gradient error to the oracle's", rows, note)] if rows else []
 
 

@@ -1,8 +1,8 @@
 """Answer of a study: the best G, the extra error of other G, and the noise of a training step.
 
-At a fixed number of rollouts n, the ratio of the errors at two group sizes does not depend on n.
-Only the admissible group sizes depend on n, because they must divide n. A study can therefore
-answer for any n.
+If two group sizes G use the same number of rollouts n, the ratio of their errors does not depend on
+n. Only the set of possible group sizes depends on n, because G must divide n. One study can
+therefore answer for any n.
 """
 
 from __future__ import annotations
@@ -81,21 +81,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WHY_FIXED_ROLLOUTS = (
-    "If every batch contains all questions, the error falls with G, because a larger G draws more "
-    "completions of the same questions. A training step has a fixed number of rollouts. A larger G "
-    "then leaves fewer prompts, so there is a best G."
+    "There is a best G because a training step has a fixed number of rollouts, so a larger G "
+    "leaves fewer prompts. If every batch contains all questions instead (all_questions_once), the "
+    "error falls with G, because a larger G draws more completions of the same questions."
 )
-# The number of questions at which nine in ten studies decide is printed only if it is at most this
-# multiple of the number at which half of the studies decide.
+# A study without a best G prints the numbers of questions at which half and nine in ten of similar
+# studies decide. The second number is printed only if it is at most this multiple of the first.
 USEFUL_RATIO = 10
-# The answer gives the extra errors of the group sizes at these positions relative to the best
-# admissible G.
+# The answer gives the extra errors of the next smaller and the next larger group size that divides
+# n.
 NEIGHBOUR_OFFSETS = (-1, 1)
 # Largest G in the table of extra errors, unless twice the best G is larger.
 MAX_SHOWN = 64
 EXTRA_ERROR_NOTE = (
-    "The error is the mean squared error of the leave-one-out gradient, without division by a std. "
-    "The 95 % intervals are for new questions and hold simultaneously for all G."
+    "The error is the mean squared error of the leave-one-out gradient. Its advantages are not "
+    "divided by a standard deviation. The 95 % intervals are for new questions: they include the "
+    "variation from drawing other questions. They hold simultaneously for all G."
 )
 # Quantities in the tables on the scaling law, other definitions of the best G and Assumption 2.
 LAW_ROWS = {"c1": "C1", "c2": "C2", "c3": "C3", "gstar": "G*"}
@@ -117,9 +118,10 @@ NOISE_COLUMNS = {
     "prompt_share": "share of noise from prompts",
 }
 NOISE_NOTE = (
-    "n_c is the number of rollouts per step at which half of E||ghat||^2 is noise. Its number of "
-    "tokens counts each prompt once per group. The estimator is leave_one_out with independently "
-    "drawn prompts. Brackets contain 95 % intervals."
+    "The noise scale n_c is the number of rollouts per step at which half of E||ghat||^2, the mean "
+    "squared norm of the gradient estimate, is noise. If n_c is given in tokens, each prompt is "
+    "counted once per group. The estimator is leave_one_out with independently drawn prompts. "
+    "Brackets contain 95 % intervals."
 )
 EXTRA_ERROR = "extra gradient error at\na fixed number of rollouts (%)"
 # Minimum ratio of two labelled group sizes, so that the labels do not overlap.
@@ -163,8 +165,7 @@ class Scaling:
     # Sampling covariance of the estimates of C1, C2, C3, and its degrees of freedom.
     covariance: Sometimes[tuple[Three, Three, Three]] = None
     dof: Sometimes[float] = None
-    # Best G that divides n, keyed by n. For a prime n, the best G that divides the next multiple
-    # of 8.
+    # Best G that divides n, keyed by n. A prime n is replaced by the next multiple of 8.
     best_divisor: Sometimes[dict[str, Size]] = None
     # Error at a fixed number of rollouts, for each G.
     curve: list[FixedCost]
@@ -223,7 +224,7 @@ class Noise:
 
 
 def measure_scaling(study: PoolStudy) -> Scaling:
-    """Measure the scaling law for new questions and the best G for common numbers of rollouts."""
+    """Measure the scaling law for new questions, and the best G at common numbers of rollouts."""
     population, best_divisor = study.population, None
     law, gstar = population.law, population["gstar"]
     if math.isfinite(gstar.estimate):
@@ -284,7 +285,7 @@ def measure_noise(study: PoolStudy) -> Noise:
 def _scaled_size(best: Interval) -> float | None:
     """Return the best G, or None if its interval has no upper end.
 
-    Without an upper end, the least noise scale is unknown.
+    In the second case, the smallest noise scale over G is unknown.
     """
     return best.estimate if math.isfinite(best.estimate) and math.isfinite(best.high) else None
 
@@ -293,8 +294,8 @@ def summary_text(study: PoolStudy) -> str:
     """Return the summary of a study.
 
     The summary states whether Assumption 2 is refuted and which baseline has the lower error. It
-    mentions G* only if the interval of G* is missing or has no upper end. Otherwise the answer of
-    the study gives this interval.
+    mentions G* only if the interval of G* is missing or has no upper end, because the answer of
+    the study gives a complete interval.
     """
     rewards_PN, best = study.pool.rewards_PN, study.population["gstar"]
     if (rewards_PN == rewards_PN[:, :1]).all():
@@ -332,7 +333,7 @@ def decision_sentence(study: Study, rollouts: int) -> str:
     text = costs_sentence(costs)
     if divisible != rollouts:
         text = f"With {rollouts} rollouts per step, only G = {rollouts} is possible. {text}"
-    # The sizes that divide n can be decided among, although G* has no interval.
+    # A size that divides n may be decided even if G* has no interval.
     return f"{sentence} {text}" if scaling.is_decided else text
 
 
@@ -355,7 +356,7 @@ def best_size_sentence(study: Study) -> str:
 
 
 def _prior_sentence(scaling: Scaling) -> str:
-    """Return a sentence for a best G whose upper end comes from the prior."""
+    """Return a sentence for a G* whose interval has an upper end only because of the prior."""
     low = scaling.law.gstar_of_data().low
     return (
         f"The upper end comes from the prior (study.prior={scaling.prior}): the data alone show "
@@ -390,7 +391,7 @@ def _prompts_text(half: float, most: float) -> str:
 
 
 def costs_sentence(costs: GroupSizeCosts) -> str:
-    """Describe the best admissible G and the extra errors of neighbouring sizes, in sentences.
+    """Describe the best G that divides n, and the extra errors of the neighbouring sizes.
 
     >>> extra = {2: Interval(0.4, 0.3, 0.5), 4: Interval(0, 0, 0)}
     >>> costs_sentence(GroupSizeCosts(4, 4, extra, 0.05)).split(": ")[1]
@@ -431,7 +432,7 @@ def noise_sentence(study: Study, rollouts: int, group_size: int | None = None) -
     Args:
         rollouts: Number of rollouts per training step, n.
         group_size: Group size G. If None, G is the best size that divides n, or 8 if the best size
-            is not decided. The sentence describes the measured group size nearest to G.
+            is not decided. The noise is given for the measured group size nearest to G.
     """
     if not rewards_vary(study):
         return ""
@@ -447,8 +448,8 @@ def interval_note(study: Study) -> str:
     questions = study.result.questions
     if questions < MIN_QUESTIONS:
         return (
-            "The 95 % intervals are conditional on these questions. Intervals for new questions "
-            f"need at least {MIN_QUESTIONS} questions."
+            "The 95 % intervals are conditional on these questions, because intervals for new "
+            f"questions need at least {MIN_QUESTIONS} questions."
         )
     return (
         f"The 95 % intervals are for new questions like these {questions}. The intervals for G* "
@@ -457,9 +458,9 @@ def interval_note(study: Study) -> str:
 
 
 def extra_error_table(study: Study) -> Table | None:
-    """Return a table of the extra error of each admissible G relative to the recommended G.
+    """Return a table of the extra error of each G that divides n, relative to the recommended G.
 
-    Return None if no G can be recommended.
+    The result is None if no G can be recommended.
     """
     if not rewards_vary(study):
         return None
@@ -509,17 +510,17 @@ def _prior_tables(scaling: Scaling) -> list[Table]:
         return []
     by_source = {DATA_ALONE: data}
     note = (
-        "Intervals contain 95 %. No prior is used (study.prior=none): a G is recommended only if "
-        "the interval of the data alone supports it."
+        "The interval has level 95 %. No prior is used (study.prior=none): a G is recommended only "
+        "if the interval of the data alone supports it."
     )
     if prior.exponents:
         ends = (1 + math.sqrt(ratio) for ratio in prior.ratio_quantiles(CONFIDENCE))
         low, middle, high = ends
         by_source |= {PRIOR_ALONE: Interval(middle, low, high), DATA_AND_PRIOR: scaling.gstar}
         note = (
-            f"Intervals contain 95 %. The prior (study.prior={prior.name}) consists of two "
-            "densities of C1/C3. Its interval contains the central 95 % of both, and a recommended "
-            "G must be supported under both."
+            f"The intervals have level 95 %. The prior (study.prior={prior.name}) consists of two "
+            "probability densities of C1/C3. The interval of the prior alone contains the central "
+            "95 % of each density. A G is recommended only if it is supported under each density."
         )
     rows: list[list[Cell]] = [
         [source, *(x if math.isfinite(x) else None for x in interval)]
@@ -529,7 +530,7 @@ def _prior_tables(scaling: Scaling) -> list[Table]:
 
 
 def _quantity_rows(record: Scaling | Assumption2, names: Mapping[str, str]) -> list[list[Cell]]:
-    """Return a row for each named number of a record, with the interval if there is an interval."""
+    """Return a row for each named number of a record, with its interval if it has one."""
     rows: list[list[Cell]] = []
     for key, name in names.items():
         value = getattr(record, key)
@@ -581,8 +582,9 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         "are drawn independently."
     )
     crossover = (
-        "Vanilla has no baseline. A dash (-) marks values that are not finite. A_V is the size of "
-        "the gradient noise with the oracle baseline. A_0 is its size without a baseline."
+        "Vanilla is the gradient without a baseline. A_V is the size of the gradient noise with "
+        "the oracle as baseline, and A_0 is the size without a baseline. A dash (-) marks a value "
+        "that is unknown or infinite."
     )
     quantity = policies_quantity(studies)
     return Table(
@@ -599,8 +601,8 @@ def joint_table(studies: Sequence[Study], study_keys: Sequence[str]) -> Table:
         notes=[law, crossover, interval_note],
         data=data,
         figure_notes=[
-            "Markers are group sizes that divide n. The best size has an extra error of 0. "
-            f"{interval_note}"
+            "Markers are the group sizes that divide n. The extra error is relative to the best of "
+            f"these sizes, whose extra error is 0. {interval_note}"
         ],
         headings=True,
     )
@@ -692,18 +694,18 @@ def _set_axes(axes: Axes, sizes: Sequence[int], limit: float) -> None:
 
 
 def _limit(costs: GroupSizeCosts) -> float:
-    """Return the upper limit of the axis of G that shows extra errors up to `TOP_PERCENT`."""
+    """Return the largest G on the axis, so that extra errors up to `TOP_PERCENT` are visible."""
     shown = [size for size, extra in costs.extra.items() if 100 * extra.estimate <= TOP_PERCENT]
     return max([32, *shown]) * 2.2
 
 
 def _draw_curve(axes: Axes, law: ScalingLaw, costs: GroupSizeCosts, colour: str) -> None:
-    """Plot the extra error relative to the best admissible G, with simultaneous bands."""
+    """Plot the extra error relative to the best G that divides n, with simultaneous bands."""
     grid = np.geomspace(2, max(costs.extra), 200)
     curve = [law.extra_error(size, costs.best) for size in grid]
     heights, lows, highs = (100 * np.array(ends) for ends in zip(*curve, strict=True))
     axes.plot(grid, heights, color=colour, linewidth=1.5)
-    # Infinite upper ends are clipped far above the visible range.
+    # An infinite upper end cannot be drawn, so it is moved to a point far above the visible range.
     highs = np.minimum(highs, 10 * TOP_PERCENT)
     axes.fill_between(grid, lows, highs, color=colour, alpha=0.2, linewidth=0)
 
@@ -748,7 +750,7 @@ def scaling_panel(axes: Axes, scaling: Scaling, rollouts: int) -> None:
             continue
         is_best = size == costs.best
         axes.plot(size, 100 * extra.estimate, "o", color=colour, markersize=6)
-        # Costs relative to an unknown best size are not meaningful.
+        # If the best size is unknown, an extra error relative to it has no meaning.
         if not bounded or size not in named:
             continue
         axes.annotate(

@@ -48,7 +48,7 @@ LOSS_TYPE_WORDS = {
     "vespo": "mean over the update's tokens",
     "bnpo": "mean over each micro-batch's tokens",
 }
-# Text shown in place of an unknown cosine.
+# Text that is shown if a cosine is unknown.
 NOT_KNOWN = "not known"
 # Descriptions of the row filters of a loss.
 FILTER_WORDS = {
@@ -58,15 +58,16 @@ FILTER_WORDS = {
     "advantage_threshold": "|advantage| of {:g} or more",
 }
 EFFICIENCY_NOTE = (
-    "The relative efficiency is the number of rollouts of the unbiased leave-one-out gradient that "
-    "are worth one rollout of the loss, at the first update on a batch. The 95 % intervals are for "
-    "new questions. All losses and G are measured on the same questions."
+    "The relative efficiency compares a loss with the unbiased leave-one-out gradient: one rollout "
+    "with the loss is worth this many rollouts with that gradient, at the first update on a batch. "
+    "The 95 % intervals are for new questions. All losses and G are measured on the same questions."
 )
 NOISE_NOTE = "The share of noise is the fraction of an update's squared norm that is noise."
 # Mark for a relative efficiency that is significantly lower than at the best G of the loss.
 WORSE = "*"
 WORSE_SIZE_NOTE = (
-    f"{WORSE} marks an efficiency significantly lower than at the best G of the same loss."
+    f"{WORSE} marks an efficiency significantly lower than the efficiency of the same loss at its "
+    "best G."
 )
 UNDECIDED = "not decided"
 BARS_NOTE = "Bars are 95 % intervals for new questions. At each G, losses are shifted horizontally."
@@ -96,8 +97,8 @@ class LossEfficiency:
     rollouts: Size
     # Group size, G.
     group_size: Size
-    # Share of the sampled groups that the update uses; present only if the loss replaces the
-    # other groups.
+    # Share of the sampled groups that the update uses; present only if the loss replaces
+    # zero-variance groups.
     kept: Sometimes[Interval] = None
     unbiased_direction: bool
     # Number of rollouts of the unbiased estimate at the same G that are worth one rollout of the
@@ -178,8 +179,8 @@ def efficiency_sentences(
 ) -> list[str]:
     """Return sentences on the relative efficiency, direction and best G of each loss.
 
-    The efficiency is given at the measured G nearest to 8. Losses with the same result share a
-    sentence.
+    The efficiency is given at the measured G nearest to 8. If several losses have the same result,
+    one sentence names all of them.
 
     Args:
         wrote: Text after the name of the loss, for example with the policy that wrote the rollouts.
@@ -224,8 +225,8 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
     drawn = ""
     if row.kept is not None:
         drawn = (
-            f"; an update uses {efficiency_text(row.kept)} of the sampled groups, and the cost of "
-            "the others is not counted"
+            f"; an update uses a share of {efficiency_text(row.kept)} of the sampled groups, and "
+            "the cost of the unused groups is not counted"
         )
     return (
         f"{where} the relative efficiency of {name} is {efficiency_text(row.efficiency_same_g)} "
@@ -234,7 +235,7 @@ def _sentence(names: str, rows: Sequence[LossEfficiency], wrote: str, compared: 
 
 
 def _best_size_text(rows: Sequence[LossEfficiency], measured: Sequence[LossEfficiency]) -> str:
-    """Describe the best G of a loss, with a caveat if a G that was not measured may be better."""
+    """Describe the best G of a loss; call it the best measured G if another G may be better."""
     if len(measured) == 1:
         return "no other G was measured"
     best = next(row.group_size for row in measured if row.best)

@@ -123,7 +123,7 @@ def loss_panels(rows_by_study: Mapping[Study, list[LossEfficiency]]) -> list[Los
 def _measured_alike(rows: Sequence[LossEfficiency], others: Sequence[LossEfficiency]) -> bool:
     """Return True if two studies have equal results for a loss, up to rounding errors.
 
-    Rounding errors differ because the studies sum over different numbers of losses.
+    Equal results can differ by rounding, because a study computes all its losses in joint sums.
     """
 
     def texts(row: LossEfficiency) -> list[Any]:

@@ -24,18 +24,19 @@ from grpo_ustat.measurements.group_size import SCALING, prompts_to_decide
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.runs.study_parts import CompletionCounts
 
-# Largest number of questions to add in one step, as a multiple of the current number.
+# The next study adds at most this multiple of the current number of questions.
 MAX_FOLLOW_UP = 3
 # Fields of a study that the next study does not inherit.
 SINGLE_STUDY_FIELDS = ("questions", "part", "cut_at")
 
 
 def next_step(study: Study, rollouts: int | None = None) -> str:
-    """Return the next step, as a command if possible: train with the best G, or study more.
+    """Return the next step, as a command if possible: train with the best G, or measure more data.
 
     Args:
         rollouts: Number of rollouts per training step, n; None for the number in the study's
-            configuration. This number is halved until there are enough training questions.
+            configuration. If the data set has too few training questions for a step, n is halved
+            until it has enough.
     """
     config, result = study.run.config, study.result
     if result.equal_rewards is not None:
@@ -43,7 +44,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
     rollouts = divisible_rollouts(rollouts or study.rollouts)
     costs = study.need(SCALING).law.costs(rollouts)
     best = costs.best if costs.tolerance is not None else None
-    # The rollouts come from another framework, which also does the training.
+    # If the rollouts come from a file, another framework logged them and also does the training.
     if (config.get("pool") or "").endswith(".parquet"):
         if best is None:
             model = [x for x in policy_overrides(config) if x.startswith(("model", "temperature"))]
@@ -60,7 +61,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
         if rollouts // best > most:
             return (
                 f"add training questions: {_place(config)} has {most}, but a step with the best G "
-                f"needs at least {rollouts // best}"
+                f"needs at least {rollouts // best} prompts"
             )
         sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(study, best)}"]
         # `train` refuses `replace` because it does not draw replacement groups.
@@ -86,7 +87,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
 def _questions_there(dataset: Mapping[str, Any]) -> tuple[float, float]:
     """Return the numbers of questions available for studies and for training.
 
-    A number is inf if it cannot be read from the configuration or the file.
+    If a number cannot be read from the configuration or the file, it is inf (no known limit).
     """
     train = dataset.get("train_size") or math.inf
     if dataset.get("kind") == "one_step":
@@ -107,7 +108,7 @@ def _place(config: Mapping[str, Any]) -> str:
 
 
 def _questions_for_best(study: Study) -> int:
-    """Return the number of questions that a further study needs to find the best G."""
+    """Return the number of questions that the next study should have to find the best G."""
     half, most = prompts_to_decide(study.need(SCALING))
     follow_up = (1 + MAX_FOLLOW_UP) * study.result.questions
     return int(min(most, max(half, follow_up) if math.isfinite(half) else follow_up))
@@ -116,8 +117,8 @@ def _questions_for_best(study: Study) -> int:
 def _best_of_loss(study: Study, best: int) -> int:
     """Return the best G for the study's objective.
 
-    This is `best`, the best G of the unbiased gradient, unless the study measured a significantly
-    better G for the objective.
+    If the study measured the objective and another G is significantly better for it, this G is
+    returned. Otherwise the result is `best`, the best G of the unbiased gradient.
     """
     name = study.run.value("objective.name")
     rows = [row for row in study.of(LOSSES) or [] if row.loss == name]
@@ -130,7 +131,7 @@ def _best_of_loss(study: Study, best: int) -> int:
 
 
 def _equal_rewards_step(equal: CompletionCounts, config: Mapping[str, Any]) -> str:
-    """Return the next step if all rewards are equal; it depends on the most frequent outcome."""
+    """Return the next step if all rewards are equal, depending on the most frequent outcome."""
     names = ("right", "cut", "no_answer", "wrong")
     counts = {name: getattr(equal, name) or 0 for name in names}
     fate = max(names, key=counts.__getitem__)
@@ -187,7 +188,7 @@ def study_overrides(config: Mapping[str, Any]) -> list[str]:
     values = yaml.safe_load((CONF / "mse.yaml").read_text())
     budget = yaml.safe_load((CONF / "budget" / "study.yaml").read_text())
     seed = yaml.safe_load((CONF / "common.yaml").read_text())["seed"]
-    # A stored configuration may come from another version; only fields that still exist are used.
+    # A stored configuration may be from another version, so only fields that still exist are used.
     fields = values["study"].keys() - set(SINGLE_STUDY_FIELDS)
     study = {key: x for key, x in config["study"].items() if key in fields}
     if not set(study.get("methods", ())) <= set(METHODS):
@@ -214,7 +215,7 @@ def objective_overrides(config: Mapping[str, Any]) -> list[str]:
     """Return overrides that select the objective and baseline of a study or training run."""
     objective, baseline = config.get("objective") or {}, config.get("baseline") or {}
     if objective.get("name") not in PRESETS or baseline.get("name") not in BASELINES:
-        # The study ran with another version or with a baseline that is not registered here.
+        # The study ran in another version, or with a baseline that is not installed here.
         return []
     preset = PRESETS[objective["name"]]
     chosen = preset.baseline

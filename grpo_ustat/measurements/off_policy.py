@@ -31,14 +31,15 @@ from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import distinguishing_keys
 
 DRIFT_NOTE = (
-    "Effective share: effective sample size of the importance weights w, (sum w)^2 / sum w^2, "
-    "divided by the number of weights."
+    "The effective share is the effective sample size of the importance weights w, "
+    "(sum w)^2 / sum w^2, divided by the number of weights."
 )
 LAG_NOTE = (
-    "Relative efficiency: one rollout that another policy wrote, used with the loss, is worth this "
-    "many rollouts of the current policy, used with the unbiased leave-one-out gradient at the "
-    "same G; 95 % intervals for new questions. Nats per token: KL(policy that wrote the rollouts "
-    "|| current policy)."
+    "The efficiency compares rollouts that another policy wrote with rollouts of the current "
+    "policy. One rollout of the other policy, used with the loss, is worth this many rollouts of "
+    "the current policy, used with the unbiased leave-one-out gradient at the same G. The 95 % "
+    "intervals are for new questions. The column nats per token is the KL divergence KL(policy "
+    "that wrote the rollouts || current policy)."
 )
 
 
@@ -52,11 +53,10 @@ class OffPolicy:
     policy: str
     # Reference policy of a KL penalty.
     reference: str
-    # Kind of comparison. "lag": an earlier policy wrote the rollouts, which are compared with
-    # rollouts of `policy`. "gap": the sampler that produced a rollout file wrote the rollouts,
-    # which are compared with the same rollouts weighted by exact importance ratios. "penalty":
-    # `policy` wrote the rollouts; a loss with a KL penalty is compared with the unbiased gradient
-    # without a penalty.
+    # Kind of comparison. "lag": rollouts of an earlier policy are compared with rollouts of
+    # `policy`. "gap": rollouts from a file, written by its sampler, are compared with the same
+    # rollouts weighted by exact importance ratios. "penalty": on rollouts of `policy`, a loss with
+    # a KL penalty is compared with the unbiased gradient without a penalty.
     question: str
     # True if any loss has a penalty.
     penalised: bool
@@ -102,8 +102,8 @@ def sentences(result: OffPolicy, study: Study) -> list[str]:
     kl = result.kl
     return [
         f"The KL divergence between {result.written_by} and {result.policy} is {kl.estimate:.2g} "
-        f"[{kl.low:.2g}, {kl.high:.2g}] nats per token. With importance weights, the effective "
-        f"sample size is {share_text(result.effective_tokens)} of the tokens and "
+        f"[{kl.low:.2g}, {kl.high:.2g}] nats per token. Importance weights reduce the effective "
+        f"sample size to {share_text(result.effective_tokens)} of the tokens and "
         f"{share_text(result.effective_completions)} of the completions.",
         *efficiencies,
     ]
@@ -112,7 +112,8 @@ def sentences(result: OffPolicy, study: Study) -> list[str]:
 def tables(results_by_study: Mapping[Study, OffPolicy]) -> list[Table]:
     """Return tables of relative efficiency; the terminal shows only the first.
 
-    The other tables contain the losses that published claims refer to, and all numbers.
+    The other tables, with the losses that published claims refer to and with all numbers, are only
+    on the page.
     """
     shown = []
     for result in results_by_study.values():
@@ -154,9 +155,9 @@ def _compared(result: OffPolicy) -> str:
 
 def _notes(result: OffPolicy) -> list[str]:
     notes = [
-        "Relative efficiency: number of rollouts of the comparison that are worth one rollout of "
-        f"the loss. Comparison: {_compared(result)}. 95 % intervals for new questions, paired "
-        "across losses and G."
+        f"The relative efficiency compares a loss with {_compared(result)}: one rollout with the "
+        "loss is worth this many rollouts of this alternative. The 95 % intervals are for new "
+        "questions. All losses and G are measured on the same completions."
     ]
     if result.penalised:
         notes.append(

@@ -24,7 +24,7 @@ def study_title(study: Study) -> str:
 
 
 def panel_title(study: Study) -> str:
-    """Return a panel title for one of several studies: policy, mean reward, data set, pool size."""
+    """Return the title of one panel among several studies: policy, mean reward, data set, size."""
     run, policy = study.run, study.result.policy
     mean, low, high = policy.mean_reward
     seed = f", seed {run.config['seed']}" if run.config["seed"] else ""

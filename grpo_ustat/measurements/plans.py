@@ -34,9 +34,9 @@ from grpo_ustat.pages.tables import Table, enumeration
 from grpo_ustat.runs.contents import Size, Sometimes, content_of, keys_of
 from grpo_ustat.runs.record import distinguishing_keys
 
-# Plans that published claims are about; they are measured with these claims.
+# Plans that published claims refer to; a study of published claims measures them too.
 CLAIMED = ("vip", "p_one_minus_p", "knapsack")
-# Estimates that trainers use; the other estimates are remedies.
+# Estimates that trainers use; the other estimates are remedies for the bias of a plan.
 USUAL = ("per_rollout", "per_prompt")
 ESTIMATE_WORDS = {
     "per_rollout": "each rollout weighs the same",
@@ -48,15 +48,16 @@ ESTIMATE_WORDS = {
 # Success rates in the table and in the sentence, of those in `RATES`.
 SHOWN_RATES = (0.1, 0.9)
 HARD_RATE = SHOWN_RATES[0]
-# Smallest change of a prompt's weight that a sentence calls a bias.
+# A sentence reports a bias if a prompt's weight differs from 1 by more than this number.
 BIAS = 0.1
 # Estimate of the lines in the figure. Weights outside the range are drawn at its ends.
 DRAWN_ESTIMATE, DRAWN_WEIGHTS = "per_rollout", (0.05, 20.0)
-# Plans whose weights differ from 1 by at most this number are named beside the unbiased line.
+# If the weights of a plan differ from 1 by at most this number, the legend names the plan beside
+# the unbiased line.
 FLAT = 1e-6
 FIGURE_NOTE = (
-    "Weights are 1 at success rate 1/2. Each trained rollout of a batch weighs the same, as with "
-    "losses that average over tokens."
+    "The weight is set to 1 at success rate 1/2. All trained rollouts of a batch have the same "
+    "weight in the update, as with losses that average over tokens."
 )
 COLUMNS = (
     "plan", "estimate", "mean G", "generated", "trained", "cosine",
@@ -64,14 +65,16 @@ COLUMNS = (
 )  # fmt: skip
 NOTES = (
     "A plan decides from the rewards drawn so far how many completions a prompt gets. An "
-    "efficiency is the number of rollouts of leave_one_out at its best fixed G that are worth one "
-    "rollout of the plan, if generated rollouts are counted, and if trained rollouts are counted. "
-    "Brackets contain 95 % intervals for new questions.",
-    "The weight is how much a prompt counts in the expected update if 10 % or 90 % of its "
-    "completions are right, relative to an unbiased gradient and to prompts with 50 %. The cosine "
-    "is that of the expected update and the gradient.",
-    "Prices and priors of plans that look at a history are fitted to half of the questions and "
-    "judged on the other half. A history is not counted as generated.",
+    "efficiency compares the plan with leave_one_out at its best fixed G: one rollout of the plan "
+    "is worth this many rollouts of leave_one_out. One column counts generated rollouts, the other "
+    "counts trained rollouts. Brackets contain 95 % intervals for new questions.",
+    "A weight shows the bias of the expected update towards easy or hard prompts. It is how much a "
+    "prompt counts if 10 % or 90 % of its completions are right, relative to its share of an "
+    "unbiased gradient. Prompts with 50 % right completions have weight 1. The cosine is between "
+    "the expected update and the gradient.",
+    "Some plans use prices or priors from a history of earlier completions. These are fitted to "
+    "half of the questions, and the plan is judged on the other half. Completions of the history "
+    "are not counted as generated.",
 )
 
 
@@ -90,7 +93,7 @@ class PlanEfficiency:
     plan: str
     # Name of the estimate; absent if the plan was not measured.
     estimate: Sometimes[str] = None
-    # Mean number of completions per prompt that was requested, and the largest number of a prompt.
+    # Requested mean number of completions per prompt, and the largest number for one prompt.
     mean_size: Size
     most: Size
     # Mean numbers of completions per prompt of an update.
@@ -117,7 +120,7 @@ class PlanEfficiency:
 
 
 def measure(study: PoolStudy) -> list[PlanEfficiency] | None:
-    """Measure the requested plans; with published claims, also the plans that these are about."""
+    """Measure the requested plans and, if published claims are tested, the plans they refer to."""
     plans = [*study.plans, *(CLAIMED if "verdicts" in study.asked else ())]
     if not plans:
         return None
@@ -159,7 +162,7 @@ def _usual_size(rows: Sequence[PlanEfficiency]) -> list[PlanEfficiency]:
 
 
 def sentences(rows: list[PlanEfficiency], study: Study) -> list[str]:
-    """Return sentences on the best plan at equal generated rollouts, on biased and absent plans."""
+    """Return sentences on the best plan, on biased plans, and on plans that were not measured."""
     return [*_efficiency_sentences(_usual_size(rows)), *_absence_sentences(rows)]
 
 
@@ -198,8 +201,9 @@ def _efficiency_sentences(rows: Sequence[PlanEfficiency]) -> list[str]:
     biased = [f"{weight:.2g} times under {plan}" for plan, weight in _biased(rows).items()]
     if biased:
         lines.append(
-            "Sizes that depend on rewards bias the expected update. Relative to prompts with 50 % "
-            f"right completions, prompts with {100 * HARD_RATE:.0f} % count {enumeration(biased)}."
+            "Group sizes that depend on rewards bias the expected update. Prompts with "
+            f"{100 * HARD_RATE:.0f} % right completions should have weight 1, like prompts with "
+            f"50 %, but they count {enumeration(biased)}."
         )
     return lines
 
@@ -243,8 +247,8 @@ def tables(rows_by_study: Mapping[Study, list[PlanEfficiency]]) -> list[Table]:
     measured = [row for rows in rows_by_study.values() for row in rows if row.reason is None]
     errors = [row.monte_carlo_error for row in measured if row.monte_carlo_error is not None]
     drawn = [
-        f"The largest Monte Carlo standard error of an efficiency is {max(errors):.2g}; orders of "
-        "the completions were drawn, the same for all plans."
+        f"The efficiencies use randomly drawn orders of the completions, the same for all plans. "
+        f"Their largest Monte Carlo standard error is {max(errors):.2g}."
     ] if errors else []  # fmt: skip
     estimates = list(dict.fromkeys(row.estimate for row in measured if row.estimate is not None))
     words = "; ".join(f"{name}: {ESTIMATE_WORDS[name]}" for name in estimates)
@@ -323,7 +327,7 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
 
 
 def joint_tables(rows_by_study: Mapping[Study, list[PlanEfficiency]]) -> list[Table]:
-    """Return the table of a report, with a study for each pool, and its data."""
+    """Return the table of a report, with one study per pool, and the data for its CSV file."""
     study_keys = distinguishing_keys([study.run.keys for study in rows_by_study])
     firsts = [members[0] for members in by_pool(rows_by_study)]
     data = [

@@ -39,16 +39,18 @@ MANY_TIMES = 3
 ROUNDING = 1e-6
 NOTHING = Interval(math.nan, 0.0, math.inf)
 SIZE_NOTE = (
-    "The efficiency of the group size only is the error of leave_one_out at its best G divided by "
-    "its error at the recipe's G. Both errors come from the scaling law. The rest of the recipe is "
-    "ignored."
+    "The column 'efficiency of the group size only' ignores the loss of the recipe. It is the "
+    "error of leave_one_out at its best G, divided by the error of leave_one_out at the recipe's "
+    "G. Both errors come from the scaling law."
 )
 TOGETHER_NOTE = (
-    "The 95 % intervals are for new questions and hold simultaneously. The intervals of losses are "
-    "Bonferroni-corrected. The intervals of group sizes follow from a single interval of C3/C1."
+    "The 95 % intervals are for new questions and hold simultaneously. In the column 'efficiency', "
+    "they have a Bonferroni correction for the number of recipes. In the column 'efficiency of the "
+    "group size only', they all follow from a single interval of C3/C1."
 )
 OVERRIDES_NOTE = (
-    "To measure the loss of a recipe at every G, add its overrides to the command grpo-ustat mse."
+    "To measure the loss of a recipe at every G, add the overrides of the recipe to the command "
+    "grpo-ustat mse."
 )
 NOT_MEASURED, BY_SIZE = "not measured", "efficiency of the group size only"
 
@@ -57,7 +59,7 @@ class Judged(NamedTuple):
     """Efficiency of a recipe relative to the unbiased gradient at the gradient's best G."""
 
     row: LossEfficiency
-    # Relative efficiency of the recipe's group size; the rest of the recipe is ignored.
+    # Relative efficiency of the recipe's group size alone, as if its loss were the unbiased one.
     by_size: Interval
 
     @property
@@ -97,12 +99,12 @@ def recipe_efficiencies(
 
     The loss of each row has the name of the recipe.
 
-    An update contains only whole groups, so its n is the largest multiple of the recipe's G that
-    does not exceed `rollouts`. Each recipe is compared with the unbiased estimate at the same n.
-    The error of the unbiased estimate depends only on n and G, so its best G need not divide n.
-    Candidates for this G are `group_sizes` and the group sizes of the recipes. The interval of each
-    of the m measured recipes has level 1 - .025/m (Bonferroni), so the simultaneous level of these
-    intervals is 97.5 %.
+    An update contains only whole groups, so its number of rollouts n is the largest multiple of the
+    recipe's G that does not exceed `rollouts`. Each recipe is compared with the unbiased estimate
+    at the same n. The best G of the unbiased estimate is chosen from `group_sizes` and the group
+    sizes of the recipes. It need not divide n, because the error formula holds for any n and G. The
+    intervals of the m measured recipes have level 1 - .025/m each (Bonferroni), so they hold
+    simultaneously with level 97.5 %.
 
     Args:
         max_completion_length: Maximum number of tokens per completion.
@@ -198,14 +200,15 @@ def _table(recipes: Sequence[Judged]) -> Table:
     counts = sorted({row.rollouts for row in rows if row.is_measured})
     update = f" of {' or '.join(map(str, counts))} rollouts" if counts else ""
     kept = [
-        f"An update of {row.loss} uses {efficiency_text(row.kept)} of the sampled groups. The cost "
-        "of the other groups is not counted."
+        f"An update of {row.loss} uses a share of {efficiency_text(row.kept)} of the sampled "
+        "groups. Its efficiency does not count the cost of sampling the other groups."
         for row in rows
         if row.kept is not None
     ]
     notes = [
-        "The efficiency is the number of rollouts of the unbiased leave-one-out gradient at its "
-        f"best G that are worth one rollout of the recipe, at the first update on a batch{update}.",
+        "The efficiency compares a recipe with the unbiased leave-one-out gradient at its best G: "
+        "one rollout of the recipe is worth this many rollouts of that gradient. It is measured at "
+        f"the first update on a batch{update}.",
         SIZE_NOTE,
         TOGETHER_NOTE,
         *kept,
@@ -284,10 +287,10 @@ def _draw(
         axes.grid(alpha=0.3, linewidth=0.5, axis="x")
         title = f"{policy.name}: {policy.quantity} {policy.mean_reward.estimate:.2f}"
         axes.set_title(title, loc="left")
-        meanings = ["Lines: simultaneous 95 % intervals."]
+        meanings = ["Horizontal lines are simultaneous 95 % intervals."]
         if any(recipe.is_by_size for recipe in recipes):
             meanings.append(
-                f"Open circles: {BY_SIZE}, because the efficiency of the whole loss is unknown."
+                f"Open circles: {BY_SIZE}; the efficiency of the whole recipe is unknown."
             )
         note(figure, [*meanings, *lines])
         save(figure, folder, "recipes")

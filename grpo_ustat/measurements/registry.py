@@ -187,7 +187,7 @@ def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[
 
 
 def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:
-    """Yield each measurement's joint view in a report, with the records of the studies."""
+    """Yield the joint view of each measurement that has one, with the records of the studies."""
     for measurement in measurements_of(studies):
         if measurement.joint is not None and (records := measurement.of(studies)):
             yield measurement.joint, records

@@ -27,7 +27,7 @@ PAIRS_NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """Statistics of one reward function, or of the weighted sum (for which `weight` is null)."""
+    """Statistics of one reward function, or of the weighted sum; then `weight` is null."""
 
     name: str
     weight: float | None
@@ -121,10 +121,10 @@ def function_tables(rows_by_study: Mapping[Study, list[RewardFunction]]) -> list
     }
     scopes = sorted({interval_scope(study.result.questions) for study in rows_by_study})
     note = (
-        "Each row describes the unweighted rewards of one function; all rows use the same "
-        "completions. A weight w multiplies C1, C2 and C3 by w^2 and does not change G*. The last "
-        "row is the weighted sum, which training uses (except with gdpo). 95 % intervals; "
-        f"intervals of the mean reward: {' or '.join(scopes)}."
+        "Each row describes the rewards of one function before they are weighted. All rows use the "
+        "same completions. A weight w multiplies C1, C2 and C3 by w^2 and leaves G* unchanged. "
+        "The last row is the weighted sum, which training uses (except with gdpo). Brackets "
+        f"contain 95 % intervals. The intervals of the mean reward are {' or '.join(scopes)}."
     )
     columns = ["function", "weight", *COLUMNS.values()]
     return [table_of_studies("Reward functions", columns, cells, [note])]

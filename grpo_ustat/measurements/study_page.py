@@ -93,7 +93,7 @@ def tables(run: RunRecord) -> list[Table]:
 
 
 def looks_table(looks: Sequence[Look]) -> Table:
-    """Return a table of the looks at the data of a study that drew questions until it decided."""
+    """Return a table with a row per look at the data, for a study that drew until it decided."""
     rows = [
         [
             f"{look.questions} x {look.completions}",
@@ -143,15 +143,17 @@ def notes(run: RunRecord) -> list[str]:
 
 
 LOOKS_NOTE = (
-    "The probability is that the error at G is within 5 % of the least error. Further questions: "
-    "the number with which half of all similar studies would decide."
+    "The data were analysed after each batch of questions (a look). The column probability is the "
+    "probability that the error at this G is within 5 % of the smallest error. The column further "
+    "questions is the number of additional questions with which half of all similar studies would "
+    "decide."
 )
 ERRORS_CAPTION = "Mean squared error of the gradient against group size"
 COSTS_CAPTION = "Extra gradient error of each group size at a fixed number of rollouts"
 
 
 def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
-    """Return the figures of the built-in measurements whose `leads` has the given value."""
+    """Return the figures of the built-in measurements that lead the page, or of the others."""
     figures = [
         measurement.figure
         for measurement in OURS

@@ -1,11 +1,11 @@
 """Tests of published claims on one policy.
 
-Each claim is represented by a number and by the bounds between which the claim holds. A verdict is
-given only if the interval of the number lies entirely inside or entirely outside the bounds. The
-level is corrected for all claims of a study (Holm 1979), so that at most 5 % of studies give a
-wrong verdict. There is no correction over several studies. The papers give no thresholds, so this
-project chose the bounds. Two numbers of rollouts count as equal if they differ by at most
-`TOLERANCE`.
+Each claim is turned into a number with bounds: the claim holds if the number lies between the
+bounds. A claim gets a verdict only if the interval of its number lies entirely inside or entirely
+outside the bounds. The level is corrected for all claims of a study (Holm 1979), so that at most
+5 % of studies give a wrong verdict. There is no correction over several studies. The papers give no
+thresholds, so this project chose the bounds. Two numbers of rollouts count as equal if they differ
+by at most `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ ROUND = 100
 # Smallest p-value that is printed as a number.
 MIN_P_VALUE = 1e-6
 NOTE = (
-    "95 % intervals for new questions, not simultaneous. A verdict is given if the number lies "
-    "significantly inside or outside the bounds. Holm's correction covers the claims of this study "
-    "(at most 5 % of studies give a wrong verdict), but not several studies. The papers give no "
-    "thresholds, so we chose the bounds. Numbers of rollouts within 10 % of each other count as "
-    "equal."
+    "The 95 % intervals are for new questions and do not hold simultaneously. A claim gets a "
+    "verdict only if its number lies significantly inside or significantly outside the bounds. "
+    "Holm's correction covers the claims of this study (at most 5 % of studies give a wrong "
+    "verdict), but not several studies. The papers give no thresholds, so we chose the bounds. "
+    "Two numbers of rollouts count as equal if they differ by at most 10 %."
 )
 
 
@@ -77,11 +77,11 @@ class ClaimVerdict:
     # The claim holds if the number is between `least` and `most`; null means no bound.
     least: NumberOrNull
     most: NumberOrNull
-    # p-value of the hypothesis that the true number and its estimate are on different sides of a
-    # bound, with Holm's correction over all rows.
+    # p-value of the hypothesis that the true number is on the other side of a bound than its
+    # estimate, with Holm's correction over all rows.
     holm_p: Sometimes[float] = None
     verdict: Word
-    # Text that gives further numbers.
+    # Further numbers, as text beside the verdict.
     beside: Sometimes[str] = None
     # Reason why the number was not measured.
     reason: Sometimes[str] = None
@@ -159,7 +159,7 @@ def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
 
 
 def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
-    """Measure the bias in the advantages of hard prompts; a paper claims that they are too low."""
+    """Measure the bias in the advantages of hard prompts, which a paper claims are too low."""
     claim = Judged(
         "in mixed groups, the advantages of hard prompts are too low",
         "arXiv 2601.08521",
@@ -177,18 +177,18 @@ def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
         return [replace(claim, reason=needed)]
     bins = mixed_groups_after(pool.rewards_PN, size)
     if "hard" not in bins:
-        few = "too few prompts have both mixed groups and an all-wrong group"
+        few = "too few prompts have both a mixed group and a group of wrong answers only"
         return [replace(claim, reason=few)]
     longer = "; ".join(f"{name} {_text(groups.longer())}" for name, groups in bins.items())
     beside = (
-        f"mixed groups have longer gradients ({longer}) in proportion to their rarity, so an "
-        "update gives each prompt the same weight"
+        f"the gradients of mixed groups are longer in proportion to the rarity of such groups "
+        f"({longer}), so an update gives each prompt the same weight"
     )
     return [replace(claim, interval_at=bins["hard"].shift, beside=beside)]
 
 
 def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
-    """Measure losses with a reward-variance filter and with a mean over a completion's tokens."""
+    """Measure a loss with a reward-variance filter, and a loss with a mean over each completion."""
     pool, rollouts = study.pool, study.rollouts
     where = f"n = {rollouts}, G = {size}"
     claims = {
@@ -266,7 +266,7 @@ def _of_the_step(population: ClosedForm) -> list[Judged]:
 def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
     """Measure the efficiency of rollouts of an earlier policy or another sampler.
 
-    Losses differ in the level of their importance ratios.
+    The compared losses use no importance ratios, ratios of tokens, or ratios of whole completions.
     """
     drift = rescored.drift
     shares = f"effective share: tokens {_text(drift.tokens)}, completions " + _text(
@@ -286,7 +286,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
         )
 
     def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
-        """Return the efficiency of `right` relative to `left` as a function of the level."""
+        """Return the relative efficiency, `right` against `left`, as a function of the level."""
         both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
         if not both or not all(error.kappa_known for error in both):
             return None
@@ -354,7 +354,7 @@ def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
 def _over(
     efficiency_at: Callable[[float], Interval], share_at: Callable[[float], Interval], level: float
 ) -> Interval:
-    """Divide an efficiency by a share and combine the ends of both intervals."""
+    """Divide an efficiency by a share, with an interval from the ends of both intervals."""
     value, low, high = efficiency_at(_of_two(level))
     share = share_at(_of_two(level))
     # With a few questions, the lower end at a high level underflows to 0.
@@ -363,12 +363,12 @@ def _over(
 
 
 def _of_two(level: float) -> float:
-    """Return the level that two intervals need for a given simultaneous level (Bonferroni)."""
+    """Return the level of each of two intervals whose simultaneous level is given (Bonferroni)."""
     return (1 + level) / 2
 
 
 def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
-    """Measure the reduction of the error by replacing groups whose rewards are all equal."""
+    """Measure by how much the error falls if groups whose rewards are all equal are replaced."""
     claim = Judged(
         "replacing zero-variance groups saves rollouts",
         "DAPO, arXiv 2503.14476",

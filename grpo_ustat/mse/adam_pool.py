@@ -1,13 +1,15 @@
 """Build pools in the metric of AdamW's step.
 
-The completions of a pool are scored once more, with each gradient entry divided by the square root
-of v; see `policy.scores.metric` and `mse.second_moments`.
+AdamW divides each gradient entry by the square root of its second moment v. To measure errors of
+this step, the stored completions of a pool, which already have scores (gradients of the
+log-probability), are scored a second time with each entry divided by the square root of v; see
+`policy.scores.metric` and `mse.second_moments`.
 
-Closed forms are unbiased only in a metric that does not depend on the scored completions.
-Otherwise, entries in which these completions have large gradients would get too little weight.
-Therefore the questions at even and at odd positions form two halves. Each half is scored with the v
-of the other half, and the result is the mean over both halves. If the number of questions is odd,
-the last question is left out.
+The closed-form errors are unbiased only if v does not depend on the scored completions. Otherwise,
+entries in which these completions have large gradients would get too little weight. Therefore the
+questions are split into two halves, those at even and those at odd positions. Each half is scored
+with the v of the other half, and the result is the mean over both halves. If the number of
+questions is odd, the last question is left out.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ def adam_pool(
     Intermediate results are stored in `folder`, so that an interrupted study can continue.
 
     Args:
-        plain: Pool of the completions in the Euclidean metric, from `build_pool`.
-        plain_folder: Folder of the plain pool.
+        plain: Pool of the same completions in the Euclidean metric, from `build_pool`.
+        plain_folder: Folder of the Euclidean pool.
         folder: Folder of the new pool.
 
     Returns:
-        The new pool, its additional cost, and the sensitivity of G* to the uncertainty of v (see
-        `second_moments.shift`).
+        The new pool, its additional cost, and a number that tells how much G* depends on the
+        uncertain v (see `second_moments.shift`).
     """
     count, size = 2 * (len(prompts) // 2), plain.rewards_PN.shape[1]
     prompts, rewards_PN = prompts[:count], plain.rewards_PN[:count]
@@ -102,10 +104,10 @@ def group_gradients(
     group_size: int,
     temperature: float,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the leave-one-out gradients of a question's N // G disjoint groups of completions.
+    """Yield the leave-one-out gradient of each group of a question's completions, on the CPU.
 
-    The gradients are on the CPU. Groups with equal rewards are skipped, because their gradient is
-    0.
+    The N completions are split into N // G disjoint groups. Groups with equal rewards are skipped,
+    because their gradient is 0.
     """
     for first in range(0, len(rewards_N) - group_size + 1, group_size):
         index = np.arange(first, first + group_size)
@@ -127,7 +129,7 @@ def _keep_gradients(
     rewards_PN: np.ndarray,
     half: int,
 ) -> None:
-    """Write the sums of one half of the questions to the folder of `store`, unless they exist."""
+    """Write the sums of group gradients of one half to the folder of `store`, unless they exist."""
     file = _file(store, half)
     if file.exists():
         return
@@ -157,7 +159,12 @@ def _file(store: PoolStore, half: int) -> Path:
 
 
 def _read_half(store: PoolStore, half: int, groups: int, count: int) -> GroupGradients:
-    """Read the sums of one half of `count` questions, with `groups` groups per question."""
+    """Read the sums of group gradients of one half.
+
+    Args:
+        groups: Number of groups per question.
+        count: Number of questions in both halves together.
+    """
     file = _file(store, half)
     try:
         tensors = load_file(file)

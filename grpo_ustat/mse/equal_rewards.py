@@ -62,8 +62,9 @@ def equal_rewards_result(
 def completion_counts(config: MseConfig, equal: EqualRewards) -> CompletionCounts:
     """Count the completions that were cut, contained no answer, were wrong or were right.
 
-    If the data set's reward is 0 or 1, each completion is counted in exactly one category. Answers
-    are not extracted from an imported pool.
+    If the data set's reward is 0 or 1, each completion is counted in exactly one category. In an
+    imported pool, only the cut or the right completions are counted, because answers are not
+    extracted.
     """
     first = equal.stored[0][0]
     reward = float(weighted_sum(first.rewards_NF[0], np.array(config.weights)))

@@ -1,10 +1,14 @@
 """Build pools from saved rollouts: a Parquet file with prompts, completions and rewards.
 
-`logs.rows` reads the rows. Texts are tokenised again, and conversations are formatted with the
-model's chat template, as in TRL. An end token is added to each completion that ended (see
-`EndTokens`). The model must be the policy that wrote the completions, because the model computes
-their scores. If the rows are turns of rollouts, the score of a rollout is the sum of the scores of
-its turns. Turns with token ids that continue each other are read in one sequence (`merged_turns`).
+`logs.rows` reads the rows. If the rows have texts instead of token ids, the texts are tokenised
+again, and conversations are formatted with the model's chat template, as in TRL. A text has lost
+the end token, so it is added to each completion that ended (see `EndTokens`). The configured model
+must be the policy that wrote the completions, because it computes their scores (gradients of the
+log-probability).
+
+A row may be one turn of a rollout. The score of the rollout is then the sum of the scores of its
+turns. If the token ids of one turn continue those of an earlier turn, both are read as one sequence
+(`merged_turns`).
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ from grpo_ustat.policy.tokenizer import encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.streams import single_line, tell
 
-# In nats per token. If the gap is smaller, differences between temperatures are only rounding.
+# If logged and computed log-probabilities differ by less than this number of nats per token,
+# another temperature is not considered: the difference is only rounding.
 MIN_LOGPROB_GAP = 0.002
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 # Maximum number of completions for which logged and computed log-probabilities are compared.
@@ -57,8 +62,8 @@ def import_pool(
     """Score the rollouts in the Parquet file `config.pool`.
 
     The first `study.questions` prompts are kept, all with the same number of completions (see
-    `_trim_groups`). The number of rows left out is printed. Scores are stored in `folder` and are
-    not computed again.
+    `_trim_groups`). The number of rows left out is printed. Scores are stored in `folder`, so that
+    a second run does not compute them again.
 
     Raises:
         EqualRewards: If all rewards are equal. Nothing is scored then.
@@ -139,7 +144,7 @@ def repeated_sentence(rollouts: list[Rollout]) -> str:
 
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
-    """Read the rows of `config.pool`, and check that it is known which completions ended."""
+    """Read the rows of `config.pool`, and check that they tell which completions ended."""
     # `config.imports_pool` guarantees this.
     assert config.pool is not None
     path, cut_at = Path(config.pool), config.study.cut_at
@@ -209,9 +214,10 @@ def _prompt_text(rollout: Rollout, policy: Policy, config: MseConfig) -> str:
 def _trim_groups(groups: dict[str, list[Rollout]], config: MseConfig) -> dict[str, list[Rollout]]:
     """Return the first `study.questions` prompts, each with the same number of completions.
 
-    Of the group sizes that at least half of the prompts reach, the size that keeps the most
-    completions is chosen. So a few small groups are dropped, and the other groups are not trimmed
-    to their size. The numbers of dropped prompts and completions are printed.
+    The number of completions per prompt is the one that keeps the most completions in total, chosen
+    among the numbers that at least half of the prompts reach. Prompts with fewer completions are
+    dropped, so that a few small groups do not shorten all other groups. The numbers of dropped
+    prompts and completions are printed.
     """
     questions, needed = config.study.questions, MIN_COMPLETIONS
     if config.compares_by_groups:
@@ -266,10 +272,11 @@ class Turn:
 
 
 def merged_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Merge turns that continue each other: the tokens read in between are not scored.
+    """Merge each turn that continues an earlier turn into one sequence with it.
 
     A turn continues an earlier turn if its context begins with all tokens of that turn. A causal
-    model then computes the same log-probabilities from the joint sequence.
+    model then computes the same log-probabilities from the joint sequence. The tokens that the
+    policy read between the two turns are not scored.
     """
     merged: list[Turn] = []
     for turn in turns:
@@ -292,9 +299,9 @@ def _tokenise(
 ) -> Rollouts:
     """Tokenise prompts and completions, and add end tokens to completions that ended.
 
-    Without a column `ended`, completions with at least `study.cut_at` tokens count as cut. If only
-    texts were logged, the policy may have written slightly more or fewer tokens than the tokeniser
-    finds.
+    If the rows have no column `ended`, completions with at least `study.cut_at` tokens count as
+    cut. For logged texts, this count can be slightly off, because the policy may have split the
+    text into other tokens than the tokeniser does.
     """
     if groups[0][0].is_exact:
         prompt_ids = [group[0].prompt_ids or [] for group in groups]
@@ -466,9 +473,10 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
     """Raise an error if the model did not write the rollouts or if the temperature was different.
 
-    The model is assumed not to have written the rollouts if its log-probabilities differ too much
-    from the logged log-probabilities. A different temperature is assumed if the difference is less
-    than half as large at that temperature. At most MAX_CHECKED_COMPLETIONS completions are checked.
+    Both are recognised by the difference between the model's and the logged log-probabilities. If
+    the difference is too large, another model wrote the rollouts. If it is less than half as large
+    at another temperature, the rollouts were sampled at that temperature. At most
+    MAX_CHECKED_COMPLETIONS completions are checked.
     """
     count, corrected = rollouts.ended_PG.size, config.study.corrections
     index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))
@@ -501,9 +509,10 @@ def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None
 class EndTokens:
     """End tokens for completions that were logged as texts.
 
-    After a plain prompt, the end token is the tokenizer's end-of-sequence token. In a conversation,
-    or after a text formatted with the chat template, it is the token with which the template ends a
-    turn. Some models end turns with a different token (Gemma's `<end_of_turn>`, Phi's `<|end|>`).
+    If the prompt is plain text, the end token is the tokenizer's end-of-sequence token. If the
+    prompt is a conversation, or a text formatted with the chat template, it is the token with which
+    the template ends a turn. In some models these tokens differ (Gemma's `<end_of_turn>`, Phi's
+    `<|end|>`).
 
     Args:
         policy: Model that wrote the completions.
@@ -545,9 +554,10 @@ class EndTokens:
                 self.policy.tokenizer.convert_ids_to_tokens(sorted(self.policy.end_tokens))
             )
             raise ConfigError(
-                f"{place}: the completion ended, but {self.config.model.name} has the end tokens "
-                f"{names}, and {'its chat template' if is_turn else 'its tokenizer'} does not "
-                "select one of them; append the end token to each text that ended, or log token ids"
+                f"{place}: the completion ended, but its end token is unknown: "
+                f"{self.config.model.name} has the end tokens {names}, and "
+                f"{'its chat template' if is_turn else 'its tokenizer'} does not select one of "
+                "them; append the end token to each text that ended, or log token ids"
             )
         return [*ids, end]
 

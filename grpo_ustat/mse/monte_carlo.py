@@ -1,16 +1,16 @@
 """Monte Carlo estimates as in the paper: squared distances of gradients to a reference gradient.
 
-For each question, a replicate draws fresh rollouts for a group of the largest size. This group is
-split into disjoint groups of the smaller sizes, so the curves of all baselines and sizes use the
-same rollouts. The reference gradient is the mean of H independent blocks from a separate random
-stream. With gradients ghat_r of the replicates and ref_h of the blocks,
+One replicate r is one gradient estimate ghat_r. For each question, it draws fresh rollouts for a
+group of the largest size. This group is also split into disjoint groups of the smaller sizes, so
+the errors of all baselines and sizes are computed from the same rollouts. The reference gradient is
+the mean of H independent gradients ref_h (blocks), from a separate random stream. Then
 
     MSE    = mean_r ||ghat_r||^2 - 2 mean_{r,h} <ghat_r, ref_h> + mean_{h != k} <ref_h, ref_k>
     bias^2 = mean_{r != s} <ghat_r, ghat_s> - (the same cross term) + (the same last term)
 
-No mean over two indices includes the product of a vector with itself. So noise in the reference
-does not bias the MSE, and noise in the reference and in the replicates does not bias bias^2. Both
-estimates can be slightly negative.
+A mean over two different indices leaves out the product of a vector with itself. So noise in the
+reference does not bias the estimate of the MSE, and noise in the reference or in the replicates
+does not bias the estimate of bias^2. Both estimates can be slightly negative.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class _Reference:
 
 @dataclass(frozen=True)
 class _Replicates:
-    """One worker's replicates: squared norms, inner products with the blocks, sums of gradients."""
+    """Replicates of one worker, keyed by baseline and group size.
+
+    Stored are the squared norms of the gradients, their inner products with the H blocks, and their
+    sum.
+    """
 
     squared: dict[tuple[str, int], list[float]]
     products_H: dict[tuple[str, int], list[np.ndarray]]
@@ -79,11 +83,14 @@ def monte_carlo(
     group_sizes: Sequence[int],
     prompts: list[Prompt],
 ) -> tuple[dict[tuple[str, int], GradientError], WorkCost]:
-    """Estimate errors by (baseline, group size) from `budget.replicates` replicates, and the cost.
+    """Estimate the error of each baseline and group size from `budget.replicates` replicates.
 
     Args:
         sampling: Sampling settings for all processes.
         options: Options by baseline name.
+
+    Returns:
+        Errors, keyed by baseline and group size, and the cost.
     """
     needs = frozenset().union(*(BASELINES[name].needs for name in options))
     reference, reference_cost = _reference(sampling, budget, needs, prompts)
@@ -130,10 +137,10 @@ def _reference(
 
 
 def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray) -> float:
-    """Estimate the extra squared error due to an estimate v of V, 1/P^2 sum_x (A_v - A_V).
+    """Estimate the extra squared error from an estimate v in place of V, 1/P^2 sum_x (A_v - A_V).
 
-    The estimate is unbiased given v, because the reference completions are independent of v. With v
-    from K completions per prompt, its expectation over v is proportional to 1/K.
+    The estimate is unbiased given v, because the reference completions are independent of v. If v
+    is computed from K completions per prompt, the expected extra error is proportional to 1/K.
     """
     # The third argument, ||g||^2, is not used here.
     moments = norm_moments(q_PN, rewards_PN, np.zeros(len(q_PN)))
@@ -144,11 +151,12 @@ def _value_excess(q_PN: np.ndarray, rewards_PN: np.ndarray, value_P: np.ndarray)
 def _context(
     items: list[list[Prompt]], sampling: StudySampling, size: int, needs: frozenset[str]
 ) -> Iterator:
-    """Estimate baseline inputs that are not computed from the group, using separate completions.
+    """Estimate from separate completions the baseline inputs that do not come from the group.
 
-    The running mean is set to the mean reward over all questions, to which it converges at a fixed
-    policy. The extra error due to the estimated V of the oracle is subtracted later. The estimate
-    of b* is used without a correction.
+    The running mean is set to the mean reward over all questions, to which it converges if the
+    policy does not change. The oracle uses an estimate of V, and the extra error of this estimate
+    is subtracted later. The estimate of b* (best baseline of a prompt) is used without such a
+    correction.
     """
     policy, engine, task = start_sampler(sampling)
     sampler = sampling.sampler
@@ -193,10 +201,13 @@ def _blocks(
 def _gradients(
     policy: Policy, rollouts: Rollouts, weights_CPG: np.ndarray, temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute `sum_{p,i} w_cpi s_pi` for every c, [C, D] float64, and squared score norms [P, G].
+    """Compute C weighted sums of scores, and the squared norm of each score.
 
     For a model with more than 262 139 parameters, each sum is replaced by an unbiased sketch with
     262 139 numbers. The error of an inner product is then about 0.2 % of the product of the norms.
+
+    Returns:
+        `sum_{p,i} w_cpi s_pi` for every c, as a float64 array [C, D], and squared norms [P, G].
     """
     count, size = rollouts.mask_PGT.shape[:2]
     sketch = Sketch(parameter_sizes(policy.model), SKETCH_SIZE)
@@ -276,11 +287,15 @@ def group_weights(
     context: BaselineContext,
     options: Mapping[str, float],
 ) -> np.ndarray:
-    """Compute completion weights for estimates from disjoint groups, [L // G, P, L], 0 elsewhere.
+    """Compute the weights of completions in gradient estimates from disjoint groups of size G.
 
     Args:
         rewards_PL: Rewards of L completions for each of P prompts.
         context: Inputs of the baseline; `lengths_PG` and `rewards_PGF` cover all L completions.
+
+    Returns:
+        Weights as an array [L // G, P, L], with one estimate per row. Weights of completions
+        outside the group of an estimate are 0.
     """
     prompts, largest = rewards_PL.shape
     groups = largest // group_size
@@ -311,7 +326,7 @@ def curve(
         products_RH: Inner products <ghat_r, ref_h>.
         gram_HH: Inner products <ref_h, ref_k>.
         sum_sq: Squared norm of the sum, ||sum_r ghat_r||^2.
-        excess: Extra error due to an estimated V, which is subtracted from the MSE.
+        excess: Extra error from using an estimate of V; it is subtracted from the MSE.
     """
     count, grad_sq = len(squared_R), _off_diagonal(gram_HH)
     cross = float(products_RH.mean())

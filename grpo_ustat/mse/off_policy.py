@@ -3,11 +3,12 @@
 This module also scores rollouts for losses with a penalty on the distance to a reference model.
 `measurements.off_policy` measures the efficiency of all these rollouts.
 
-The current policy scores the completions of a pool once more, with the tokens weighted as in the
-loss (`estimators.token_weights`). This requires one more backward pass per kind of vector. The
-scores are compared with an unbiased estimate of the current policy's gradient. This estimate is
-computed from the current policy's completions or, for a logged pool, from the same completions with
-exact importance ratios.
+The stored completions of a pool already have scores (gradients of the log-probability). The current
+policy scores them a second time, with the token weights of the loss (`estimators.token_weights`).
+This costs one more backward pass per kind of score that the losses need. The result is compared
+with an unbiased estimate of the current policy's gradient. That estimate is computed from
+completions of the current policy or, for a logged pool, from the same completions with exact
+importance ratios.
 """
 
 from __future__ import annotations
@@ -53,12 +54,16 @@ from grpo_ustat.policy.scores.turns import split_turns
 from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Array, Prompt, Rollouts, ScorePool
 
-# Minimum effective share of completions (effective sample size) with exact importance ratios.
+# With exact importance ratios, a logged pool is refused if the effective sample size is less than
+# this share of the completions.
 MIN_EFFECTIVE = 0.2
 
 
 def check_tokenizers(config: MseConfig) -> None:
-    """Before sampling, raise an error if another policy's vocabulary differs from `model`'s."""
+    """Raise an error if `study.scored_by` or `study.reference` has another vocabulary than `model`.
+
+    This is checked before anything is sampled.
+    """
     for key in ("scored_by", "reference"):
         place = getattr(config.study, key)
         if place is None:
@@ -81,7 +86,7 @@ def rescored_pool(
     rollouts: Sequence[Rollouts],
     folder: Path,
 ) -> tuple[Rescored, WorkCost]:
-    """Score the study's completions by `study.scored_by` or with `study.corrections`.
+    """Score the study's completions under `study.scored_by`, or with `study.corrections`.
 
     Args:
         pool: Pool of the study, sampled from `model` or read from a file.
@@ -177,7 +182,7 @@ def _scored(
         logprobs, _ = share(_logprobs, items, workers, title, rewards_PN.size, options, temperature)
         return [logprobs_NT for _, logprobs_NT in sorted(logprobs, key=lambda pair: pair[0])]
 
-    # None means the log-probabilities of the current policy, which are computed later.
+    # None stands for the log-probabilities of the current policy, which `_score` computes.
     written: list[Array | None] = [None] * len(items)
     reference = written
     if config.imports_pool:
@@ -303,7 +308,7 @@ def weighted_part(
     """
     count = len(rewards_N)
     counts_NT = (rollouts.mask_PGT if rollouts.scored_PGT is None else rollouts.scored_PGT)[0]
-    # Overflows raise an error below.
+    # An overflow is reported below as an error with the cause.
     with np.errstate(over="ignore", invalid="ignore"):
         factors_VT = np.concatenate([
             token_factors(weights, kind, own_NT, old_NT, counts_NT, reference_NT)

@@ -32,10 +32,10 @@ def plan(planned: PlannedRun) -> Plan:
         questions = config.study.questions or config.dataset.study_size
         least = min(FIRST_QUESTIONS, questions), min(FIRST_COMPLETIONS, completions)
         notes.append(
-            "study.until=decided: these are the largest numbers. The study stops when the data "
-            f"decide, at the earliest after {least[0]} questions x {least[1]} completions."
+            "study.until=decided: the costs above are upper limits. The study stops when the data "
+            f"decide, at the earliest after {least[0]} questions with {least[1]} completions each."
         )
-    # Workers share one GPU if the device is given with an index.
+    # If the device has an index (cuda:0), all workers share this GPU.
     gpus = workers if device == "cuda" else ranks
     return Plan(
         command="mse",
@@ -75,9 +75,9 @@ def shared_by(config: MseConfig) -> int:
 def study_cost(config: MseConfig) -> Cost:
     """Compute the cost of a study with N completions per question.
 
-    For each question, the method monte_carlo adds `replicates` groups of the largest size and
-    `reference_completions` completions. It also adds `value_completions` completions if a baseline
-    needs them.
+    The method monte_carlo adds to each question `replicates` groups of the largest size,
+    `reference_completions` completions and, if a baseline needs them, `value_completions`
+    completions.
     """
     budget = config.budget
     questions = 0 if config.imports_pool else config.study.questions or config.dataset.study_size

@@ -1,4 +1,7 @@
-"""Score pool: N scored completions per question, computed by several workers and stored on disk."""
+"""Pool of a study: N scored completions per question, computed by several workers, kept on disk.
+
+The score of a completion is the gradient of its log-probability.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ from grpo_ustat.rollout.local import Sampling
 from grpo_ustat.tasks.base import Task, rewards
 from grpo_ustat.terminal.progress import Notice
 
-# Chunk limits; see `_chunks_to_sample`.
+# Limits for the chunks in which questions are sampled; see `_chunks_to_sample`.
 MAX_BATCHES_A_CHUNK, MIN_CHUNKS = 4, 16
 
 
@@ -71,11 +74,11 @@ def build_pool(
 ) -> tuple[ScorePool, WorkCost]:
     """Sample, score and store the missing completions of all prompts, and return the pool.
 
-    Questions are sampled in chunks that depend only on the configuration, and are scored one by
-    one. So the pool does not depend on the number of processes or on interruptions. Several studies
-    can fill a pool at the same time. If another study has stored fewer completions for a question,
-    the missing completions are drawn in another round. Nothing is scored as long as all rewards are
-    equal; see `_score_chunks`.
+    The pool does not depend on the number of processes or on interruptions, because questions are
+    sampled in chunks that depend only on the configuration, and are scored one by one. Several
+    studies can fill a pool at the same time. If another study has meanwhile stored a question with
+    fewer completions, the missing ones are drawn in another round. Nothing is scored as long as all
+    rewards are equal; see `_score_chunks`.
 
     Args:
         completions: Number of completions per question, N; None: `budget.pool_completions`.
@@ -94,7 +97,7 @@ def build_pool(
 
 
 def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
-    """Fill a pool as `build_pool` does, but only with this job's share of the chunks.
+    """Add this job's share of the chunks to a pool, as `build_pool` adds all of them.
 
     Several jobs can fill the same folder at the same time.
 
@@ -110,7 +113,7 @@ def build_part(config: MseConfig, prompts: list[Prompt], folder: Path) -> int:
 
 @contextmanager
 def counting_stop(store: PoolStore, prompts: list[Prompt], size: int) -> Iterator[None]:
-    """Add the number of questions in the pool to the message of a stop."""
+    """If the study is stopped in the block, add the number of finished questions to the message."""
     try:
         yield
     except Stopped as stopped:
@@ -123,8 +126,8 @@ def counting_stop(store: PoolStore, prompts: list[Prompt], size: int) -> Iterato
 def fill_pool(config: MseConfig, prompts: list[Prompt], store: PoolStore, size: int) -> None:
     """Add the completions that are missing in this job's share of the pool.
 
-    If one worker saw only equal rewards while another worker saw different rewards, the first
-    worker's completions are drawn again (identically) and scored.
+    As long as a worker has seen only equal rewards, it leaves its completions unscored. If another
+    worker then sees a different reward, these completions are drawn again (identically) and scored.
     """
     main_only(store.open)
     sampling, budget = config.sampling, config.budget
@@ -146,10 +149,11 @@ def fill_pool(config: MseConfig, prompts: list[Prompt], store: PoolStore, size: 
 
 
 def _rewards_so_far(store: PoolStore) -> set[tuple[float, ...]] | None:
-    """Return the distinct rewards of unscored completions, or None if scoring is needed.
+    """Return the only reward of all completions so far, or None if completions must be scored.
 
-    The set has one element, or none if there are no completions. Scoring is needed if rewards
-    differ or if scored parts exist. If scored parts exist, unscored parts are deleted.
+    Completions must be scored if rewards differ or if scored parts exist. If scored parts exist,
+    unscored parts are deleted. Otherwise the result is a set with one reward, or an empty set if
+    there are no completions yet.
     """
     if store.kind == SCORED:
         store.delete_unscored()
@@ -223,7 +227,7 @@ def greedy_rewards_with_cost(
 
 
 def reward_completions(task: Task, rollouts: Rollouts) -> tuple[Array, WorkCost]:
-    """Compute the rewards of all completions, [P, G, F], and count answers that were not judged."""
+    """Return the rewards of all completions by F functions, [P, G, F], and the cost of judging."""
     rewards_PGF = rewards(task, rollouts)
     return rewards_PGF, WorkCost(**task.take_counts())
 
@@ -236,17 +240,21 @@ def _chunks_to_sample(
     size: int,
     kind: str = SCORED,
 ) -> list[tuple[int, list[int]]]:
-    """List (first missing completion, questions) for each chunk that lacks completions of a kind.
+    """List the chunks of questions that lack completions.
 
-    Jobs divide the chunks of a pool among themselves. The assignment does not depend on the content
-    of the pool, so completions added by other jobs do not move a chunk from one job to another. A
-    chunk contains the completions that fit into one batch. On an accelerator, finished completions
-    in a batch are replaced by waiting completions. A chunk may then contain up to
+    A chunk contains the completions that fit into one batch. On an accelerator, finished
+    completions in a batch are replaced by waiting completions, so a chunk may contain up to
     MAX_BATCHES_A_CHUNK times as many completions, as long as each job has at least MIN_CHUNKS
-    chunks.
+    chunks. Jobs divide the chunks of a pool among themselves. The assignment does not depend on the
+    content of the pool, so completions added by other jobs do not move a chunk from one job to
+    another.
 
     Args:
         job: Tuple (k, n): this job fills part k of n.
+        kind: Kind of parts in which completions must be stored, scored or unscored.
+
+    Returns:
+        For each chunk, the index of the first missing completion and the indices of its questions.
     """
     part, parts = job
     most = math.ceil(len(prompts) / (MIN_CHUNKS * parts))
@@ -278,10 +286,10 @@ def _score_chunks(
 
     Args:
         items: Chunks from `_chunks_to_sample`.
-        seen: Set with at most one reward, the only reward so far (see `_rewards_so_far`). As long
-            as no different reward occurs in these chunks or in the folder, chunks are stored
-            unscored and kept in memory. When a different reward occurs, these chunks are scored in
-            order. None: chunks are scored immediately.
+        seen: Result of `_rewards_so_far`. None: each chunk is scored at once. Otherwise, a set with
+            the only reward so far: as long as no different reward occurs in these chunks or in the
+            folder, chunks are stored unscored and also kept in memory. When a different reward
+            occurs, the kept chunks are scored in order.
     """
     policy, engine, task = start_sampler(sampling)
     sampler = sampling.sampler
@@ -340,8 +348,9 @@ def read_pool(
 ) -> tuple[ScorePool, WorkCost]:
     """Read the pool of all prompts, with `size` completions per prompt, and its cost.
 
-    Inner products between separately scored parts are estimated from the sketches. To save memory,
-    files are read one question at a time into preallocated arrays.
+    A question may have been scored in several parts. Inner products between scores of different
+    parts are estimated from the sketches. To save memory, files are read one question at a time
+    into preallocated arrays.
 
     Args:
         size: Number of completions per question, N.
@@ -353,7 +362,8 @@ def read_pool(
     count, cost, gaps = len(prompts), WorkCost(), list[np.ndarray | None]()
     seen: set[tuple[float, ...]] = set()
     packages: Counter[str] = Counter()
-    # A single part's sums stay float32; sums over several parts are accumulated in float64.
+    # If a question has several parts, their sums are accumulated in float64; otherwise float32 is
+    # enough.
     wide = np.float64 if any(len(spans) > 1 for spans in store.parts(prompts)) else np.float32
     arrays: dict[str, np.ndarray] = {}
     # Number of questions with all completions.
@@ -391,8 +401,8 @@ def read_pool(
             gram_NN[inside, inside] = part.gram_NN
             arrays["centred_sums_FR"][row] += part.centred_sums_FR
             if len(scored) > 1:
-                # Each part was centred at its own mean reward, which differs from the mean over all
-                # parts.
+                # Each part was centred at its own mean reward. This moves its centre to the mean
+                # reward over all parts.
                 lead_F1 = centred_FN[:, inside].mean(axis=1, keepdims=True)
                 arrays["centred_sums_FR"][row] += lead_F1 * part.score_sum_R
             start = inside.stop
@@ -426,8 +436,7 @@ def sample_with_cost(
 ) -> tuple[Rollouts, WorkCost]:
     """Sample rollouts with `engine.sample` and measure their cost.
 
-    The cost does not include the number of rollouts, because a completion is counted when it is
-    scored.
+    The cost leaves out the number of rollouts, because a completion is counted when it is scored.
 
     Args:
         key: Argument `first` or `step` for `engine.sample`.

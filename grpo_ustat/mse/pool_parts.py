@@ -22,9 +22,9 @@ class Completions:
     cost: np.ndarray
     # Package versions from `scored_with`; None until the record is written.
     packages: str | None = None
-    # Mean absolute difference between the sampler's and the model's log-probabilities (nats per
-    # token) over some completions, and number of tokens in these completions; None if the model was
-    # the sampler.
+    # Two numbers for some compared completions: the mean absolute difference between the sampler's
+    # and the model's log-probabilities (nats per token), and the number of tokens. None if the
+    # model itself was the sampler.
     sampler_gap: np.ndarray | None = None
     # Rewards from all reward functions except the first; None if there is only one function.
     further_rewards_NF: np.ndarray | None = None
@@ -56,7 +56,8 @@ class Part(Completions):
     gram_NN: np.ndarray
     # Sketches of the scores.
     features_NR: np.ndarray
-    # Larger sketches of `sum_i (z_i - zbar) s_i` and `sum_i s_i`, with zbar the part's mean reward.
+    # Larger sketches of two sums over completions i with score s_i and reward z_i:
+    # `sum_i (z_i - zbar) s_i`, with zbar the part's mean reward, and `sum_i s_i`.
     centred_sum_R: np.ndarray
     score_sum_R: np.ndarray
     # `centred_sum_R` for all reward functions except the first; None if there is only one function.
@@ -74,12 +75,13 @@ class Part(Completions):
 class WeightedPart(Completions):
     """N completions of one question that were scored with token weights; see `mse.off_policy`."""
 
-    # Inner products and sketches of the vectors; all vectors of one kind come before the next kind.
+    # Inner products and sketches of the weighted scores. A loss may need several kinds of weighted
+    # scores; the V rows contain all completions of the first kind, then all of the second, ...
     gram_VV: np.ndarray
     features_VR: np.ndarray
-    # Seven numbers. The first three are sums over tokens: importance ratios rho, squared ratios,
-    # and the token count. The next three are computed from each completion's product of rho: the
-    # log of the largest product, the sum of all products divided by the largest product, and the
-    # sum of squares of these quotients. The last number is the sum over tokens of `rho - 1 - log
-    # rho`.
+    # Seven numbers on the importance ratios rho of the tokens. The first three are sums over
+    # tokens: of rho, of rho^2, and of 1. The next three use the product of rho over each
+    # completion: the log of the largest product, the sum over completions of product / largest
+    # product, and the sum of the squares of these quotients. The last number is the sum over tokens
+    # of `rho - 1 - log rho`.
     drift: np.ndarray

@@ -1,11 +1,12 @@
 """Stored pools, which studies can resume, extend and reuse: one file per question and part.
 
 A pool folder contains `pool.json`, which records the settings of its completions, and one
-safetensors file per question and part. A part has `count` completions of a question from index
-`first` on, with their rewards, squared norms, inner products and sketches. New completions are
-added as new parts. Stored completions are never sampled or scored again.
+safetensors file per question and part. A part consists of `count` completions of a question,
+beginning with the completion number `first`. Its file has their rewards, and the inner products and
+sketches of their scores (gradients of the log-probability). New completions are added as new parts.
+Stored completions are never sampled or scored again.
 
-As long as all rewards are equal, there is no gradient and nothing is scored. Parts are then stored
+As long as all rewards are equal, there is no gradient, so nothing is scored. Parts are then stored
 unscored, in files with a different suffix. Once a scored part exists, unscored parts count as
 missing.
 """
@@ -98,10 +99,13 @@ def draws_of(config: MseConfig) -> dict[str, Any]:
 def prompt_date(
     pool: Path, output_root: Path | None = None, draws: Mapping[str, Any] | None = None
 ) -> datetime:
-    """Return and store the time for chat templates that write a date into a pool's prompts.
+    """Return and store the time that chat templates write into the prompts of a pool.
 
     This is the time at which the pool was started. If the output root contains a pool with the same
-    draws, that pool's time is used, because its completions will be reused.
+    settings, that pool's time is used, because its completions will be reused.
+
+    Args:
+        draws: Settings of the pool; see `draws_of`.
     """
     kept = [pool / PROMPT_DATE]
     if output_root is not None:
@@ -125,7 +129,7 @@ class PoolStore:
 
     Args:
         folder: Pool folder; it may be missing.
-        draws: Settings from `draws_of`; if empty, parts with any settings can be read.
+        draws: Settings from `draws_of`; if empty, the settings of stored parts are not checked.
     """
 
     def __init__(self, folder: Path, draws: dict[str, Any]):
@@ -225,8 +229,9 @@ class PoolStore:
             path.unlink(missing_ok=True)
 
     def parts(self, prompts: Sequence[Prompt], kind: str = SCORED) -> list[list[tuple[int, int]]]:
-        """List, for each question, (first, count) of stored parts that follow each other from 0 on.
+        """List the stored parts of each question as pairs (first, count).
 
+        Only parts that follow each other without a gap, beginning with completion 0, are listed.
         The folder is scanned only once, because it may contain tens of thousands of files.
         """
         spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -252,9 +257,10 @@ class PoolStore:
         return stored_P
 
     def divides_at(self, prompts: Sequence[Prompt], size: int) -> bool:
-        """Return True if the first `size` completions of every question can be read alone.
+        """Return True if no stored part must be split to read each question's first completions.
 
-        A stored part cannot be split.
+        Args:
+            size: Number of completions to read.
         """
         return not any(
             first < size < first + count
@@ -267,7 +273,7 @@ class PoolStore:
         return self._path(prompt, first, count).exists()
 
     def usable_parts(self, prompts: list[Prompt], size: int) -> list[tuple[Path, int]]:
-        """List (file, count) of each part that is within a question's first `size` completions."""
+        """List the parts that lie within a question's first `size` completions: (file, count)."""
         kind = self.kind
         return [
             (self._path(prompt, first, count, kind), count)
@@ -301,8 +307,7 @@ class PoolStore:
     ) -> Iterator[list[Completions]]:
         """Yield, for each question, the list of its stored parts in order.
 
-        Only parts with `first` below `size` are read. Either all parts are scored or all are
-        unscored.
+        Only parts with `first` below `size` are read. All parts are scored, or all are unscored.
         """
         kind = self.kind
         record = Part if kind == SCORED else Completions
@@ -362,9 +367,8 @@ def reuse_pool(
 ) -> str:
     """Reuse completions of the same policy from another study in the same output root.
 
-    The pool with the most usable completions is chosen. Its files are hard-linked if the file
-    system supports links, and otherwise copied. So each run folder stays complete if the other one
-    is deleted.
+    The pool with the most usable completions is chosen. Its files are hard-linked, or copied if the
+    file system has no hard links, so each run folder stays complete if the other one is deleted.
 
     Args:
         draws: Settings of this study; see `draws_of`.

@@ -45,7 +45,7 @@ TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}
 
 
 def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> Request:
-    """Return the request for closed forms at this study's curves."""
+    """Return the request for the closed-form errors of this study's baselines and group sizes."""
     questions = len(pool.rewards_PN)
     points = [
         CurvePoint(name, size, "all_questions_once", questions)
@@ -64,10 +64,10 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
 
 
 def of_population(config: MseConfig, request: Request) -> Request:
-    """Return the request for closed forms for new questions, which a training step draws.
+    """Return the request for closed forms for new questions, because a training step draws these.
 
-    If the study compares baselines without a closed form, the request also includes the other
-    baselines' curves at `study.rollouts` rollouts.
+    If the study also measures baselines without a closed form, at `study.rollouts` rollouts, the
+    request includes the errors of the other baselines at this number of rollouts.
     """
     rollouts = config.study.rollouts
     points = [
@@ -97,7 +97,7 @@ def study_result(
     Args:
         study: Pool and settings of the study.
         pool_cost, replicate_cost: Cost of the pool, and cost of Monte Carlo replicates.
-        moved: Sensitivity of G* to the shrinkage in AdamW's metric (see `second_moments.shift`);
+        moved: Change of G* if the shrinkage in AdamW's metric changes (see `second_moments.shift`);
             None for other metrics.
         left_out: Number of excluded questions by reason.
         remarks: Sentences on the pool to add to the summary.
@@ -172,10 +172,10 @@ def metric_text(config: MseConfig) -> str:
     text = ""
     if config.study.metric == "adam":
         text += (
-            " Errors are for AdamW's step, not for the gradient: for every G, each entry is "
-            f"divided by its root mean square in steps of {config.study.adam_rollouts} rollouts in "
-            f"groups of {config.study.adam_group_size}, estimated from the other half of the "
-            "questions."
+            " Errors are for AdamW's step, not for the gradient: each gradient entry is divided by "
+            f"its root mean square in steps of {config.study.adam_rollouts} rollouts in groups of "
+            f"{config.study.adam_group_size}. The same divisors are used for every G. Each half of "
+            "the questions uses divisors estimated from the other half."
         )
     if config.scores_adapters:
         text += (
@@ -209,9 +209,9 @@ def _metric(
     population: ClosedForm,
     moved: float | None,
 ) -> parts.Metric:
-    """Return the norm in which gradients were measured, and statistics on tails of score norms.
+    """Return the norm in which gradients were measured, and statistics on large score norms.
 
-    The distribution of score norms is over all completions.
+    The norms are those of all completions of the pool.
     """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()

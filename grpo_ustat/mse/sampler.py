@@ -31,9 +31,9 @@ _KEPT_POLICIES: dict[str, Policy] | None = None
 def start_sampler(sampling: StudySampling) -> tuple[Policy, Engine, Task]:
     """Return the configured policy, an engine that samples from it, and the task that judges.
 
-    vLLM is started once per process, when completions are first needed. The same engine then
-    extends the pool, draws replicates, and samples for the next study of a sweep over the same
-    model. This is possible because studies do not change the weights.
+    vLLM is started once per process, when completions are first needed. Studies do not change the
+    weights, so the same engine is used to extend the pool, to draw replicates, and to sample for
+    the next study of a sweep over the same model.
     """
     options, sampler = sampling.policy, sampling.sampler
     if sampler.rollout.name == "local":
@@ -80,7 +80,9 @@ def _loaded(options: PolicyOptions) -> Policy:
 
 
 def sampler_gap(policy: Policy, rollouts: Rollouts, index: np.ndarray, temperature: float) -> float:
-    """Return the mean absolute difference in log-probability between policy and sampler per token.
+    """Return the mean absolute difference between the policy's and the sampler's log-probabilities.
+
+    The mean is over tokens, in nats.
 
     Args:
         rollouts: Rollouts with `logprobs_PGT`.

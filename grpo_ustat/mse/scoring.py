@@ -28,7 +28,7 @@ from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.policy.scores.turns import most_turns, split_turns
 from grpo_ustat.records import Array, Prompt, Rollouts
 
-# Number of completions per part on which the sampler and the model are compared.
+# Number of completions per part for which the log-probabilities of sampler and model are compared.
 COMPARED_COMPLETIONS = 4
 
 # Maximum number of tokens per completion when scores are compared with plain differentiation.
@@ -117,7 +117,8 @@ def score_part(
     sums_KR, gram_NN = scores.pooled_KR.float().cpu().numpy(), scores.gram_BB.cpu().numpy()
     dtype = str(policy.model.dtype).removeprefix("torch.")
     finite_NN = np.isfinite(gram_NN)
-    # If one score is not finite, its inner products with all other scores are not finite either.
+    # A score that is not finite makes all inner products with it infinite or NaN, so the diagonal
+    # is searched first: it shows which score is the cause.
     for i in [*np.flatnonzero(~finite_NN.diagonal()), *np.flatnonzero(~finite_NN.all(axis=1))]:
         raise ConfigError(
             f"the score of completion {i} of prompt {rollouts.prompts[row].id} has squared norm "
@@ -156,10 +157,11 @@ def stored_rollouts(
 
 
 def check_batch(policy: Policy, rollouts: Rollouts, rows: int) -> None:
-    """Compare scores with plain differentiation on the two shortest completions.
+    """Check the memory of a batch, and check scores against plain differentiation.
 
-    At most CHECKED_TOKENS tokens of each completion are used. If a batch does not fit in memory, an
-    error is raised. If completions have several turns, each turn counts as a completion.
+    An error is raised if a batch of `rows` completions does not fit in memory. Scores are then
+    compared on the first CHECKED_TOKENS tokens of the two shortest completions. If completions have
+    several turns, each turn counts as a completion.
     """
     if rollouts.turn_PGT is not None:
         rows, index = most_turns(rollouts), np.arange(rollouts.ended_PG.size)

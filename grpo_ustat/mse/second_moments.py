@@ -1,6 +1,7 @@
-r"""Estimate the limit v of AdamW's second moments from a pool, for n rollouts in groups of G.
+r"""Estimate AdamW's second moments v from a pool, for steps of n rollouts in groups of G.
 
-A step's gradient estimate ghat is the mean of B = n/G leave-one-out gradients u. Each u is computed
+AdamW averages the squared gradient over steps; v is the limit of this average at a fixed policy. A
+step's gradient estimate ghat is the mean of B = n/G leave-one-out gradients u. Each u is computed
 from a group of G completions for a different prompt. For each entry j,
 
     v_j = E ghat_j^2 = (grad J)_j^2 + Var ghat_j = E u_j^2 / B + (1 - 1/B) (grad J)_j^2
@@ -21,11 +22,12 @@ import torch
 from grpo_ustat.estimators.intervals import Interval
 
 Entries = dict[str, torch.Tensor]
-# Weight of the shrinkage, in questions; see `GroupGradients.second_moments`.
+# Second moments are shrunk towards their mean; this weight of the mean is in questions. See
+# `GroupGradients.second_moments`.
 PRIOR_QUESTIONS = 1.0
-# Alternative weight, for a sensitivity check; see `shift`.
+# Another weight, to see how much the result depends on this choice; see `shift`.
 OTHER_PRIOR_QUESTIONS = 1 / 3
-# Limits for the sensitivity; see `is_uncertain`.
+# Largest tolerated dependence on this choice; see `is_uncertain`.
 MAX_SHIFT, MAX_INTERVAL_SHARE = 0.2, 0.3
 
 
@@ -33,7 +35,7 @@ MAX_SHIFT, MAX_INTERVAL_SHARE = 0.2, 0.3
 class GroupGradients:
     """Sums over questions x of the gradients u_xk of disjoint groups k, by parameter name.
 
-    Gradients of individual questions are not stored.
+    To save memory, the gradients of individual questions are not stored.
     """
 
     # Number of groups per question, K >= 2.
@@ -82,12 +84,13 @@ class GroupGradients:
     ) -> torch.Tensor:
         """Estimate v for all entries of a parameter, for steps with B = `prompts` groups.
 
-        The estimate is unbiased except for two modifications. A negative estimate of (grad J)_j^2
-        is replaced by 0. In addition, v_j is shrunk towards the mean over the parameter's entries,
-        which counts as much as `prior` questions. Without shrinkage, an entry with almost no
-        gradient in these questions (for example for a token that was never sampled) would have
-        almost no second moment. A few completions of other questions would then dominate the error.
-        AdamW avoids this problem because it adds the current gradient to v before the step.
+        Two modifications make the estimate slightly biased. A negative estimate of (grad J)_j^2 is
+        replaced by 0, and v_j is shrunk towards the mean over the parameter's entries, which counts
+        as much as `prior` questions. The shrinkage is needed because an entry may have almost no
+        gradient in these questions (for example the entry of a token that was never sampled) and
+        therefore almost no second moment. A few completions of other questions would then dominate
+        the error. AdamW does not have this problem, because it adds the current gradient to v
+        before the step.
         """
         grad_sq = self.parts(name)[0].clamp(min=0)
         v = self.squares[name] / self.questions / prompts + (1 - 1 / prompts) * grad_sq
@@ -101,11 +104,11 @@ def _add(sums: Entries, name: str, value: torch.Tensor) -> None:
 def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
     """Return the change in log(G* - 1) when the weight of the shrinkage of v is reduced to a third.
 
-    The weight of the shrinkage is a convention, so v is known well enough only if the result hardly
-    depends on this weight. G* - 1 = sqrt(C3/C1) is approximated, up to a constant factor, by the
-    square root of W/C1, with W the variance of u given the prompt. W and C1 are computed on each
-    half of the questions in the metric estimated from the other half. The result is NaN if an
-    estimate of W or C1 is not positive.
+    The weight of the shrinkage is an arbitrary choice, so v is known well enough only if the result
+    hardly depends on it. G* - 1 = sqrt(C3/C1) is approximated, up to a constant factor, by the
+    square root of W/C1, where W is the variance of u given the prompt. On each half of the
+    questions, W and C1 are computed with the v of the other half. The result is NaN if an estimate
+    of W or C1 is not positive.
 
     Args:
         halves: Group gradients of the two halves of the questions.
@@ -128,15 +131,15 @@ def shift(halves: Sequence[GroupGradients], prompts: int) -> float:
 def is_uncertain(moved: float, best: Interval) -> bool:
     """Return True if the interval of G* for AdamW's step is likely to cover less than 90 %.
 
-    The result is True if the absolute `shift` (`moved`) is NaN, exceeds 0.2, or exceeds 0.3 times
-    the distance between the estimate of log(G* - 1) and the lower end of its interval. It is False
-    if the lower end of the interval of G* is not above 1.
+    If the lower end of the interval of G* is not above 1, the result is False. Otherwise it is True
+    if `moved`, the result of `shift`, is NaN, if its absolute value exceeds 0.2, or if it exceeds
+    0.3 times the distance between the estimate of log(G* - 1) and the lower end of its interval.
 
-    The limits were chosen by simulation with `scripts/benchmarks/error_rates.py adam` (10 policies,
-    four sizes, 200 studies per case). The result is True in 84 % of studies if coverage is below
-    87 % (at least 65 % in each case), and in 33 % of studies if coverage is at least 90 %. The
-    result can be True even if G* is known well, because v may be uncertain but nearly the same for
-    all entries.
+    The limits 0.2 and 0.3 were chosen by simulation with `scripts/benchmarks/error_rates.py adam`
+    (10 policies, four sizes, 200 studies per case). In cases in which the interval covers less than
+    87 %, the result is True in 84 % of studies (at least 65 % in each case). In cases in which it
+    covers at least 90 %, the result is True in 33 % of studies. A false alarm is possible because v
+    may be uncertain but nearly the same for all entries, and then G* is known well.
     """
     if not best.low > 1:
         return False
@@ -151,6 +154,6 @@ def uncertain_text(moved: float, best: Interval) -> str:
     by = f" by {math.expm1(moved):+.0%}" if math.isfinite(moved) else ""
     return (
         " WARNING: these questions do not determine AdamW's second moments well enough: an "
-        f"arbitrary choice (shrinkage) changes G* - 1{by}, and the interval of G* does not account "
-        "for it; raise study.questions."
+        f"arbitrary choice (the weight of a shrinkage) changes G* - 1{by}. The interval of G* does "
+        "not include this uncertainty; raise study.questions."
     )

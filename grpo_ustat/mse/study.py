@@ -1,4 +1,4 @@
-"""Gradient-MSE study: from the configuration to `result.json`, tables and figures."""
+"""Study of the gradient error: from the configuration to `result.json`, tables and figures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ from grpo_ustat.terminal.console import Console
 from grpo_ustat.terminal.progress import waiting
 from grpo_ustat.terminal.streams import wrapped
 
-# Maximum number of sentences on losses on the terminal; the tables and the page have all losses.
+# Maximum number of sentences on losses that the terminal shows; the tables and the page show all.
 MAX_LOSS_SENTENCES = 3
 
 
@@ -81,9 +81,9 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     """Run the study, or show the finished study in the folder.
 
     Returns:
-        Mean squared error of the first curve at the first group size. None if all rewards are
-        equal, or if `study.part` requests only a part of the pool. In the second case no run folder
-        remains.
+        Mean squared error of the first baseline at the first group size. None if all rewards are
+        equal, or if `study.part` requests only a part of the pool. In the second case the run
+        folder is removed, because the study has no result yet.
     """
     console = Console(quiet=not is_main())
     if config.study.part is not None:
@@ -97,7 +97,8 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
             result = main_only(folder.result) or _complete_study(config, folder)
     else:
         console.print(
-            f"{folder.path} is complete; use on_existing=overwrite to run it again.",
+            f"{folder.path} is complete and is shown again; on_existing=overwrite repeats the "
+            "study.",
             soft_wrap=True,
         )
     view = Study(RunRecord(folder.path, result=result))
@@ -108,7 +109,7 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
         leading.remove(LOSSES)
     for sentence in sentences(view, leading)[:MAX_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    # Published claims also measure plans, which nobody asked for.
+    # A test of published claims also measures plans, but the user may not have requested plans.
     for sentence in sentences(view, [PLAN_EFFICIENCIES] if config.study.plans else []):
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
     rest = [measurement for measurement in measurements_of([view]) if not measurement.leads]
@@ -257,8 +258,9 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         remarks += f" {other}"
     if rows and not rows[0].is_exact:
         remarks += (
-            " WARNING: the log has only texts, which were tokenised again. If the policy had split "
-            "them differently, the scores are of other tokens, so this result is inexact."
+            " WARNING: the log has only texts, which were tokenised again. Where the policy had "
+            "split a text into other tokens, its score is of the wrong tokens, so this result is "
+            "inexact."
         )
     return study_result(
         config, pool_study, facts, pool_cost, replicate_cost, moved=moved, left_out=left_out,
@@ -278,8 +280,8 @@ def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
 def _prompts(config: MseConfig, pool: Path | None = None) -> tuple[list[Prompt], dict[str, int]]:
     """Return the study's prompts, and the number of excluded questions by reason.
 
-    Too few prompts or too long prompts raise an error. If the chat template writes a date, this is
-    the day on which the pool was started or, without a pool, today.
+    An error is raised if there are too few prompts or if a prompt is too long. If the chat template
+    writes a date, the date is the day on which the pool was started or, without a pool, today.
     """
     tokenizer, moment = configured_tokenizer(config.model), None
     if pool is not None and reads_clock(tokenizer):

@@ -1,9 +1,10 @@
 """Pools that grow, question by question, until the data decide on a group size.
 
-Looking at the data several times does not invalidate the decision, because its probability is
-that of a posterior; `scripts/benchmarks` measures the errors of studies that stop in this way. The
-questions drawn so far must be a random sample of the study's questions. The study split of every
-built-in data set is in random order; see `study_order` for other data sets.
+The data are analysed after each batch of questions (a look). Repeated looks do not invalidate the
+decision, because its probability is a posterior probability; `scripts/benchmarks` measures how
+often studies that stop in this way are wrong. The questions drawn so far must be a random sample of
+the study's questions. The study split of every built-in data set is in random order; see
+`study_order` for other data sets.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from grpo_ustat.terminal.streams import percentage, wrapped
 def study_order(config: MseConfig, prompts: list[Prompt]) -> list[Prompt]:
     """Return the prompts in the order in which they are drawn.
 
-    A user's own task may list its questions by level or subject, so its order is drawn from the
-    seed.
+    A user's own task may list its questions by level or subject, so they are put in a random order
+    that depends only on the seed.
     """
     if config.dataset.kind != "own":
         return prompts
@@ -54,10 +55,10 @@ def pool_until_decided(
 ) -> tuple[ScorePool, WorkCost, list[Look]]:
     """Draw questions in batches until the data decide or the budget is spent.
 
-    An interrupted study repeats the same looks on the stored completions.
+    If an interrupted study is continued, it repeats the same looks on the stored completions.
 
     Args:
-        prompts: All questions of the budget; the pool has the first ones.
+        prompts: All questions that may be drawn; the pool consists of the first ones.
 
     Returns:
         The pool of the questions drawn, its cost, and the looks at it.
@@ -86,7 +87,9 @@ def pool_until_decided(
             except EqualRewards:
                 if step is None:
                     raise
-                console.print(f"{count} questions x {size}: all rewards are equal; more follow.")
+                console.print(
+                    f"{count} questions x {size}: all rewards are equal; more questions follow."
+                )
                 continue
             look = main_only(look_at, pool, config.study.rollouts, PRIORS[config.study.prior])
             looks.append(look)
@@ -97,7 +100,10 @@ def pool_until_decided(
 
 
 def _first_size(store: PoolStore, prompts: list[Prompt], most: int) -> int:
-    """Return the smallest N >= 16, at most `most`, at which no stored part has to be split."""
+    """Return the number of completions per question of the first look, from 16 to `most`.
+
+    It is 16, doubled until no stored part of the pool has to be split.
+    """
     size = FIRST_COMPLETIONS
     while size < most and not store.divides_at(prompts, size):
         size *= 2
@@ -109,8 +115,7 @@ def _drawn_pool(
 ) -> tuple[ScorePool, WorkCost]:
     """Return the pool of all batches, with N = `size`, and its cost.
 
-    Each batch is sampled in chunks of its own, so that completions are never drawn again when the
-    pool grows.
+    Each batch is sampled separately, so that no completion is drawn again when the pool grows.
 
     Args:
         ends: Number of questions after each batch.
@@ -136,7 +141,7 @@ def look_at(pool: ScorePool, rollouts: int, prior: Prior = WEAK_PRIOR) -> Look:
         questions=count,
         completions=pool.rewards_PN.shape[1],
         group_size=best,
-        # Without a prior, there is a confidence set but no probability.
+        # Without a prior there is only a confidence set, which gives no probability.
         probability=probability if prior.exponents else None,
         tolerance=tolerance,
         more_questions=_rounded(max(half, next_count(count, 10**9)) - count)

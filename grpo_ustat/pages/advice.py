@@ -32,7 +32,7 @@ class Advice:
     details: list[str]
     # Next step: a command to copy, or a description in words.
     next: str
-    # Numbers in the sentence, keyed by name, for use by programs.
+    # Numbers that the sentence contains, keyed by name, for use by programs.
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,11 +57,11 @@ def group_size_advice(
 ) -> tuple[str, str, dict[str, Any]]:
     """Decide whether another group size has a smaller error at the same number of rollouts.
 
-    The extra error at `group_size` has an interval that is simultaneous over all sizes and accounts
-    for the choice of the best size; see `ScalingLaw.extra_error`. The advice is "raise" or "lower"
-    only if this interval lies above 0. "Keep" requires that the data determine the best size. It is
-    then given if `group_size` is the best size, or if the interval contains 0 and its upper end is
-    at most 30 %.
+    The decision uses the interval of the extra error at `group_size`. This interval holds for all
+    sizes simultaneously and accounts for the choice of the best size; see `ScalingLaw.extra_error`.
+    The advice is "raise" or "lower" only if the interval lies above 0. It is "keep" only if two
+    conditions hold: the data determine the best size; and `group_size` is this size, or the
+    interval contains 0 and its upper end is at most 30 %.
 
     Args:
         law: Scaling law, including the sampling errors of C1, C2 and C3.
@@ -93,8 +93,8 @@ def group_size_advice(
         )
         return CHOOSE, sentence, numbers
     if costs.tolerance is None:
-        # Even if the best size is undecided, some size may have a significantly smaller error than
-        # the size in use.
+        # The best size is undecided, but another size may still have a significantly smaller error
+        # than the size in use.
         best = max(costs.extra, key=lambda size: _surely_worse(law, group_size, size))
         if not _surely_worse(law, group_size, best) > 0:
             best = costs.best
@@ -145,33 +145,38 @@ def _three_numbers(name: str, interval: Interval) -> dict[str, float | None]:
 
 
 def _surely_worse(law: ScalingLaw, group_size: int, reference: int) -> float:
-    """Return the lower end of the extra error at `group_size`; -inf if it has no lower end."""
+    """Return the lower end of the extra error's interval at `group_size`; -inf if there is none."""
     low = law.extra_error(group_size, reference).low
     return low if math.isfinite(low) else -math.inf
 
 
 def pair_advice(gstar: Interval) -> str:
-    """Return a sentence for num_generations = 2, where only C2 + C3 can be estimated.
+    """Return a sentence for num_generations = 2.
 
-    For any policy, the error with groups of 3 is at most the error with pairs, because C3 >= 2 C1;
-    see `estimators.groups`. No data are needed for this statement.
+    With groups of 2, a log determines only C2 + C3 and not G*. The sentence needs no data, because
+    C3 >= 2 C1 for any policy, so the error with groups of 3 is at most the error with pairs; see
+    `estimators.groups`.
 
     Args:
         gstar: Interval for G* from the lower end of its lower bound to the upper end of its upper
             bound.
 
     >>> pair_advice(Interval(math.nan, 2.42, math.inf))
-    'Raise num_generations from 2: at the same n, 3 never has a larger error, for any policy.'
+    'Raise num_generations from 2: at the same n, the error at 3 is never larger, for any policy.'
     >>> pair_advice(Interval(math.nan, 3.6, math.inf))[-56:]
-    'ror, for any policy. Here the best size is at least 3.6.'
+    'ger, for any policy. Here the best size is at least 3.6.'
     """
-    sentence = "Raise num_generations from 2: at the same n, 3 never has a larger error, for any "
+    sentence = (
+        "Raise num_generations from 2: at the same n, the error at 3 is never larger, for any "
+    )
     best = f" Here the best size is at least {gstar.low:.1f}." if gstar.low > 3 else ""
     return f"{sentence}policy.{best}"
 
 
 def other_sizes(costs: GroupSizeCosts) -> str:
-    """Return a line with the extra error of each admissible size up to 64 or twice the best size.
+    """Return a line with the extra error of each size that divides n, up to a largest size.
+
+    The largest size is 64, or twice the best size if that is more.
 
     >>> from grpo_ustat.estimators.scaling import GroupSizeCosts
     >>> from grpo_ustat.estimators.intervals import Interval

@@ -35,7 +35,7 @@ def often_cut(clipped_ratio: float) -> bool:
 
 
 def cut_text(clipped_ratio: float, of: str, max_completion_length: int) -> str:
-    """Return a sentence with the share of cut completions and the setting to change.
+    """Return text with the share of cut completions and the settings to change.
 
     >>> cut_text(0.31, "the first 256", 96).partition(": ")[0][:70]
     '31 % of the first 256 completions were cut at max_completion_length=96'
@@ -51,7 +51,7 @@ def clipped_warning(of: str, clipped_ratio: float, max_completion_length: int | 
     """Return a warning if many completions were cut, because they rarely contain an answer.
 
     Args:
-        of: Words before "completions" that describe the counted completions.
+        of: Words that say which completions were counted, placed before the word "completions".
         max_completion_length: Number of tokens at which completions were cut; None if another
             program cut them.
     """
@@ -79,8 +79,8 @@ def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
 def heavy_warning(completions: Tails, questions: Tails, stops: bool = False) -> str:
     """Return a warning if 95 % intervals probably cover less than 90 %; see `Tails.heavy`.
 
-    Intervals for new questions are checked first. There is no warning if no value contributes to
-    the variance, for example if all rewards are equal.
+    If both kinds of intervals are affected, only those for new questions are mentioned. If the
+    variance is 0, for example because all rewards are equal, there is no warning.
 
     Args:
         completions, questions: Tails of the distribution of values over completions and over
@@ -96,7 +96,7 @@ def heavy_warning(completions: Tails, questions: Tails, stops: bool = False) -> 
             if stops:
                 # Simulated studies that stop include heavy tails; see docs/benchmarks.md.
                 fix = (
-                    "This does not affect the recommended G; for other intervals, use "
+                    "The recommended G is not affected; if you need the other intervals, use "
                     "study.until=null"
                 )
             return f" WARNING: {heavy_text(tails, units)}. {fix}."
@@ -117,7 +117,7 @@ def zero_scores_sentence(pool: ScorePool) -> str:
 def packages_sentence(packages: dict[str, int], installed: str) -> str:
     """Return a sentence on completions that other package versions scored; "" if there are none.
 
-    The sentence also explains how to obtain a pool in which all completions have one version.
+    The sentence also says how to get a pool that was scored with one set of versions.
 
     >>> packages_sentence({"torch 2.13.0": 32}, "torch 2.13.0")
     ''

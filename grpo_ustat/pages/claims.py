@@ -8,16 +8,17 @@ from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.pages.tables import number_text
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
-# p-values are shown without correction and with Holm's correction over the claims of a run.
+# The column p (Holm) has two p-values: without correction and, in brackets, with Holm's correction
+# over the claims of a run.
 CLAIM_COLUMNS = (
     "claim", "predicted", "measured", "95 % interval", "p (Holm)", "verdict", "severity",
 )  # fmt: skip
 FAMILY_RULE = (
-    "p is the p-value of the hypothesis that the prediction is true; the number in brackets is the "
-    "p-value with Holm's correction over the run's claims. A claim disagrees if the corrected "
-    "p-value is at most 0.05, so at most 5 % of runs have a false disagreement. A claim without a "
-    "p-value was enumerated or not tested. The intervals do not hold simultaneously. Severity "
-    "names other outcomes that would also count as agreement."
+    "p is the p-value of the hypothesis that the prediction is true; the p-value in brackets has "
+    "Holm's correction over the run's claims. A claim disagrees if the corrected p-value is at "
+    "most 0.05, so at most 5 % of runs have a false disagreement. A claim without a p-value was "
+    "decided by enumeration or was not tested. The intervals do not hold simultaneously. The "
+    "column severity names other outcomes that would also have counted as agreement."
 )
 VERDICT_WORDS = {
     AGREES: "Theory and measurement agree.",

@@ -56,7 +56,8 @@ MAX_CHARACTERS, MAX_LINES = 200, 40
 def pyplot() -> Any:
     """Import matplotlib's pyplot, which draws to files only.
 
-    It is not imported with this module, because commands that only read results do not need it.
+    It is not imported together with this module, so that commands that only read results start
+    fast.
     """
     import matplotlib
 
@@ -76,15 +77,15 @@ def figure_fonts() -> Iterator[None]:
 def baseline_style(name: str, unbiased: bool) -> tuple[str, str, str]:
     """Return a baseline's colour, marker and label, which are the same in all figures.
 
-    Each built-in baseline has a fixed pair of colour and marker. A user-defined baseline may not be
-    installed on the machine that draws the figure, so its pair is selected by a hash of its name
-    among the pairs that no built-in baseline uses.
+    Each built-in baseline has a fixed pair of colour and marker. A user-defined baseline gets one
+    of the pairs that no built-in baseline uses, chosen by a hash of its name. So its pair is the
+    same on every machine, even if the baseline is not installed there.
     """
     if name in STYLE:
         return STYLE[name]
     others = [other for other in BASELINES if other not in STYLE]
     count = len(OTHER_COLOURS)
-    # Each repetition of the colour list uses markers shifted by one more place.
+    # When the list of colours is used again, each colour gets the next marker in the list.
     shifts = -(-len(others) // count)
     if name in others:
         shift, place = divmod(others.index(name), count)
@@ -186,7 +187,7 @@ def legend_above(figure: Figure) -> None:
 def spaced_ticks(
     candidates: Sequence[float], least: float, most: float, share: float
 ) -> list[float]:
-    """Choose ticks with labels that do not overlap for a logarithmic axis: 1 and some candidates.
+    """Choose ticks for a logarithmic axis whose labels do not overlap: 1 and some candidates.
 
     Args:
         candidates: Numbers to choose from; earlier numbers have priority.

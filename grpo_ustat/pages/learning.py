@@ -52,10 +52,10 @@ MAX_POINTS = 40
 SHARES = (EVALUATIONS[ACCURACY], "frac_reward_zero_std", "completions/clipped_ratio")
 UNBOUNDED = ("reward", EVALUATIONS[MEAN_REWARD])
 GSTAR_NOTE = (
-    " G*: bars are 95 % intervals over seeds or, with one seed, over prompts or steps. If a "
-    "bar extends beyond the axis, its upper end is off the axis or missing."
+    " In the panel of G*, bars are 95 % intervals over seeds or, with one seed, over prompts or "
+    "steps. If a bar extends beyond the axis, its upper end is off the axis or missing."
 )
-# An interval without an upper end is drawn up to this value.
+# If an interval has no upper end, its bar is drawn up to this value.
 NO_UPPER_END = 1e9
 # In a figure with more lines, the lines of individual seeds would hide the means.
 MAX_LINES_WITH_SEEDS = 6
@@ -87,8 +87,8 @@ def draw_learning(folder: Path) -> None:
 def learning_figure(folder: Path, name: str, runs: Sequence[Learning]) -> list[dict[str, Any]]:
     """Draw one panel per quantity and save the figure as `<name>.{pdf,svg,png}`.
 
-    Each series has a bold line for the mean over seeds. Thin lines show the seeds if there are few
-    series.
+    Each series has a bold line for the mean over seeds. If there are few series, thin lines show
+    the individual seeds.
 
     Args:
         runs: Runs of one or several series.
@@ -151,14 +151,14 @@ def learning_rows(runs: Sequence[Learning]) -> list[dict[str, Any]]:
     """Average each quantity of a series over seeds at each step, and compute its interval.
 
     Only steps that all runs of a series have are used. Otherwise the mean would change from step to
-    step because the set of seeds changes. A run without any row of a quantity is left out of the
-    quantity's mean. In long runs, each run is first averaged over several steps per point.
+    step just because the set of seeds changes. If a run has no row of a quantity at all, the mean
+    of this quantity leaves the run out. In long runs, each point is an average over several steps.
 
     Returns:
         Rows with `series`, `quantity`, `step` (last step in the average), `steps` (number of steps
-        in the average), `mean`, `low`, `high` and `seeds`. With one seed, `low` and `high` are None
-        except for evaluations and for G*. `mean` is None if the runs have no number at this step or
-        if their G* is undecided. This leaves a gap in the line.
+        in the average), `mean`, `low`, `high` and `seeds`. With one seed, only evaluations and G*
+        have an interval; for other quantities, `low` and `high` are None. `mean` is None if the
+        runs have no number at this step or if their G* is undecided; the line then has a gap.
     """
     block, evaluation = _block(runs), evaluation_name(runs)
     rows = []
@@ -261,10 +261,10 @@ def _monitored(run: Learning, block: int) -> dict[int, list[dict[str, Any]]]:
 
 
 def _joint_gstar(parts: list[list[dict[str, Any]]]) -> Estimate:
-    """Compute G* and an interval from C1, C2 and C3 averaged over several parts (seeds or steps).
+    """Compute G* from C1, C2 and C3 averaged over several parts (seeds or steps).
 
-    The interval reflects the variation between parts. Averaging the parts' G* instead would be
-    biased, because `1 + sqrt(C3/C1)` is not linear.
+    The mean of the parts' G* would be biased, because `1 + sqrt(C3/C1)` is not linear. The interval
+    is computed from the variation between parts.
     """
     means_4N = np.stack([monitored_constants(rows).mean(axis=1) for rows in parts], axis=1)
     ratio = ScalingLaw.of_steps(means_4N).constants_ratio()

@@ -1,10 +1,10 @@
 """Self-contained HTML page with answer, figures, tables and completions; it needs no network.
 
-Model output is treated as hostile. Every text passes through jinja2's autoescape or is encoded in a
-JSON block, and no text can close this block. The script inserts values from the block as text and
-never as HTML. The Content-Security-Policy allows only the page's own style and script. Each figure
-is embedded as an image. Browsers run no script and load no file from an image, whatever the SVG
-contains.
+The output of a model may contain HTML or scripts, which must not take effect. Every text passes
+through jinja2's autoescape or is encoded in a JSON block, and no text can close this block. The
+script inserts values from the block as text and never as HTML. The Content-Security-Policy allows
+only the page's own style and script. Each figure is embedded as an image, because browsers run no
+script and load no file from an image, whatever the SVG contains.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Figure:
     svg: str
     # Text below the figure.
     caption: str = ""
-    # Path of the CSV file with the figure's numbers, relative to the page; None if no file has
-    # them.
+    # Path of the CSV file with the figure's numbers, relative to the page; None if there is no
+    # file.
     data: str | None = None
 
     @cached_property

@@ -58,12 +58,13 @@ class RunView:
     tables: Callable[[RunRecord], list[Table]]
     # Returns sentences shown beside the answer.
     notes: Callable[[RunRecord], list[str]]
-    # Title, caption and data file of each figure that the command draws, by file name.
+    # Title, caption and data file of each figure that the command draws, keyed by the figure's
+    # name.
     figures: Mapping[str, tuple[str, str, str | None]]
     # Returns the command to run next; "" if there is none.
     following: Callable[[RunRecord], str] = nothing_follows
-    # Returns the table of the main result. `lead` is the name of the figure beside this table, ""
-    # if there is none.
+    # Returns the table of the main result.
+    # `lead` is the name of the figure beside this table; "" if there is no such figure.
     overview: Callable[[RunRecord], Table | None] = no_overview
     lead: str = ""
 
@@ -148,7 +149,11 @@ def run_page(
 def _figures(
     run: RunRecord, catalogue: Mapping[str, tuple[str, str, str | None]]
 ) -> dict[str, Figure]:
-    """Return the folder's SVG figures by name; figures in the catalogue come first."""
+    """Return the folder's SVG figures by name, those in the catalogue first.
+
+    Args:
+        catalogue: Title, caption and data file of known figures, by name.
+    """
     files = {file.stem: file for file in sorted(run.folder.glob("*.svg"))}
     figures: dict[str, Figure] = {}
     for name in [name for name in catalogue if name in files] + sorted(set(files) - set(catalogue)):

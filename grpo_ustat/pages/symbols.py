@@ -1,8 +1,8 @@
 """Symbols on pages and their meanings, and the displayed names of baselines.
 
-All pages share one dictionary. Below the answer of a page, `grpo_ustat.pages.page` lists the
-symbols that the page uses. It also shows the meaning of a symbol when the pointer is over it.
-`docs/glossary.md` defines further terms.
+All pages use the same symbols. Below the answer of a page, `grpo_ustat.pages.page` lists the
+symbols that occur on the page, with their meanings. It also shows the meaning of a symbol when the
+pointer is over it. `docs/glossary.md` defines further terms.
 """
 
 from __future__ import annotations

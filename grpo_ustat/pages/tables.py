@@ -67,8 +67,9 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    # Rows of cells, one cell per column; None if missing. A cell may have several lines. Pages sort
-    # a text such as `0.35 [0.18, 0.57]` by its first number.
+    # Rows of cells, one cell per column; None for a missing cell. A cell may have several lines.
+    # Users can sort a page's table by a column; a text such as `0.35 [0.18, 0.57]` is sorted by its
+    # first number.
     rows: Sequence[Sequence[Cell]]
     # Notes below the table on the scope of intervals, the meaning of marks, and missing numbers.
     notes: Sequence[str] = ()
@@ -162,7 +163,8 @@ class Table:
             part[i] = least[i]
         parts.append(part)
         for part in parts:
-            # Give each spare character to the column that is farthest below its full width.
+            # Each spare character goes to the column that lacks the most characters to its full
+            # width.
             for _ in range(room - sum(part.values()) - (len(part) - 1) * GAP):
                 i = max(part, key=lambda i: longest[i] - part[i])
                 part[i] += longest[i] > part[i]
@@ -523,9 +525,9 @@ def count_text(count: int, noun: str) -> str:
 
 
 def interval_scope(questions: int) -> str:
-    """Describe the population that a study's intervals cover, given its number of questions.
+    """Return the words for what a study's intervals cover: new questions, or only its own.
 
-    With too few questions, intervals do not generalise to new questions; see
+    If a study has too few questions, its intervals do not cover new questions; see
     `intervals.pool_mean_reward`.
     """
     if questions < MIN_QUESTIONS:

@@ -1,10 +1,14 @@
 """Held-out accuracy or mean reward of training runs, averaged over seeds and compared.
 
-A cell is the mean of runs that differ only in the seed. Within a family of cells, each cell is
-compared with the best cell. In the table by steps, a family consists of all swept values on one
-line at one step (for example the G in the paper's Figure 5). In the table of budgets, a family
-consists of all (n, G) of one series at one step (the paper's Table 2). In the table of settings, a
-family consists of all settings with the same n, G and step.
+Runs that differ only in the seed form a cell, and their mean is an entry of a table. Cells that are
+compared with each other form a family: each cell is compared with the best cell of its family.
+Which cells form a family depends on the table:
+
+- Table by steps: all swept values on one line of the figure at one step, for example all G (the
+  paper's Figure 5).
+- Table of budgets: all pairs (n, G) of one series at one step (the paper's Table 2). A series
+  consists of the runs that differ only in n, G and seed.
+- Table of settings: all settings with the same n, G and step.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ BY_BUDGET: tuple[Keys, Keys] = ("series", "step"), ("rollouts", "group_size")
 BY_SETTING: tuple[Keys, Keys] = ("test", "rollouts", "group_size", "step"), ("setting",)
 EVALUATED = ("step", "decoding", "quantity", "mean_reward", "low", "high", "n")
 CELL_KEYS = ("series", "rollouts", "step", "group_size", "line", "x", "test", "setting")
-FEW_SEEDS = "(4 of 5): the cell has 4 seeds; the cell with the most seeds has 5."
+FEW_SEEDS = (
+    "(4 of 5), for example, marks a mean over 4 seeds if the mean with the most seeds is over 5."
+)
 # Mark on a mean that is significantly less than the largest mean.
 LESS = "*"
 
@@ -66,11 +72,11 @@ def accuracy_cells(
     """Return a row per cell, with its mean over seeds and its difference from the best cell.
 
     `low` and `high` are the ends of a t interval over seeds, conditional on the questions, with
-    (seeds - 1) degrees of freedom. With one seed, they are the ends of the run's interval over
-    questions. `over` is "seeds" or "questions" accordingly. `questions_low` and `questions_high`
-    are the ends of an interval over questions, conditional on the seeds. Each end is the average
-    over the runs' intervals. This interval is conservative, because the standard deviation of a
-    mean is at most the mean of the runs' standard deviations.
+    (seeds - 1) degrees of freedom; `over` is then "seeds". If a cell has one seed, they are the
+    ends of the run's interval over questions, and `over` is "questions". `questions_low` and
+    `questions_high` are the ends of an interval over questions, conditional on the seeds. Each end
+    is the average of this end over the runs' intervals. This interval is conservative, because the
+    standard deviation of a mean is at most the mean of the runs' standard deviations.
 
     `best` is True for the cell with the largest mean in its family. Every other cell is compared
     with this cell on the seeds that both cells have. If each of the two cells has only one seed,
@@ -79,8 +85,9 @@ def accuracy_cells(
     `distinct` is True if the interval of the difference lies below 0. The k - 1 differences of a
     family each have the confidence level 1 - 0.05 / (k - 1) (Bonferroni). So the truly best cell is
     declared different from the largest mean in at most 2.5 % of families (Hsu 1984, comparisons
-    with the best), although the largest mean is chosen on the same seeds. `decided` is True if any
-    cell of the family is distinct. Otherwise the data do not identify a best cell.
+    with the best), although the largest mean is chosen on the same seeds. `decided` is True if at
+    least one cell of the family is distinct. If it is False, any cell of the family may be the
+    best.
 
     Args:
         rows: See `accuracy_rows`.
@@ -129,11 +136,14 @@ def pooled_cells(cells: Sequence[AccuracyCell]) -> list[AccuracyCell]:
     The variance s^2 is pooled over the cells that have several seeds. The half-width is `t_dof s /
     sqrt(seeds)`, with `dof` the sum of (seeds - 1) over these cells.
 
-    Pooling shortens the intervals: the t quantile is t_1 = 12.7 for one cell with two seeds, and
-    t_6 = 2.4 for six pooled cells with two seeds each. Pooling assumes that the variances of all
-    cells are equal. If they differ, intervals are too short for noisier cells and too long for the
-    other cells. With six cells of three seeds and standard deviations from 1 to 2, coverage is 94 %
-    on average, 88 % for the noisiest cell and 99 % for the least noisy cell (40 000 draws).
+    Pooling shortens the intervals. For example, the t quantile is 12.7 for one cell with two seeds
+    (1 degree of freedom), but 2.4 for six pooled cells with two seeds each (6 degrees of freedom).
+
+    Pooling assumes that the variances of all cells are equal. If they differ, the intervals of
+    noisy cells are too short, and those of the other cells are too long. A simulation with 40 000
+    draws had six cells of three seeds, with standard deviations from 1 to 2. There, the mean
+    coverage of the 95 % intervals was 94 %. The coverage was 88 % for the noisiest cell and 99 %
+    for the least noisy cell.
 
     Args:
         cells: Cells of `BY_LINE`. Intervals of cells with a single seed stay unchanged, and their
@@ -186,13 +196,14 @@ def _bounded(interval: Interval, rows: Iterable[dict[str, Any]]) -> Interval:
 
 
 def residual_variance(cells: Sequence[dict[int, dict[str, Any]]]) -> tuple[float, int] | None:
-    """Estimate the part of the run means' variance that cells and seeds do not explain.
+    """Estimate the variance of run means that remains after the effects of cell and seed.
 
-    The estimate is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, from a randomised
-    block design with the C cells that have several seeds and the S seeds that these cells share. It
-    assumes equal residual variances. The difference between two cell means over S seeds has the
-    variance 2/S times this estimate. With only two cells, twice the estimate is the variance of the
-    paired differences.
+    The estimate is `sum_cs (y_cs - y_c. - y_.s + y_..)^2 / ((C - 1) (S - 1))`, the residual
+    variance of a randomised block design. Here C is the number of cells with several seeds, and S
+    is the number of seeds that these cells share. The residual variance is assumed to be equal in
+    all cells. The difference between two cell means over S seeds has the variance 2/S times this
+    estimate. If there are only two cells, twice the estimate is the variance of the paired
+    differences.
 
     Args:
         cells: Runs by seed, for each cell.
@@ -265,8 +276,8 @@ def _rounding_variance(rows: Iterable[dict[str, Any]], questions: str = "n") -> 
 def _seeds_interval(values: Sequence[float], rounding: float, level: float) -> Interval:
     """Return the mean of values and its t interval.
 
-    With a few seeds and few questions, accuracies are often all equal although their true variance
-    is not 0. Therefore at least the rounding variance is used.
+    The variance is at least the rounding variance, because with few seeds and few questions all
+    accuracies are often equal although their true variance is not 0.
 
     >>> [round(x, 3) for x in _seeds_interval([0.3, 0.3, 0.3], 1 / (12 * 60**2), 0.95)]
     [0.3, 0.288, 0.312]
@@ -296,7 +307,7 @@ def accuracy_table(
         rows=_grid(places, names),
         notes=notes(cells, LESS, "in the same row"),
         data=data,
-        figure_notes=notes(cells, "hollow", "on the same line"),
+        figure_notes=notes(cells, "Hollow markers", "on the same line"),
         headings=True,
     )
 
@@ -323,9 +334,9 @@ def budget_table(cells: Sequence[AccuracyCell]) -> Table:
 
 
 def settings_table(cells: Sequence[AccuracyCell]) -> Table:
-    """Return a table with a row per setting, which contains its difference from the largest mean.
+    """Return a table with a row per setting, with its difference from the largest mean.
 
-    Settings are compared only with settings that have the same n and G.
+    The largest mean is taken over the settings with the same n and G.
 
     Args:
         cells: Cells of `BY_SETTING`.
@@ -372,7 +383,7 @@ def _grid(
     """Return the rows of a table.
 
     Args:
-        places: Tuples of row heading (without the step), column index and cell.
+        places: Tuples of row heading (without the step), index of the column, and cell.
         columns: Names of the columns.
     """
     most = max(cell["seeds"] for *_, cell in places)
@@ -386,8 +397,8 @@ def _grid(
 def _cell_text(cell: AccuracyCell, most: int) -> str:
     """Format a mean above its interval, and add the number of seeds if some seeds are missing.
 
-    A mean that is significantly less than the largest mean is marked. A mean that could not be
-    compared gets a question mark if another mean of its family is significantly less.
+    A mean significantly below the largest mean is marked with a star. If the family contains such a
+    mean, a mean that could not be compared is marked with a question mark.
     """
     mark = LESS if cell["distinct"] else ""
     if cell["decided"] and cell["distinct"] is None and not cell["best"]:
@@ -397,19 +408,19 @@ def _cell_text(cell: AccuracyCell, most: int) -> str:
 
 
 def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
-    """Return notes on the source of the intervals and the meaning of the mark.
+    """Return notes on what the intervals cover and on the meaning of the mark.
 
     Args:
         cells: Cells that the table shows.
         mark: Mark on means that are significantly less than the largest mean.
-        among: Words for the place of the cells that are compared with each other.
+        among: Words that say which means are compared, for example "in the same row".
     """
     counts = sorted({cell["questions"] for cell in cells})
     questions = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     quantity = joint_quantity(cell["quantity"] for cell in cells).capitalize()
     lines = [f"{quantity} is measured on {questions} test questions. {_interval_source(cells)}"]
     if len({cell["quantity"] for cell in cells}) > 1:
-        lines.append("Mean reward equals accuracy if all rewards are 0 or 1.")
+        lines.append("The mean reward equals the accuracy if all rewards are 0 or 1.")
     compared = [cell for cell in cells if cell["distinct"] is not None]
     if compared:
         kinds = {cell["shared_seeds"] > 1 for cell in compared}
@@ -417,20 +428,23 @@ def notes(cells: Sequence[AccuracyCell], mark: str, among: str) -> list[str]:
         if any(cell["difference_dof"] for cell in compared):
             pairing += " and use a pooled variance"
         if len(kinds) > 1:
-            pairing += ", except between two cells with one seed"
+            pairing += ", except between two means with one seed each"
         intervals = (
-            "The 95 % intervals of the differences hold simultaneously (Bonferroni). Differences "
-            f"are {pairing}."
+            "The test uses 95 % intervals of the differences, which hold simultaneously "
+            f"(Bonferroni). Differences are {pairing}."
         )
         if any(cell["decided"] for cell in compared):
             lines.append(
-                f"{mark}: significantly less than the largest mean {among}. {intervals} The "
-                "largest mean was selected on the same data."
+                f"{mark}: mean significantly below the largest mean {among}. {intervals} The "
+                "largest mean was selected on the same data, so it tends to be too high."
             )
         else:
             lines.append(f"The means {among} do not differ significantly. {intervals}")
     if any(cell["distinct"] is None and not cell["best"] for cell in cells):
-        lines.append("Runs that share fewer than two seeds are not compared (shown as '?').")
+        lines.append(
+            "A mean that shares fewer than two seeds with the largest mean is not compared with "
+            "it. It is marked '?' if another mean is significantly below the largest."
+        )
     if len({cell["seeds"] for cell in cells}) > 1:
         lines.append(FEW_SEEDS)
     return lines
@@ -441,42 +455,48 @@ def captions(cells: Sequence[AccuracyCell], among: str) -> list[str]:
 
     Args:
         cells: Cells of `BY_LINE`; see `pooled_cells`.
-        among: Words for the place of the cells that are compared with each other.
+        among: Words that say which means are compared, for example "on the same line".
     """
     dofs = sorted({cell["dof"] for cell in cells if cell["dof"] is not None})
-    bars = "Bars are 95 % intervals for new questions, from one seed."
+    bars = "Bars are 95 % intervals for new questions; each mean has one seed."
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         bars = (
-            "Dots are seeds. Bars are 95 % intervals over seeds, with a pooled variance "
-            f"(t, {dof} dof)."
+            "Each dot is one seed. Bars are 95 % t intervals over seeds, with a pooled variance "
+            f"({dof} degrees of freedom)."
         )
     difference = ""
     if any(cell["decided"] for cell in cells):
-        difference = " Hollow markers are significantly less than the largest mean."
+        difference = " Hollow markers are means significantly below the largest mean."
     elif any(not cell["best"] for cell in cells):
         difference = f" The means {among} do not differ significantly."
     return [f"{bars}{difference}"]
 
 
 def _interval_source(cells: Sequence[AccuracyCell]) -> str:
-    """Describe the population that the intervals cover: seeds, questions, or a mixture."""
+    """Describe the variation that the intervals cover: between seeds, questions, or a mixture."""
     counts = sorted({cell["seeds"] for cell in cells if cell["seeds"] > 1})
-    over_questions = "are for new questions and do not include variation between training runs"
+    over_questions = (
+        "cover the variation from drawing other test questions, but not the variation between "
+        "training runs"
+    )
     if not counts:
-        return f"All cells have one seed. Their 95 % intervals {over_questions}."
+        return f"All means have one seed. Their 95 % intervals {over_questions}."
     several = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    seeds = f"The 95 % t intervals are over {several} seeds and conditional on these questions."
+    seeds = (
+        f"The 95 % t intervals cover the variation between {several} seeds, but not the variation "
+        "from drawing other questions."
+    )
     dofs = sorted({cell["dof"] for cell in cells if cell.get("dof") is not None})
     if dofs:
         dof = f"{dofs[0]}" if len(dofs) == 1 else f"{dofs[0]} to {dofs[-1]}"
         seeds += (
-            f" They use a variance with {dof} degrees of freedom, pooled over the cells of each "
-            "line and step."
+            f" Their variance has {dof} degrees of freedom: it is pooled over all means that are "
+            "on the same line of the figure at the same step."
         )
     single = [cell for cell in cells if cell["seeds"] == 1]
     if not single:
         return seeds
     sizes = sorted({cell["group_size"] for cell in single})
     where = f"one seed (at G = {', '.join(map(str, sizes))})"
-    return f"{seeds} The intervals of cells with {where} {over_questions}."
+    return f"{seeds} The intervals of means with {where} {over_questions}."

@@ -17,7 +17,7 @@ from grpo_ustat.runs.record import RunRecord, key_label
 def at_last(
     rows: Sequence[dict[str, Any]], steps: Sequence[int], within: str = "series"
 ) -> list[dict[str, Any]]:
-    """Select each series' rows at a single step: the last step that the most (n, G) have reached.
+    """Select each series' rows at one step, the last step at which the most pairs (n, G) have rows.
 
     Args:
         rows: See `accuracy.accuracy_rows`.
@@ -59,7 +59,7 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
             not_different = [cell for cell in of_series if cell["distinct"] is False]
             sentence = (
                 f"held-out {name} at step {step} is largest at {_cell_names([best], several)}: "
-                f"{text}. It is significantly less at {_cell_names(less, several)}"
+                f"{text}. It is significantly lower at {_cell_names(less, several)}"
             )
             if not_different:
                 sentence += (
@@ -69,8 +69,8 @@ def best_sentence(cells: Sequence[AccuracyCell]) -> str:
             lowest, highest = (_cell_names([cell], several) for cell in (least, best))
             sentence = (
                 f"held-out {name} at step {step} does not differ significantly between the "
-                f"{len(of_series)} cells. It ranges from {least['mean_reward']:.3f} ({lowest}) to "
-                f"{best['mean_reward']:.3f} ({highest})"
+                f"{len(of_series)} {'pairs (n, G)' if several else 'group sizes'}. It ranges from "
+                f"{least['mean_reward']:.3f} ({lowest}) to {best['mean_reward']:.3f} ({highest})"
             )
         sentences.append(f"{budget_name(best)}: {sentence}.")
     return " ".join(sentences)
@@ -108,7 +108,7 @@ def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
         if below:
             sentences.append(
                 f"{where}: held-out {name} is largest with {best['setting']}: "
-                f"{_mean_text(best)}. It is significantly less with {', '.join(below)}."
+                f"{_mean_text(best)}. It is significantly lower with {', '.join(below)}."
             )
         else:
             sentences.append(
@@ -119,7 +119,10 @@ def setting_sentence(cells: Sequence[AccuracyCell]) -> str:
             )
     decided = sum(family[0]["decided"] for family in several)
     if len(sentences) > 3:
-        return f"Settings differ significantly at {decided} of {len(several)} pairs (n, G)."
+        return (
+            f"Settings were compared at {len(several)} pairs (n, G). They differ significantly at "
+            f"{decided} of these pairs."
+        )
     return " ".join(sentences)
 
 
@@ -128,7 +131,7 @@ def _mean_text(cell: AccuracyCell) -> str:
 
 
 def missing_cells(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
-    """Return a line for each (n, G) that lacks seeds which its series has at other (n, G).
+    """Return a line for each pair (n, G) without some seeds that its series has at other pairs.
 
     Args:
         runs: Training runs.

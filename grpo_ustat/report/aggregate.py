@@ -125,7 +125,7 @@ def write_report(report: Report) -> None:
     if report.studies:
         _add_studies(report)
     report.answers += [
-        f"{run.policy} on {run.dataset} (not in tables and figures): "
+        f"{run.policy} on {run.dataset} (this study is not in the tables and figures): "
         f"{decision_sentence(Study(run), study_rollouts(run.config))}"
         for run in report.equal_rewards
     ]
@@ -156,14 +156,14 @@ def write_report(report: Report) -> None:
 
 
 def without_unreadable(run_set: RunSet) -> RunSet:
-    """Move unreadable runs to `damaged`, so that a damaged folder does not stop the report."""
+    """Move runs that cannot be shown to `damaged`, so that they do not stop the report."""
     runs, damaged = [], list(run_set.damaged)
     for run in run_set.runs:
         try:
             _tables_of_one(run)
             runs.append(run)
         except Exception as error:
-            # Unexpected content in a folder can raise any exception.
+            # A damaged folder can have any content, so any exception may occur.
             reason = single_line(f"{type(error).__name__}: {error}", 200)
             damaged.append(f"{run.label}: cannot be shown ({reason})")
     return RunSet(runs, damaged, run_set.absent, run_set.twins)
@@ -214,7 +214,7 @@ def run_set_notes(run_set: RunSet) -> list[str]:
 
 def _add_studies(report: Report) -> None:
     measured = [Study(run) for run in report.studies]
-    # Errors depend only on the pool of rollouts, so each pool is shown once.
+    # Studies with the same pool of rollouts have the same errors, so each pool is shown once.
     studies = [members[0] for members in by_pool(measured)]
     keys = distinguishing_keys([study.run.keys for study in studies], ignored=())
     table = group_size.joint_table(studies, keys)
@@ -241,7 +241,8 @@ def _add_training(report: Report) -> None:
     if keys:
         series = {key_label(run.keys, keys) for run in runs}
         report.notes.append(
-            f"{len(series)} series differ in {', '.join(keys)} and are not averaged"
+            f"the training runs form {len(series)} series, which differ in {', '.join(keys)}: each "
+            "series is shown separately"
         )
     report.notes += missing_cells(runs, keys)
     axis = swept_axis(runs, keys)
@@ -322,7 +323,7 @@ def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[s
             gstar = Study(run).need(SCALING).gstar
             text = best_size(*gstar)
             if start(run) == starts[0] and text is not None:
-                return gstar, [f"Grey band: G* = {text} of the gradient before training."]
+                return gstar, [f"Grey band: best group size before training, G* = {text}."]
     return None, []
 
 
@@ -331,8 +332,8 @@ def _add_learning(
 ) -> None:
     """Add a figure and a table per budget and data set, with one line per group size and setting.
 
-    If both group sizes and settings vary and give more than `MAX_CURVES` lines, each setting and
-    each group size has a separate figure.
+    If both group sizes and settings vary and there would be more than `MAX_CURVES` lines, there is
+    instead one figure per setting and one figure per group size.
     """
     budgets: dict[str, list[RunRecord]] = {}
     for run in runs:
@@ -392,8 +393,8 @@ def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> T
         columns=["first -> last step", *(MONITORED.get(name) or name for name in quantities)],
         rows=texts,
         notes=[
-            "Each cell gives the means over seeds at the first and at the last step that all runs "
-            "of a series share."
+            "Each entry is the mean over seeds at the first step -> the mean at the last step. "
+            "Only steps that all runs of a series have are used."
         ],
         data=rows,
         figure_notes=notes(rows),

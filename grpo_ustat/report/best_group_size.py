@@ -4,15 +4,17 @@ At a fixed number n of rollouts per step, the error of the gradient is
 
     n MSE(G) = G C1 + C2 + C3/(G-1) = C1 ( G + (G*-1)^2/(G-1) ) + C2      G* = 1 + sqrt(C3/C1)
 
-For every n the error is smallest at G*. The paper uses the error to bound the sub-optimality gap
-(section 6 of the theory, Lemma 6 and Theorem 7). This module computes the prediction from C1, C2
-and C3 of the initial policy. It compares the prediction with held-out accuracy or mean reward of
-training runs that differ only in G, n and seed.
+For every n the error is smallest at G*. In the paper, a smaller error gives a smaller bound on the
+sub-optimality gap (section 6 of the theory, Lemma 6 and Theorem 7). So the prediction is that the G
+with the smallest error trains best. This module computes the error from C1, C2 and C3 of the
+initial policy. It compares the prediction with held-out accuracy or mean reward of training runs
+that differ only in G, n and seed.
 
-The outcome was chosen before any of the compared runs. It is the mean of a run's evaluations after
-step 0, which has less evaluation noise than the last evaluation. The last evaluation is also
-reported. A group size is significantly different from the best group size if the simultaneous 95 %
-interval of the difference, paired on seeds, lies below 0 (see `accuracy.accuracy_cells`).
+The outcome of a run is the mean of its evaluations after step 0, which has less evaluation noise
+than the last evaluation. This outcome was chosen before any of the compared runs. The last
+evaluation is also reported. A group size is significantly worse than the best group size if the
+simultaneous 95 % interval of the difference, paired on seeds, lies below 0 (see
+`accuracy.accuracy_cells`).
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class BudgetResult:
 
 
 def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) -> BudgetResult:
-    """Compare all G at one n by both outcomes, using the seeds that were run with every G.
+    """Compare all G at one n by both outcomes, on the seeds that were run with every G.
 
     Args:
         grid: Runs by n, G and seed.
@@ -162,8 +164,8 @@ def budget_result(grid: dict[tuple[int, int, int], RunRecord], rollouts: int) ->
     seeds = [seed for seed in seeds if all((rollouts, size, seed) in grid for size in sizes)]
     if len(seeds) < MIN_SEEDS:
         raise ConfigError(
-            f"n={rollouts} has {len(seeds)} seeds with every G of {sizes}, but {MIN_SEEDS} are "
-            "needed"
+            f"n={rollouts} has {len(seeds)} seeds that were run with every G of {sizes}, but "
+            f"{MIN_SEEDS} are needed"
         )
     rows = []
     for seed, size in product(seeds, sizes):
@@ -214,7 +216,7 @@ class Comparison:
         columns = [
             "",
             "G",
-            "predicted error\nrelative to\nthe least",
+            "predicted error\nrelative to\nthe smallest",
             f"held-out {quantity}",
             "difference",
         ]
@@ -225,9 +227,10 @@ class Comparison:
                 title=f"Does G* = {self.start.gstar_text} train best? Held-out {quantity}, {MEAN}",
                 columns=[*columns, "verdict"],
                 rows=rows,
-                notes=["The 95 % intervals are over seeds and conditional on the test questions. "
-                       "Differences from the largest mean are paired by seed. Their intervals hold "
-                       "simultaneously for all G (Bonferroni)."],
+                notes=["The 95 % intervals cover the variation between seeds, but not the "
+                       "variation from drawing other test questions. Differences from the largest "
+                       "mean are paired by seed. Their intervals hold simultaneously for all G "
+                       "(Bonferroni)."],
                 data=self.rows,
                 headings=True,
             ),
@@ -278,7 +281,7 @@ def best_group_size(training: Sequence[RunRecord], studies: Sequence[RunRecord])
 
 
 def check_one_series(runs: Sequence[RunRecord]) -> None:
-    """Raise an error if the runs cannot be compared or if the predicted error does not apply."""
+    """Raise an error if the runs cannot be compared, or if G* does not apply to their baseline."""
     if not runs:
         raise ConfigError("no training run is finished")
     sizes = sorted({run.config["group_size"] for run in runs})
@@ -288,7 +291,7 @@ def check_one_series(runs: Sequence[RunRecord]) -> None:
     if keys:
         raise ConfigError(
             f"the training runs differ not only in n, G and seed but also in {', '.join(keys)}: "
-            "name folders of a single series"
+            "name only folders of runs that agree in all other settings"
         )
     steps = sorted({tuple(row["step"] for row in run.evals) for run in runs})
     if len(steps) > 1:
@@ -338,7 +341,7 @@ def nearest(gstar: float, sizes: Sequence[int]) -> int:
 
 
 def _best_claim(budget: BudgetResult, start: Start) -> Claim:
-    """Return the claim that the predicted G is not significantly different from the best G."""
+    """Return the claim that the predicted G is not significantly worse than the best G."""
     predicted, indistinct = start.nearest(budget.sizes), budget.indistinct()
     return Claim(
         what=f"G among {comma_list(budget.sizes)} that trains best at n = {budget.rollouts}",
@@ -405,11 +408,11 @@ def _order_claim(budget: BudgetResult, start: Start) -> Claim:
 
 
 def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
-    """Name the best G, the G that are not significantly different from it, and the other G."""
+    """Name the best G, the G that are not significantly worse, and the G that are."""
     not_different = [size for size in budget.indistinct(outcome) if size != budget.best(outcome)]
     return (
-        f"best G: {budget.best(outcome)}; not significantly different from it: "
-        f"{comma_list(not_different) or 'no other G'}; significantly different: "
+        f"best G: {budget.best(outcome)}; not significantly worse: "
+        f"{comma_list(not_different) or 'no other G'}; significantly worse: "
         f"{comma_list(budget.distinct(outcome)) or 'no G'}"
     )
 
@@ -417,16 +420,19 @@ def _compared_sizes(budget: BudgetResult, outcome: str = MEAN) -> str:
 def _answer(budgets: Sequence[BudgetResult], start: Start) -> str:
     predicted = start.nearest(budgets[0].sizes)
     words = {
-        AGREES: "is not significantly different from the best G",
-        DISAGREES: "is significantly different from the best G",
-        OPEN: "cannot be tested, because no G is significantly different from the best",
+        AGREES: "the prediction holds: G = {} is among the sizes that may be best",
+        DISAGREES: "the prediction fails: G = {} is significantly worse than the best G",
+        OPEN: "the prediction G = {} is not tested, because no G is significantly worse than the "
+        "best",
     }
     sentences = [
-        f"At n = {budget.rollouts} this G {words[budget.verdict(predicted)]} "
+        f"At n = {budget.rollouts}, {words[budget.verdict(predicted)].format(predicted)} "
         f"({_compared_sizes(budget)})."
         for budget in budgets
     ]
-    return f"G* = {start.gstar_text} predicts G = {predicted}. {' '.join(sentences)}"
+    return (
+        f"G* = {start.gstar_text} predicts that G = {predicted} trains best. {' '.join(sentences)}"
+    )
 
 
 def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: Start) -> list[str]:
@@ -436,7 +442,7 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     optimizer = config["optimizer"]["name"]
     ends = [str(size) for size in sorted({nearest(end, sizes) for end in start.gstar})]
     prompts = "; ".join(
-        f"at n = {budget.rollouts} this falls from {budget.rollouts // budget.sizes[0]} "
+        f"at n = {budget.rollouts}, from {budget.rollouts // budget.sizes[0]} "
         f"(G = {budget.sizes[0]}) to {budget.rollouts // budget.sizes[-1]} (G = {budget.sizes[-1]})"
         for budget in budgets
     )
@@ -445,23 +451,27 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
         for budget in budgets
     }
     below = " ".join(
-        f"At n = {n} the mean after step 0 is lower for {f'G = {comma_list(g)}' if g else 'no G'}."
+        f"At n = {n}, the mean after step 0 is below this value at G = {comma_list(g)}."
+        if g
+        else f"At n = {n}, no group size has a mean below this value after step 0."
         for n, g in lower.items()
     )
     notes = [
         f"{quantity.capitalize()} is measured with {config['eval']['decoding'][0]} completions on "
-        f"{runs[0].evals[-1]['n']} test questions. Its intervals are over seeds and conditional on "
-        "these questions. C1, C2 and C3 are measured on the study questions. Their intervals are "
-        "for new questions. Training uses the train questions.",
-        f"The estimate of G* and the ends of its interval predict G = {enumeration(ends, 'or')} "
-        f"among the trained G ({comma_list(sizes)}).",
+        f"{runs[0].evals[-1]['n']} test questions. Its intervals cover the variation between "
+        "seeds, but not the variation from drawing other questions. C1, C2 and C3 are measured on "
+        "the study questions. Their intervals are for new questions. Training uses the train "
+        "questions.",
+        f"Among the trained G ({comma_list(sizes)}), the estimate of G* and the ends of its "
+        f"interval predict that G = {enumeration(ends, 'or')} trains best.",
         "C1, C2 and C3 are measured before training and change during training. The theorem on the "
-        "gap assumes a policy near a maximiser and learning rates c/t. These runs are at the "
-        "beginning of training, and all G and n have the same constant learning rate.",
-        f"A step has n / G prompts; {prompts}. Prompts are drawn without replacement, which shifts "
+        "sub-optimality gap assumes a policy near a maximiser, and a learning rate c/t at step t. "
+        "These runs are at the beginning of training instead, and their learning rate is constant "
+        "and the same for all G and n.",
+        f"A step has n / G prompts: {prompts}. Prompts are drawn without replacement, which shifts "
         "the error of all G equally.",
         *(
-            f"With only the {LAST} at n = {budget.rollouts}, the verdict on the prediction is "
+            f"If only the {LAST} at n = {budget.rollouts} counts, the verdict on the prediction is "
             f'"{budget.verdict(start.nearest(sizes), LAST)}" ({_compared_sizes(budget, LAST)}).'
             for budget in budgets
         ),
@@ -469,7 +479,7 @@ def _notes(runs: Sequence[RunRecord], budgets: Sequence[BudgetResult], start: St
     ]
     if optimizer != "sgd":
         notes.append(
-            f"The theory assumes the update theta + eta g, but {optimizer} scales each "
-            "coordinate by its noise."
+            "The theory assumes that a step adds the learning rate times the gradient to the "
+            f"parameters, but {optimizer} also scales each coordinate of the gradient by its noise."
         )
     return notes

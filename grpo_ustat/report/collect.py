@@ -40,7 +40,10 @@ class RunSet:
 
 
 def entries_in(patterns: Sequence[str]) -> list[Entry]:
-    """Return each run folder at or below the matches once, in natural order (G=4 before G=16)."""
+    """Return the run folders at or below the matching folders, each once and in natural order.
+
+    In natural order, G=4 comes before G=16.
+    """
     # Folders, keyed by resolved path.
     folders: dict[Path, Path] = {}
     for pattern in patterns:
@@ -81,7 +84,8 @@ def entries_in(patterns: Sequence[str]) -> list[Entry]:
 def read_runs(entries: Sequence[Entry]) -> RunSet:
     """Read the runs in all folders.
 
-    If several folders contain the same run, only the folder with the most progress is used.
+    If several folders contain a run with the same configuration, only the folder with the most
+    progress is used.
     """
     runs, damaged, absent = [], [], []
     for entry in entries:
@@ -91,7 +95,7 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
         try:
             run = entry.record()
             _check(run)
-            # This line raises an error if the configuration is damaged.
+            # Reading the keys raises an error if the configuration is damaged.
             _ = run.keys
             runs.append(run)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -122,7 +126,7 @@ def _check(run: RunRecord) -> None:
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
     if run.command == "train":
-        # Reading the evaluations adds notes if they are damaged.
+        # If the evaluations are damaged, reading them adds a note to the run.
         _ = run.evals
     if not run.code:
         run.add_note("code.json is lost or damaged: the run's commit and weights are unknown")

@@ -197,7 +197,7 @@ def page(report: Report) -> Page:
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, Cell]]:
-    """Describe runs and their costs; list runs on test problems (without a model) separately."""
+    """Describe runs and their costs; runs on test problems (without a model) have own entries."""
 
     def counts(names: Iterable[str | None]) -> str:
         """List each name once; if there are several items, add the number of occurrences."""

@@ -14,11 +14,11 @@ RESAMPLES = 4000
 
 
 def rank_correlation(mean_SG: np.ndarray, error_G: np.ndarray, level: float = 0.95) -> Interval:
-    """Compute Spearman's correlation over G between mean evaluation and minus the predicted error.
+    """Compute Spearman's correlation over G between the mean evaluation and -1 times the error.
 
-    The evaluation is averaged over seeds. The interval is a percentile bootstrap over seeds that
-    keeps all G of a seed together. Noise in the means weakens a rank correlation, so the interval
-    is biased towards 0.
+    The evaluation is averaged over seeds, and the error is the predicted one. The interval is a
+    percentile bootstrap over seeds that keeps all G of a seed together. Noise in the means weakens
+    a rank correlation, so the interval is biased towards 0.
 
     Args:
         mean_SG: Mean evaluation of each seed and group size.

@@ -90,7 +90,7 @@ def setting_labels(run: RunRecord, series_keys: Sequence[str], axis: Axis) -> di
     Returns:
         Columns `series` (values of the series keys), `test` (values of the keys that determine the
         test questions), `setting` (values of the other series keys), `x` (value along the axis) and
-        `line` (all values that are the same along a line of a figure).
+        `line` (all other values, which are constant along a line of a figure).
     """
     config, keys = run.config, run.keys
     test_keys = [key for key in series_keys if key.startswith(TEST_KEYS)]

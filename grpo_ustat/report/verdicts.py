@@ -22,8 +22,9 @@ from grpo_ustat.runs.record import (
 
 UNFINISHED = "unfinished"
 RULE = (
-    "A run disagrees if any claim disagrees after Holm's correction over the run's claims. It is "
-    "not decided if no claim disagrees but some claim is not decided."
+    "The verdict on a run is 'disagrees' if any of its claims disagrees after Holm's correction "
+    "over the run's claims. If no claim disagrees but at least one is not decided, the verdict is "
+    "'not decided'."
 )
 COUNT_COLUMNS = [name.replace(" ", "_") for name in COUNT_WORDS.values()]
 
@@ -90,11 +91,12 @@ def claims_table(tested: Sequence[RunRecord]) -> Table:
         title="All claims, predicted and measured",
         columns=["theorem", *CLAIM_COLUMNS],
         rows=rows,
-        notes=["A claim without an interval was enumerated or compared as a single number. p is "
-               "the uncorrected p-value; the number in brackets has Holm's correction over the "
-               "run's claims. A claim disagrees if the corrected p-value is at most 0.05. "
-               "Severity names other outcomes that would also count as agreement. The file "
-               "claims.csv and the page of each run explain how a claim is decided."],
+        notes=["A claim without an interval was decided by enumeration or by comparing a single "
+               "number. p is the uncorrected p-value; the p-value in brackets has Holm's "
+               "correction over the run's claims. A claim disagrees if the corrected p-value is "
+               "at most 0.05. The column severity names other outcomes that would also have "
+               "counted as agreement. The file claims.csv and the page of each run explain how a "
+               "claim is decided."],
         data=data,
         headings=True,
         sentences=("claim", "severity"),
@@ -138,7 +140,7 @@ def verdict_sentence(tested: Sequence[RunRecord]) -> str:
     agree = names[AGREES]
     if len(agree) == len(tested):
         return f"All {len(claims)} claims agree with theory ({enumeration(agree)})."
-    parts = [f"{len(agree)} of {len(tested)} runs agree with theory in every claim"]
+    parts = [f"{len(agree)} of {len(tested)} runs agree with theory in all their claims"]
     if names[DISAGREES]:
         parts.append(f"some claims of {enumeration(names[DISAGREES])} disagree")
     if names[OPEN]:
@@ -147,7 +149,7 @@ def verdict_sentence(tested: Sequence[RunRecord]) -> str:
 
 
 def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return columns that identify each run; `differs_in` distinguishes runs of a theorem."""
+    """Return the columns that identify each run; `differs_in` tells runs of one theorem apart."""
     identities = []
     for run in tested:
         same_kind = [other.keys for other in tested if kind_of(other) == kind_of(run)]

@@ -312,8 +312,8 @@ def test_tests_compose_what_a_command_line_composes(entry, overrides):
         (
             "mse",
             ("model=tiny", "study.questions=60", "group_sizes=[4,8]", "baselines=[oracle]"),
-            "mse: tiny on arithmetic: 60 questions with 32 completions each; gradient error of "
-            "oracle at G = 4, 8 (closed_form)",
+            "mse: tiny on arithmetic: 60 questions with 32 completions each; gradient error at "
+            "G = 4, 8 (baselines: oracle; methods: closed_form)",
         ),
         (
             "train",

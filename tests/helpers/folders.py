@@ -157,6 +157,8 @@ def studied(folder, model, errors, *, changes=(), losses=(), off_policy=None):
     scaling = {
         f"{x}{end}": 4.0 for x in ("c1", "c2", "c3", "gstar") for end in ("", "_low", "_high")
     }
+    # 1 + sqrt(C3/C1)
+    scaling |= dict.fromkeys(("gstar", "gstar_low", "gstar_high"), 2.0)
     scaling |= {"covariance": [[0.0] * 3] * 3, "dof": 99.0, "prompts": 100.0}
     scaling["curve"] = [
         {"group_size": g, "n_mse": g + 4 / g, "low": g, "high": 2.0 * g} for g in (2, 4)

@@ -207,7 +207,7 @@ def test_two_completions_of_a_prompt_give_bounds(capsys):
         terms = group_terms(rewards, np.square(scores).sum(axis=2), ghat @ ghat.T)
         callback.windows.append(Window(step, step, terms, 0))
     lines = callback.summary()
-    assert lines[0].startswith("grpo_ustat: Raise num_generations from 2: at the same n, 3 never")
+    assert lines[0].startswith("grpo_ustat: Raise num_generations from 2: at the same n, the error")
     assert "G* in [" in lines[1] and "under Assumption 2), noise scale" in lines[1]
 
 

@@ -463,6 +463,9 @@ def test_the_noise_of_a_training_run_is_that_of_its_second_half():
     assert training_noise_sentence(rows[:3], 4, 90) == ""
 
 
+NAMED = "Assumption 2 (size of gradient and reward are uncorrelated)"
+
+
 def said(result):
     study = unsaved_study(result)
     return " ".join(ASSUMPTION2.sentences(study.need(ASSUMPTION2), study))
@@ -471,21 +474,21 @@ def said(result):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({}, "Assumption 2 fails: wrong answers have larger gradients. GRPO beats vanilla here "
+        ({}, f"{NAMED} fails: wrong answers have larger gradients. GRPO beats vanilla here "
          "for G > 3.0 [2.5, 5.5]."),
         ({"av_minus_a0_low": 1.0, "av_minus_a0_high": 3.0},
-         "Assumption 2 fails: wrong answers have larger gradients, so vanilla beats GRPO "
+         f"{NAMED} fails: wrong answers have larger gradients, so vanilla beats GRPO "
          "here."),
         ({"corr_high": 0.1, "av_minus_a0_high": 1.0},
-         "Assumption 2 fails, in different directions for different prompts. The data do not "
+         f"{NAMED} fails, in different directions for different prompts. The data do not "
          "show whether vanilla or GRPO is better."),
         ({"refuted": False},
-         "Assumption 2 is not refuted. GRPO beats vanilla here for G > 3.0 [2.5, 5.5]."),
+         f"{NAMED} is not refuted. GRPO beats vanilla here for G > 3.0 [2.5, 5.5]."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6, "av_minus_a0_high": 1.0},
-         "Assumption 2 fails: right answers have larger gradients. The data do not show "
+         f"{NAMED} fails: right answers have larger gradients. The data do not show "
          "whether vanilla or GRPO is better."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6},
-         "Assumption 2 fails: right answers have larger gradients, so GRPO beats vanilla here "
+         f"{NAMED} fails: right answers have larger gradients, so GRPO beats vanilla here "
          "for G > 3.0 [2.5, 5.5]."),
     ],
 )  # fmt: skip

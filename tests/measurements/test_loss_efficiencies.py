@@ -117,7 +117,8 @@ def test_a_table_has_a_column_a_loss_and_says_what_is_not_measured():
     ]
     reason = "because these questions do not determine the direction."
     assert table.notes[1:] == [
-        "* marks an efficiency significantly lower than at the best G of the same loss.",
+        "* marks an efficiency significantly lower than the efficiency of the same loss at its "
+        "best G.",
         f"Not decided at any G: undecided, {reason}",
         f"Not decided at G = 4: partly, {reason}",
         "Not measured at G = 16: too few.",

@@ -111,7 +111,7 @@ def test_the_table_has_the_efficiency_of_the_whole_loss_and_of_its_group_size():
         "20 % fewer rollouts", different, "the best", different, "-", "-"
     ]  # fmt: skip
     assert [row[3] for row in table.rows[5:]] == ["not measured", "not decided"]
-    assert "update of DAPO (arXiv 2503.14476) uses 0.50 [0.40, 0.60] of the" in table.notes[3]
+    assert "update of DAPO (arXiv 2503.14476) uses a share of 0.50 [0.40, 0.60]" in table.notes[3]
     assert table.rows[3][1] == (
         "reward minus the group mean, sum over tokens divided by the maximum length"
     )

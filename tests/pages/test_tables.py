@@ -102,7 +102,7 @@ def test_every_exported_table_has_no_option_after_a_lines_end(report):
         check_latex(path.read_text())
     assert "4.00 {\\scriptsize [2.00, 8.00]}" in (report / "mse.tex").read_text()
     accuracy = (report / "accuracy.tex").read_text()
-    assert "* {\\scriptsize" in accuracy and "*: significantly less" in accuracy
+    assert "* {\\scriptsize" in accuracy and "*: mean significantly below" in accuracy
 
 
 @pytest.mark.slow

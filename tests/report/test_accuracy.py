@@ -143,13 +143,13 @@ def test_captions_name_the_number_of_seeds():
 
     five = [row(8, s, 0.4 + 0.01 * s) for s in range(5)] + [row(4, s, 0.3) for s in range(5)]
     one = [row(16, 0, 0.2), row(32, 0, 0.1)]
-    assert "over 5 seeds" in said(five) and "one seed" not in said(five)
+    assert "between 5 seeds" in said(five) and "one seed" not in said(five)
     cells = pooled_cells(accuracy_cells(one))
     assert "one seed. Hollow" in captions(cells, "on the same line")[0]
     alike = [cell | {"decided": False} for cell in cells]
     assert "Hollow" not in captions(alike, "on the same line")[0]
     assert "seeds and" not in said(one) and "not paired." in said(one)
-    assert "over 5 seeds" in said(five + one) and "one seed (at G = 16, 32)" in said(five + one)
+    assert "between 5 seeds" in said(five + one) and "one seed (at G = 16, 32)" in said(five + one)
 
 
 def test_seeds_that_are_all_alike_keep_the_width_of_their_rounding():

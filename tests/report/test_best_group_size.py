@@ -141,13 +141,15 @@ def test_tables_hold_every_group_size_and_every_claim(found):
 def test_notes_say_where_the_experiment_is_not_the_theorem(tmp_path):
     adam = compare(sweep(tmp_path / "runs", TOLD), study(tmp_path / "study")).notes
     assert any("adamw" in note for note in adam)
-    assert any("at n = 32 this falls from 16 (G = 2) to 1 (G = 32)" in note for note in adam)
-    assert any("0.100 before" in note and "lower for no G." in note for note in adam)
-    assert any("predict G = 8 among the trained G (2, 8, 32)" in note for note in adam)
+    assert any("at n = 32, from 16 (G = 2) to 1 (G = 32)" in note for note in adam)
+    assert any("0.100 before" in note and "no group size has a mean" in note for note in adam)
+    assert any(
+        "(2, 8, 32), the" in note and "predict that G = 8 trains best" in note for note in adam
+    )
     sgd = sweep(tmp_path / "sgd", TOLD, changes={"optimizer.name": "sgd"})
     notes = compare(sgd, study(tmp_path / "wide", ends=(3.0, 20.0))).notes
     assert not any("adamw" in note for note in notes)
-    assert any("predict G = 2, 8 or 32 among the trained" in note for note in notes)
+    assert any("predict that G = 2, 8 or 32 trains best" in note for note in notes)
 
 
 @pytest.mark.parametrize("gstar", [1.5, 2.5, 4.2, 8.9, 11.0, 40.0])
