@@ -105,7 +105,9 @@ def test_the_page_quotes_the_records():
     for pair in (((128, 8), (256, 8)), ((128, 2), (128, 8))):
         row = factors["sgd", *pair]
         estimate, low, high = row.factors[1]
-        assert f"{estimate:.1f} [{low:.1f}, {high:.1f}], and the rule predicts {row.rule:.1f}" in words
+        assert (
+            f"{estimate:.1f} [{low:.1f}, {high:.1f}], and the rule predicts {row.rule:.1f}" in words
+        )
 
 
 def test_the_grid_is_extended_and_finished_runs_are_not_repeated(tmp_path, monkeypatch):
