@@ -348,7 +348,7 @@ def test_a_small_pool_of_heavy_tails_is_told_from_a_large_and_from_a_light_one(i
 def test_plain_arrays_warn_of_heavy_tails_by_the_same_rule(rng):
     pool = heavy_pool(24, 16, rng)
     gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T
-    with pytest.warns(HeavyTails, match="with so few prompts: the relative standard error"):
+    with pytest.warns(HeavyTails, match="with so few prompts: the mean squared norm"):
         scaling_from_arrays(pool.rewards_PN, pool.sq_norm_PN, gram)
     pool = pool_of(known_policy(120), 64, rng)
     gram = pool.gradients_of(slice(None)) @ pool.gradients_of(slice(None)).T

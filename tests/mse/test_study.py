@@ -349,7 +349,7 @@ def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it(
     """A correlation of 0 hides covariances of both signs."""
     both = verdict_of(1, 3, share=(0.2, 0.4))
     assert (
-        "fails; the sign of the correlation differs" in both
+        "fails; the correlation has different signs" in both
         and "lowers A_V by 30.0 % [20.0 %, 40.0 %]" in both
     )
     assert "corr(q, Z) = 0.000 [-0.100, 0.100], averaged over prompts" in both
