@@ -146,7 +146,7 @@ class Setting:
         return estimate_moments(self.advantages, law_PY, weight_PYD, size, penalty_PYD)
 
     def tables(self, current: SequencePolicy, level: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the vectors w and beta k of every completion, each [P, Y, D]."""
+        """Return w and beta k, each [P, Y, D]: a vector for each prompt and possible completion."""
         ratio_PYL = np.exp(current.logprob_PYL - self.old.logprob_PYL)
         excess_PYL = np.exp(self.reference.logprob_PYL - current.logprob_PYL) - 1
         penalty_PYD = self.beta * current.weighted_scores(excess_PYL)

@@ -8,7 +8,7 @@ A batch of B prompts, drawn independently, is split into m minibatches. One pass
 makes one update on each minibatch. The test is about the last minibatch, which is used after
 k = m - 1 updates, when the policy is farthest from pi_old. Given the parameters theta_k after these
 updates, the last minibatch is independent of the earlier ones. The bias and variance of its
-estimate can therefore be computed exactly, and only theta_k is random.
+estimate are therefore computed exactly for a given theta_k. Only theta_k has to be simulated.
 
 To first order in the learning rate eta, the change of the bias is linear in theta_k - theta_old, so
 the squared change is of order eta^2. With normalisation there is a bias of order 1/G even at

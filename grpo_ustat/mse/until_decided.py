@@ -88,7 +88,7 @@ def pool_until_decided(
                 if step is None:
                     raise
                 console.print(
-                    f"{count} questions x {size}: all rewards are equal; more questions follow."
+                    f"{_drawn_text(count, size)} all rewards are equal, so more questions follow."
                 )
                 continue
             look = main_only(look_at, pool, config.study.rollouts, PRIORS[config.study.prior])
@@ -164,24 +164,34 @@ def look_sentence(look: Look) -> str:
 
     >>> look = Look(questions=40, completions=32, group_size=8, probability=0.81, tolerance=None,
     ...             more_questions=25)
-    >>> print(look_sentence(look).replace(" with p", "\nwith p").replace("; ", ";\n"))
-    40 questions x 32: G = 8 is within 5 %
-    with probability .81;
-    about 25 more questions are expected to decide.
+    >>> print(look_sentence(look).replace(": ", ":\n").replace(". ", ".\n"))
+    40 questions with 32 completions each:
+    the error at G = 8 is within 5 % of the minimum with probability 0.81.
+    About 25 more questions are expected to decide.
     """
-    drawn = f"{look.questions} questions x {look.completions}:"
+    drawn = _drawn_text(look.questions, look.completions)
     if look.group_size is None:
         return f"{drawn} too few rewards differ for a best G."
     within = look.tolerance or TOLERANCES[0]
-    text = f"{drawn} G = {look.group_size} is within {percentage(within)}"
+    size = f"G = {look.group_size}"
+    text = f"{drawn} the error at {size} is within {percentage(within)} of the minimum"
     if look.tolerance is not None:
-        return f"{text} of the least error, which decides."
+        return f"{text}. This is decided, so the study stops."
     if look.probability is None:
-        text = f"{drawn} the data alone do not yet decide"
+        text = f"{drawn} the data alone do not yet decide the best G"
     else:
-        text += f" with probability {look.probability:.2f}".replace("0.", ".")
+        text += f" with probability {look.probability:.2f}"
         if look.probability >= PROBABILITY:
             text += ", but these are too few questions for a decision"
     if look.more_questions is None:
-        return f"{text}; the number of questions needed is not known yet."
-    return f"{text}; about {look.more_questions} more questions are expected to decide."
+        return f"{text}. The number of questions needed is not known yet."
+    return f"{text}. About {look.more_questions} more questions are expected to decide."
+
+
+def _drawn_text(questions: int, completions: int) -> str:
+    """Describe the rollouts drawn so far.
+
+    >>> _drawn_text(40, 32)
+    '40 questions with 32 completions each:'
+    """
+    return f"{questions} questions with {completions} completions each:"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def test_the_loop_ends_with_the_decision_of_its_pool(monkeypatch, tmp_path, caps
     assert looks[-1].tolerance is not None and looks[-1].questions < 400
     assert cost.rollouts == pool.rewards_PN.size == math.prod(sizes[-1])
     # A sentence per look on the terminal.
-    assert capsys.readouterr().out.count(" questions x ") == len(looks)
+    assert capsys.readouterr().out.count(" completions each:") == len(looks)
 
 
 def test_an_undecided_study_spends_its_budget_exactly(monkeypatch, tmp_path):
@@ -120,12 +121,13 @@ def test_a_sentence_says_what_is_known_and_what_is_missing():
         look_sentence(Look(**look, probability=p, tolerance=t))
         for p, t in ((0.812, None), (0.999, None), (0.96, 0.05), (0.91, 0.1))
     ]
-    assert ".81" in texts[0] and "about 40 more questions" in texts[0]
+    assert ".81" in texts[0] and "About 40 more questions" in texts[0]
     assert "too few questions" in texts[1]
     assert "within 5 %" in texts[2] and "within 10 %" in texts[3]
     assert "more questions" not in texts[2] + texts[3]
-    unknown = look | {"more_questions": None, "group_size": None}
-    assert "25 questions x 16" in look_sentence(Look(**unknown, probability=None, tolerance=None))
+    unknown = Look(**look, probability=None, tolerance=None)
+    unknown = replace(unknown, more_questions=None, group_size=None)
+    assert "25 questions with 16 completions each" in look_sentence(unknown)
 
 
 def test_the_page_has_a_row_for_each_look():
@@ -307,7 +309,7 @@ def test_ranks_and_workers_take_the_same_decisions(whole, tmp_path):
             cwd=tmp_path / f"at-{name}", seconds=300,
         )  # fmt: skip
         assert code == 0, said
-        assert said.count(" questions x 8: ") == 3
+        assert said.count(" questions with 8 completions each: ") == 3
         result = json.loads((tmp_path / name / "result.json").read_text())
         assert looks_of(result) == LOOKS
         for one, other in zip(whole[1]["looks"], result["looks"], strict=True):

@@ -70,8 +70,9 @@ class LayerByLayer:
 
     Args:
         model: causal language model.
-        weights: function of a layer that returns a context manager, within which the layer has its
-            weights; None if the weights are always present.
+        weights: function that takes a layer and returns a context manager. Inside this context, the
+            layer has its full weights, for example gathered from the shards of all ranks. None if
+            every layer has them at all times.
     """
 
     def __init__(self, model: PreTrainedModel, weights: LayerWeights | None = None):
