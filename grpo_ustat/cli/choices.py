@@ -65,7 +65,7 @@ def is_overlay(file: Path) -> bool:
 def fits(file: Path, schema: type) -> bool:
     """Return True if a command has all fields that a file of a config group sets or sweeps over.
 
-    The file is only read, so that Hydra can still fail to compose it.
+    The file is only read, not composed, so Hydra may still refuse a file that fits.
     """
     text = file.read_text()
     keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}

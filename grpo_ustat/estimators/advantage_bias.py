@@ -58,7 +58,7 @@ class MixedGroups(NamedTuple):
     def longer(self, level: float = CONFIDENCE) -> Interval:
         """Return 1/P(M), the factor by which the mean gradient of mixed groups is longer.
 
-        The interval is for new prompts.
+        The interval includes the random choice of prompts.
         """
         kept, low, high = _ratio(self.mixed_P, self.weight_P, level)
         return Interval(1 / kept, 1 / min(high, 1.0), 1 / low if low > 0 else math.inf)

@@ -292,7 +292,7 @@ def _toward_others(along_DP: Array, outside_DP: Mask) -> Array:
     The first value uses all prompts, and each of the other P values leaves out one prompt.
 
     Args:
-        along_DP: product of the update of each of D draws with each prompt's gradient.
+        along_DP: inner product of the update in draw d with the gradient of prompt p.
         outside_DP: True if the prompt is in neither batch of the draw.
     """
     outside = along_DP * outside_DP

@@ -31,7 +31,8 @@ towards Kendall's tau.) Let A_ij = sgn(X_i - X_j) and B_ij = sgn(Y_i - Y_j) be s
 and b their row sums. The sum over triples is then `a'b - sum_ij A_ij B_ij`. Covariances are
 averaged over prompts before the ratio is taken.
 
-Intervals are for new prompts. They use the jackknife over prompts on Fisher's scale, artanh r.
+Intervals include the random choice of prompts. They use the jackknife over prompts on Fisher's
+scale, artanh r.
 """
 
 from __future__ import annotations

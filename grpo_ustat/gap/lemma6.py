@@ -215,7 +215,8 @@ def _panel(rate: str, rows: list[dict]) -> Panel:
 def check(experiment: Experiment) -> None:
     """Refuse learning rates that violate the lemma's assumptions.
 
-    `check_rates` is called with the constant mu of the Polyak-Lojasiewicz inequality.
+    The conditions are those of `check_rates`, with the constant mu of the Polyak-Lojasiewicz
+    inequality.
     """
     problem = build_problem(experiment.problem)
     check_rates(experiment, problem, problem.constants[0])

@@ -243,7 +243,7 @@ def _is_chain(prompts: Sequence[Any]) -> bool:
 def one_row_per_rollout(
     place: object, columns: Mapping[str, list[Any]], rewards: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Keep only the first row of each rollout in a table of rewards, with the rollout's rewards.
+    """Reduce a table of rewards to one row per rollout: its first row, with the rollout's rewards.
 
     Args:
         place: source of the table, for messages.

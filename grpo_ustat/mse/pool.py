@@ -286,10 +286,10 @@ def _score_chunks(
 
     Args:
         items: Chunks from `_chunks_to_sample`.
-        seen: Result of `_rewards_so_far`. None: each chunk is scored at once. Otherwise, a set with
-            the only reward so far: as long as no different reward occurs in these chunks or in the
-            folder, chunks are stored unscored and also kept in memory. When a different reward
-            occurs, the kept chunks are scored in order.
+        seen: Result of `_rewards_so_far`. If it is None, each chunk is scored at once. If it is a
+            set, it has the only reward of all completions so far. Until a different reward occurs
+            in these chunks or in the folder, chunks are stored without scores and kept in memory.
+            When a different reward occurs, the kept chunks are scored in order.
     """
     policy, engine, task = start_sampler(sampling)
     sampler = sampling.sampler

@@ -66,8 +66,8 @@ def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -
 def of_population(config: MseConfig, request: Request) -> Request:
     """Return the request for closed forms for new questions, because a training step draws these.
 
-    If the study also measures baselines without a closed form, at `study.rollouts` rollouts, the
-    request includes the errors of the other baselines at this number of rollouts.
+    Baselines without a closed form are measured only at `study.rollouts` rollouts. If the study has
+    any, the request includes the errors of the other baselines at this number, for comparison.
     """
     rollouts = config.study.rollouts
     points = [
