@@ -84,16 +84,6 @@ def test_anchors_are_unique():
         assert len(anchors) == len(set(anchors)), page
 
 
-def test_a_long_page_begins_with_its_contents():
-    """A link to every section, in their order, before the first of them."""
-    for page in PAGES:
-        if page == "README.md" or len(PAGES[page].splitlines()) <= 120:
-            continue
-        top = PAGES[page].split("\n## ")[0]
-        contents = [target for target in links(top) if target.startswith("#")]
-        assert contents == [f"#{anchor(heading)}" for heading in headings(PAGES[page], "##")]
-
-
 def test_every_page_is_in_the_index():
     assert "docs/README.md" in links(PAGES["README.md"])
     targets = {(ROOT / "docs" / link).resolve() for link in links(PAGES["docs/README.md"])}
