@@ -173,7 +173,7 @@ def _scoring_command(
     Args:
         request: command line of the user, whose options are repeated.
         source: log with the rollouts.
-        pairing: checkpoint that wrote the rollouts, or is near to them; None if none is known.
+        pairing: checkpoint that sampled the rollouts, or the one nearest in steps; None if unknown.
         step: number of updates before the rollouts were written; shown if no checkpoint is known.
         is_exact: True if the source shows which completions were cut by length.
     """

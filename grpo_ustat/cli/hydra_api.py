@@ -167,7 +167,7 @@ class _Choices(dict[str, Any]):
     """Files of a config group in Hydra's store; each is built only when Hydra loads it."""
 
     def __getitem__(self, file: str) -> Any:
-        """Return the node of a file or the files of a nested group."""
+        """Return the configuration in a file of this name, or the files of a nested group."""
         content = super().__getitem__(file)
         if isinstance(content, dict):
             return content

@@ -272,7 +272,7 @@ def _by_half(half_P: Integers, first: PlanTerms, second: PlanTerms) -> PlanTerms
     """Combine two results: `first` for the prompts of half 0, `second` for those of half 1."""
 
     def pick(left: Array, right: Array) -> Array:
-        """Return the rows of `left` for half 0 and the rows of `right` for half 1."""
+        """Take the row of each prompt from `left` (prompts of half 0) or `right` (half 1)."""
         return np.where((half_P == 0).reshape(-1, *(1,) * (left.ndim - 1)), left, right)
 
     kept_P = None

@@ -498,7 +498,7 @@ def drawn_plan_terms(
     order_PDN: Integers,
     blocks: int,
 ) -> dict[str, list[PlanTerms]]:
-    """Compute the terms of a plan from random orders of the pool, if it has too many paths to list.
+    """Compute the terms of a plan that has too many paths to list, from random orders of the pool.
 
     Args:
         pool: N scored completions of each of P prompts.

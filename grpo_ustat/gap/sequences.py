@@ -123,7 +123,7 @@ class SequencePolicy:
 
         The result is the gradient of `sum_t E KL( reference(. | x, y_<t) || policy(. | x, y_<t) )`
         with respect to the policy's parameters, where the distribution of the prefixes y_<t is held
-        fixed. With prefixes from the policy, the result is the target of the K3 penalty's gradient.
+        fixed. With prefixes from the policy, it is what the K3 penalty's gradient estimates.
         With prefixes from the reference, it is the gradient of KL(reference || policy) over
         completions.
 

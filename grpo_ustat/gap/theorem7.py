@@ -62,7 +62,7 @@ def plan(design: Theorem7Config) -> list[Simulation]:
 
 
 def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]) -> Evidence:
-    """Compare the best G for each learning rate, n and T with the predictions."""
+    """Compare the measured best G with the predicted one, for each learning rate, n and T."""
     cells: dict[GridPoint, Gaps] = {}
     for run in runs:
         for place, step in enumerate(run.simulation.steps):

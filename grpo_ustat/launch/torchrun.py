@@ -32,7 +32,7 @@ from grpo_ustat.runs.folder import RunFolder
 
 
 class RanksFailed(RuntimeError):
-    """Failure of ranks for which rank 0 gave no reason; the ranks' output shows the reason."""
+    """Failure of ranks without a reason from rank 0. The output of the ranks shows the reason."""
 
 
 def run_ranks(name: str, config: Any, folder: RunFolder) -> float | None:

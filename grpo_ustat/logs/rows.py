@@ -408,8 +408,8 @@ def _check_texts(path: Path, rollouts: Sequence[Rollout]) -> None:
 def check_columns(path: Path) -> None:
     """Raise an error if a Parquet file lacks a column that a study of rollouts needs.
 
-    To save time, only columns outside KNOWN_COLUMNS are read. If some of them may contain ids, the
-    prompts are read too.
+    To save time, only columns outside KNOWN_COLUMNS are read. If one of them may contain ids of
+    rollouts, the prompts are read too, because rows may then be turns of one rollout.
     """
     from pyarrow import parquet
 

@@ -219,7 +219,7 @@ def _activations_only(model: nn.Module) -> Iterator[None]:
 
 
 class _Pass:
-    """Forward and backward pass over some rows, usually without columns of padding only."""
+    """Forward and backward pass over some rows, usually without columns that are all padding."""
 
     # Hidden states and tokens of the columns in which scored tokens are predicted; set by
     # `cut_window`.

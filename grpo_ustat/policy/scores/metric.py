@@ -55,7 +55,7 @@ class Metric:
 
 
 def adam_metric(second_moments: dict[str, torch.Tensor]) -> Metric:
-    """Return the metric of AdamW's step.
+    """Return the weights of the norm in which the error of AdamW's step is measured.
 
     Args:
         second_moments: v for the entries of every trainable parameter, by parameter name.
