@@ -61,7 +61,7 @@ def next_step(study: Study, rollouts: int | None = None) -> str:
         if rollouts // best > most:
             return (
                 f"add training questions: {_place(config)} has {most}, but a step with the best G "
-                f"needs at least {rollouts // best} prompts"
+                f"needs {rollouts // best} or more"
             )
         sizes = [f"budget.rollouts={rollouts}", f"group_size={_best_of_loss(study, best)}"]
         # `train` refuses `replace` because it does not draw replacement groups.

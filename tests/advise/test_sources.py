@@ -180,7 +180,7 @@ def test_rewards_alone_say_what_they_cannot_tell(tmp_path):
     advice = advice_of(Request(path, num_generations=4))
     assert advice.verdict == "not enough data"
     assert advice.sentence.startswith("Rewards alone do not show whether num_generations = 4 is")
-    assert "rewards of accuracy_reward" in advice.details[0] and "C1" in advice.details[-1]
+    assert "rewards are from accuracy_reward" in advice.details[0] and "C1" in advice.details[-1]
     assert "num_generations=4 model=CHECKPOINT study.cut_at=LENGTH" in advice.next
     newest = advice_of(Request(tmp_path))
     assert newest.details[0].startswith(

@@ -242,7 +242,7 @@ def test_a_reference_is_whole_beside_the_shards(capsys):
     one = cost_of(found[0].config)
     assert (one.weights, one.reference) == (4 * 7_615_616_512, 4 * 7_615_616_512)
     text = " ".join(" ".join(line) for line in shown(found, capsys))
-    assert "15.2 GB of weights" in text and "60.9 GB of whole weights" in text
+    assert "15.2 GB for its part of weights" in text and "60.9 GB for the whole weights" in text
     (point,) = points("train", *arguments, "lora=r16")
     assert cost_of(point.config).reference == 0
     assert "lora r=16" in " ".join(" ".join(line) for line in shown([point], capsys))

@@ -322,7 +322,7 @@ def test_no_more_rows_are_asked_for_than_there_are(tmp_path):
     )
     assert next_step(unsaved_study(RESULT, config)) == (
         f"add training questions: {tmp_path / 'few.jsonl'} has 0, but a step with the best G "
-        "needs at least 1"
+        "needs 1 or more"
     )
     (tmp_path / "few.jsonl").unlink()
     assert next_step(unsaved_study(RESULT, config)).startswith("grpo-ustat train ")

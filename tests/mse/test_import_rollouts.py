@@ -185,7 +185,7 @@ def test_what_cannot_be_one_pool_is_refused(tmp_path, changes, message):
             "16 completions per prompt are needed",
         ),
         # groups of 16 would need 48 questions, those of 8 that are there 96
-        (["baselines=[batch_std]", "group_sizes=[8,16]"], "with 96 questions, but got 6"),
+        (["baselines=[batch_std]", "group_sizes=[8,16]"], "needs 96 questions, but has 6"),
     ],
 )
 def test_a_rule_that_the_file_cannot_measure_is_refused_before_it_is_scored(

@@ -133,4 +133,4 @@ def test_the_measured_group_size_is_that_of_the_same_policy(tmp_path, undrawn):
     assert undrawn["accuracy"][-1] is None
     studied(tmp_path / "runs/same", config["model"]["name"], errors, changes=same.items())
     report_runs([str(tmp_path / "runs")], tmp_path / "joint", None)
-    assert undrawn["accuracy"][-1] == (4.0, 4.0, 4.0)
+    assert undrawn["accuracy"][-1] == (2.0, 2.0, 2.0)

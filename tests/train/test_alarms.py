@@ -106,7 +106,7 @@ def test_alarms_of_a_run_without_rewards(tmp_path, capsys, monkeypatch):
         assert err.count(f"ALARM {name}, ") == 1
     result = json.loads((sick / "result.json").read_text())
     assert result["alarms"] == {"truncated": 4, "extraction_failed": 4, "zero_variance": 4}
-    assert "truncated (4), extraction_failed (4)" in result["summary"]
+    assert "truncated in 4 steps, extraction_failed in 4 steps" in result["summary"]
 
 
 @pytest.mark.slow

@@ -166,7 +166,10 @@ def test_what_has_no_interval_says_why(watched):
     one_PG[2, 1] = 0
     for rewards_PG, reasons in (
         (zero_variance_PG, dict.fromkeys(NAMES, "every group has zero variance")),
-        (one_PG, {"gstar": "the interval of c1 and c3 reaches 0", "corr": "within one group"}),
+        (
+            one_PG,
+            {"gstar": "the interval of c1 and c3 reaches 0", "corr": "at most one group"},
+        ),
     ):
         row = gradient_mse(run, dataclasses.replace(batch, rewards_PGF=rewards_PG[..., None]))
         said = {f"monitor/{n}_reason" for n in NAMES} & set(row)
