@@ -2,7 +2,7 @@
 
 
 def score(prompt, completion):
-    """1 for the right number at the end; of harder questions a half for any number."""
+    """1 for the right number at the end; at level 2, 0.5 for any other number."""
     last = completion.replace("####", " ").replace("=", " ").split()[-1:]
     if last == [prompt.answer]:
         return 1.0
