@@ -117,7 +117,8 @@ def sentences(record: Assumption2, study: Study) -> list[str]:
     if not record.refuted:
         return [f"{NAMED} is not refuted. {second}"]
     if not is_correlated(corr):
-        return [f"{NAMED} fails, in different directions for different prompts. {second}"]
+        sign = "the sign of the correlation is unclear or differs between prompts"
+        return [f"{NAMED} fails. For new questions, {sign}. {second}"]
     loud = worse if corr.estimate < 0 else better
     first = f"{NAMED} fails: {loud} answers have larger gradients"
     return [f"{first}, so {ordering}." if follows else f"{first}. {second}"]
@@ -155,7 +156,7 @@ def _assumption_sentence(study: PoolStudy, scope: str) -> str:
     if not refutes_assumption2(share, corr):
         return f"{name} is not refuted. {gain}. {text} ({scope})."
     direction = "the correlation has different signs for different prompts, or its sign is unclear"
-    if not corr.low <= 0 <= corr.high:
+    if is_correlated(corr):
         direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers have larger score norms"
     return f"{name} fails; {direction}. {gain}. {text} ({scope})."
 

@@ -53,9 +53,10 @@ def draw(folder: Path, study: Study) -> None:
     """Plot a study's MSE against G, one panel per setting; save it as `figure.{pdf,svg,png}`."""
     curves = study.need(CURVES)
     settings = {row.setting: row for row in curves}
-    panels = [(study, name, f"batch: {batch_text(row)}") for name, row in settings.items()]
-    notes = [bands_text([study]), *missing_errors(curves)]
-    _draw(folder, "figure", [panels], notes, study_title(study))
+    titles = [f"batch: {batch_text(row)}" for row in settings.values()]
+    titles[0] = f"{study_title(study)}\n{titles[0]}"
+    panels = [(study, name, title) for name, title in zip(settings, titles, strict=True)]
+    _draw(folder, "figure", [panels], [bands_text([study]), *missing_errors(curves)])
 
 
 def draw_joint(folder: Path, name: str, studies: Sequence[Study], notes: Sequence[str]) -> None:
@@ -82,14 +83,12 @@ def _draw(
     name: str,
     grid: Sequence[Sequence[Panel]],
     notes: Sequence[str],
-    title: str = "",
 ) -> None:
     """Draw panels of errors, each with the ratios to the oracle's error below it if any are known.
 
     Args:
         grid: Rows of panels.
         notes: Lines under the figure.
-        title: Title above all panels.
     """
     ratios = {
         (study, setting): ratio_rows(study, setting)
@@ -109,8 +108,6 @@ def _draw(
                     ratio_panel(axes, ratios[study, setting], unbiased)
             for axes, label in zip(line[0], ERROR_LABELS, strict=False):
                 axes.set_ylabel(label)
-        if title:
-            figure.suptitle(title, x=0.02, ha="left")
         legend_above(figure)
         note(figure, notes)
         save(figure, folder, name)

@@ -52,8 +52,7 @@ HARD_RATE = SHOWN_RATES[0]
 BIAS = 0.1
 # Estimate of the lines in the figure. Weights outside the range are drawn at its ends.
 DRAWN_ESTIMATE, DRAWN_WEIGHTS = "per_rollout", (0.05, 20.0)
-# If the weights of a plan differ from 1 by at most this number, the legend names the plan beside
-# the unbiased line.
+# If all weights of a plan differ from 1 by at most this number, the figure calls it unbiased.
 FLAT = 1e-6
 FIGURE_NOTE = (
     "The weight is set to 1 at success rate 1/2. All trained rollouts of a batch have the same "
@@ -308,8 +307,7 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
                 [min(max(each.weight, low), high) for each in row.weights],
                 color=colour, marker=marker, markersize=4, label=row.plan,
             )  # fmt: skip
-        names = ["unbiased", *(row.plan for row in rows if row not in biased)]
-        axes.axhline(1.0, color="black", linewidth=1.2, zorder=0.5, label=", ".join(names))
+        axes.axhline(1.0, color="black", linewidth=1.2, zorder=0.5, label="unbiased")
         axes.set_yscale("log")
         drawn = [each.weight for row in rows for each in row.weights]
         bottom, top = max(min(*drawn, 0.5), low) / 1.2, 1.2 * min(max(*drawn, 2.0), high)
@@ -317,12 +315,13 @@ def _draw(folder: Path, rows: Sequence[PlanEfficiency], lines: Sequence[str]) ->
         axes.set_ylim(bottom, top)
         axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_yticks([], minor=True)
-        axes.set_xlabel("share of a prompt's completions that are right")
-        axes.set_ylabel("how much the prompt counts in the\nupdate (1: as in the gradient)")
+        axes.set_xlabel("success rate of the prompt")
+        axes.set_ylabel("weight of the prompt\nin the update")
         axes.set_title(f"mean G = {rows[0].mean_size}", loc="left")
         axes.grid(alpha=0.3, linewidth=0.5)
         legend_above(figure)
-        note(figure, lines)
+        unbiased = ", ".join(row.plan for row in rows if row not in biased)
+        note(figure, [*lines, f"Unbiased plans: {unbiased}."] if unbiased else lines)
         save(figure, folder, "plans")
 
 

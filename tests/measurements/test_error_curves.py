@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from folders import studied, unsaved_study
+from matplotlib.text import Text
 
 from grpo_ustat.measurements import error_figures
 from grpo_ustat.measurements.base import Study
@@ -97,6 +98,9 @@ def test_rules_that_one_panel_alone_has_are_named_too(tmp_path, monkeypatch):
     (figure,) = drawn
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()][-1] == "opo"
+    figure.canvas.draw()
+    texts = [x for x in figure.findobj(Text) if x.get_text() and x not in legend.get_texts()]
+    assert not any(legend.get_window_extent().overlaps(x.get_window_extent()) for x in texts)
     titles = [" ".join(axes.get_title("left").split()) for axes in figure.axes[::2]]
     assert titles[1] == "batch: 16 rollouts: 16/G new questions x G completions"
     plt.close(figure)

@@ -480,8 +480,8 @@ def said(result):
          f"{NAMED} fails: wrong answers have larger gradients, so vanilla beats GRPO "
          "here."),
         ({"corr_high": 0.1, "av_minus_a0_high": 1.0},
-         f"{NAMED} fails, in different directions for different prompts. The data do not "
-         "show whether vanilla or GRPO is better."),
+         f"{NAMED} fails. For new questions, the sign of the correlation is unclear or differs "
+         "between prompts. The data do not show whether vanilla or GRPO is better."),
         ({"refuted": False},
          f"{NAMED} is not refuted. GRPO beats vanilla here for G > 3.0 [2.5, 5.5]."),
         ({"corr": 0.5, "corr_low": 0.4, "corr_high": 0.6, "av_minus_a0_high": 1.0},
