@@ -208,7 +208,7 @@ def _panel(rate: str, rows: list[dict]) -> Panel:
         curves.append(line_of(name, points, "step", "gap"))
         curves.append(line_of(name, points, "step", "quadratic_model", predicted=True))
         curves.append(line_of(name, points, "step", "bound", bound=True))
-    label = "mean gap (solid: quadratic recursion, dashed: bound)"
+    label = "mean gap (solid: quadratic\nrecursion, dashed: bound)"
     return Panel(rate, "step T", label, curves, "xy")
 
 
