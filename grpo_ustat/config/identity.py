@@ -11,13 +11,11 @@ from typing import Any
 
 from grpo_ustat.config.data import FILE_SUFFIXES
 from grpo_ustat.config.model import adapter_base, model_folder, tf32_in_use
-from grpo_ustat.config.own_functions import MEASUREMENTS, REWARDS, TASKS, module_file, reward_file
+from grpo_ustat.config.own_functions import REWARDS, TASKS, module_file, reward_file
 from grpo_ustat.config.reward_funcs import DATASET_FREE_REWARDS, TASK
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import ENDING_SCHEDULES
 from grpo_ustat.estimators.baselines import PLUGIN_GROUP, plugin_baselines
-from grpo_ustat.estimators.plans import PLUGIN_GROUP as PLANS_GROUP
-from grpo_ustat.estimators.plans import plugin_plans
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 # Fields of a model that do not change results.
@@ -62,8 +60,7 @@ def operational_keys(keys: dict[str, Any]) -> set[str]:
 def identity(config: Any) -> dict[str, Any]:
     """Return a run's identity: the configuration keys that determine results, and hashes of files.
 
-    The hashed files are the weights, the data, and the modules of the user's baselines, rewards,
-    plans and measurements.
+    The hashed files are the weights, the data, and the modules of the user's baselines and rewards.
     """
     keys = drop_unused_baselines(drop_neutral_keys(asdict(config)))
     keys = {key: value for key, value in keys.items() if key not in operational_keys(keys)}
@@ -78,8 +75,6 @@ def identity(config: Any) -> dict[str, Any]:
         "data": data_fingerprint(config.dataset),
         "plugin_baselines": baselines_fingerprint(config),
         "own_reward_funcs": reward_funcs_fingerprint(config.reward_funcs),
-        "own_measurements": measurements_fingerprint(config),
-        "own_plans": plans_fingerprint(config),
     }
     return keys | {key: digest for key, digest in hashes.items() if digest is not None}
 
@@ -95,8 +90,8 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     - paths of local data, whose content is hashed instead
     - `study.part`, which only selects the questions that a job adds to the pool
     - the number of minibatches, if the size of a minibatch is set
-    - settings of AdamW's metric, corrections, verdicts, plans, further measurements and
-      `study.until`, if the study does not use them
+    - settings of AdamW's metric, corrections, verdicts and `study.until`, if the study does not use
+      them
     - reward weights that are all 1
 
     The entry `tf32` is True if matrix products of the study use TF32.
@@ -141,10 +136,6 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         # Verdicts do not change any other result.
         if not study.get("verdicts"):
             study.pop("verdicts", None)
-        if not study.get("measurements"):
-            study.pop("measurements", None)
-        if not study.get("plans"):
-            study = {k: v for k, v in study.items() if k not in ("plans", "plan_sizes")}
         keys["study"] = study
     if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
         keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
@@ -230,20 +221,6 @@ def baselines_fingerprint(config: Any) -> str | None:
     """Hash the modules of baselines from installed packages; return None without such baselines."""
     used = getattr(config, "baselines", None) or [config.baseline.name]
     files = [_module(PLUGIN_GROUP, name) for name in sorted(plugin_baselines(used))]
-    return _hash_of(files).hexdigest()[:12] if files else None
-
-
-def measurements_fingerprint(config: Any) -> str | None:
-    """Hash the modules of measurements from installed packages; return None if there are none."""
-    names: list[str] = config.study.measurements if hasattr(config, "baselines") else []
-    files = [_module(MEASUREMENTS, name) for name in sorted(names)]
-    return _hash_of(files).hexdigest()[:12] if files else None
-
-
-def plans_fingerprint(config: Any) -> str | None:
-    """Hash the modules of plans from installed packages; return None if there are none."""
-    names: list[str] = config.study.plans if hasattr(config, "baselines") else []
-    files = [_module(PLANS_GROUP, name) for name in sorted(plugin_plans(names))]
     return _hash_of(files).hexdigest()[:12] if files else None
 
 

@@ -27,14 +27,13 @@ from grpo_ustat.config.model import (
     tf32_in_use,
 )
 from grpo_ustat.config.objective import OBJECTIVES, ObjectiveConfig
-from grpo_ustat.config.own_functions import MEASUREMENTS, check_entry_point, load_registered
+from grpo_ustat.config.own_functions import load_registered
 from grpo_ustat.config.parts import PolicyOptions, SamplerOptions, StudySampling
 from grpo_ustat.config.reward_funcs import TASK, check_several
 from grpo_ustat.config.rollout import RolloutConfig
 from grpo_ustat.config.schema import ConfigError, field, node
 from grpo_ustat.config.study import StudyBudget, StudyConfig, StudyLaunch
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH, plugin_baselines
-from grpo_ustat.estimators.plans import PLANS
 from grpo_ustat.records import MIN_QUESTIONS
 
 PART_NAME = r"[0-9a-f]{16}-\d+-\d+\.(safetensors|unscored)"
@@ -243,15 +242,6 @@ class MseConfig(Common):
                 "one of the lists baselines, group_sizes and study.methods is empty: name at least "
                 "one entry in each"
             )
-        if self.study.plans and not self.study.plan_sizes:
-            raise ConfigError(
-                f"study.plans={self.study.plans} with study.plan_sizes=[]: name at least one size, "
-                "such as study.plan_sizes=[8], or use study.plans=[]"
-            )
-        for name in self.study.measurements:
-            check_entry_point(MEASUREMENTS, name, "study.measurements")
-        for name in self.study.plan_names:
-            load_registered(PLANS, "study.plans", name)
         self._check_metric()
         self._check_rollout()
         self._check_baselines()

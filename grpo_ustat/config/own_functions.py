@@ -16,7 +16,6 @@ Entry = TypeVar("Entry")
 
 # Entry point groups.
 TASKS, REWARDS = "grpo_ustat.tasks", "grpo_ustat.rewards"
-MEASUREMENTS = "grpo_ustat.measurements"
 
 
 def load_registered(registry: Mapping[str, Entry], key: str, name: str) -> Entry:
@@ -179,11 +178,6 @@ def check_entry_point(group: str, name: str, key: str, ours: tuple[str, ...] = (
         raise ConfigError(
             f"{key}={name}: the module {module!r} of this {group} entry point does not exist"
         )
-
-
-def installed_measurements() -> set[str]:
-    """Return the names of the measurements that installed packages provide."""
-    return set(importlib.metadata.entry_points(group=MEASUREMENTS).names)
 
 
 def module_file(group: str, name: str) -> Path | None:

@@ -6,17 +6,13 @@ import re
 from dataclasses import dataclass
 
 from grpo_ustat.config.common import LaunchConfig
-from grpo_ustat.config.own_functions import installed_measurements
 from grpo_ustat.config.schema import ConfigError, check_positive, field
 from grpo_ustat.estimators.group_size import PRIORS
-from grpo_ustat.estimators.plans import PLANS, plugin_plans
 from grpo_ustat.estimators.token_weights import CORRECTIONS
 
 METHODS = ("closed_form", "monte_carlo")
 METRICS = ("euclidean", "adam")
 DECIDED = "decided"
-# Choice of `study.plans` that stands for all built-in plans.
-ALL_PLANS = "all"
 
 
 @dataclass
@@ -119,23 +115,6 @@ class StudyConfig:
     verdicts: bool = field(
         "test published claims on this policy; each claim gets numbers with intervals and a verdict"
     )
-    measurements: list[str] = field(
-        "further measurements: entry points of grpo_ustat.measurements in installed packages",
-        plugins=installed_measurements,
-    )
-    plans: list[str] = field(
-        "plans to measure; a plan is a rule that gives each prompt its own number of completions; "
-        "its bias and efficiency are reported; all: every built-in plan",
-        choices=(*PLANS, ALL_PLANS),
-        plugins=plugin_plans,
-        distinct=True,
-    )
-    plan_sizes: list[int] = field(
-        "per prompt on average; plans are measured at each of these averages",
-        "completions",
-        at_least=4,
-        distinct=True,
-    )
     parameters: str | None = field(
         "regular expression for the names of the parameters to measure; null: all trainable "
         "parameters"
@@ -181,13 +160,6 @@ class StudyConfig:
         "tokens",
         positive=True,
     )
-
-    @property
-    def plan_names(self) -> list[str]:
-        """Names of the plans to measure."""
-        if ALL_PLANS not in self.plans:
-            return self.plans
-        return list(dict.fromkeys([*PLANS, *(name for name in self.plans if name != ALL_PLANS)]))
 
     @property
     def interval(self) -> str:

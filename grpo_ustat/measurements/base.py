@@ -1,8 +1,6 @@
 """Measurements: results that a study computes from a pool of scored completions, and their display.
 
-Each measurement is a `Measurement` object in a separate module. Other packages add measurements
-through the entry points `grpo_ustat.measurements`; users request them by name in
-`study.measurements`.
+Each measurement is a `Measurement` object in a separate module.
 """
 
 from __future__ import annotations
@@ -84,9 +82,6 @@ class PoolStudy:
     interval: str = "questions"
     # Names of the requested measurements that are not made by default.
     asked: frozenset[str] = frozenset()
-    # Names of the plans to measure, and the mean numbers of completions per prompt.
-    plans: Sequence[str] = ()
-    plan_sizes: Sequence[int] = (4, 8, 16)
     # `closed_form`, `monte_carlo` or both.
     methods: Sequence[str] = ("closed_form",)
     # Baselines whose errors are compared, in the order of the curves.
@@ -204,7 +199,7 @@ class Joint(Generic[R]):
 class Measurement(Generic[R]):
     """Functions that compute and present a result of a pool; fields with defaults are optional."""
 
-    # Key in `result.json` and name in `study.measurements`.
+    # Key in `result.json`.
     name: str
     # Type of the result: a frozen dataclass or a list of one. An `Interval` is stored as three
     # keys; see `runs.contents`.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from grpo_ustat.config.own_functions import MEASUREMENTS
-from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.measurements.assumption2 import ASSUMPTION2
 from grpo_ustat.measurements.base import (
     Joint,
@@ -24,17 +21,14 @@ from grpo_ustat.measurements.errors import CURVES, GRADIENT, NOT_MEASURED, RATIO
 from grpo_ustat.measurements.group_size import NOISE, SCALING
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.measurements.off_policy import OFF_POLICY
-from grpo_ustat.measurements.plans import PLAN_EFFICIENCIES
 from grpo_ustat.measurements.recipes import RECIPE_EFFICIENCIES
 from grpo_ustat.measurements.rewards import REWARD_CORRELATIONS, REWARD_FUNCTIONS
 from grpo_ustat.measurements.verdicts import VERDICTS
 from grpo_ustat.pages.tables import Table
-from grpo_ustat.runs.contents import content_of, keys_of
+from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import RESULT, RunRecord
-from grpo_ustat.runs.result import StudyResult
-from grpo_ustat.terminal.streams import single_line
 
-OURS: tuple[Measurement[Any], ...] = (
+MEASUREMENTS: tuple[Measurement[Any], ...] = (
     VERDICTS,
     OFF_POLICY,
     LOSSES,
@@ -47,41 +41,9 @@ OURS: tuple[Measurement[Any], ...] = (
     REWARD_FUNCTIONS,
     REWARD_CORRELATIONS,
     DYNAMIC_SAMPLING,
-    PLAN_EFFICIENCIES,
     RATIOS,
     NOT_MEASURED,
 )
-
-
-def measurements(names: Sequence[str] = ()) -> list[Measurement[Any]]:
-    """Return the built-in measurements and the named measurements of other packages."""
-    return [*OURS, *map(_load, names)]
-
-
-def _load(name: str) -> Measurement[Any]:
-    """Load the measurement that an installed package registers under this name.
-
-    Raises:
-        ConfigError: if the entry point cannot be loaded, is not a `Measurement` with this name, or
-            has the name of an existing key of `result.json`.
-    """
-    if name in {measurement.name for measurement in OURS} | keys_of(StudyResult).keys():
-        raise ConfigError(
-            f"study.measurements={name}: result.json already has a key {name}; the package must "
-            "choose another name"
-        )
-    try:
-        offered = entry_points(group=MEASUREMENTS)[name].load()
-    except Exception as error:
-        # Loading runs the package's code, which may raise any exception.
-        reason = single_line(f"{type(error).__name__}: {error}", 200)
-        raise ConfigError(f"study.measurements={name} cannot be loaded: {reason}") from error
-    if not isinstance(offered, Measurement) or offered.name != name:
-        raise ConfigError(
-            f"study.measurements={name} is {offered!r:.80}: it must be a Measurement with the name "
-            f"{name!r}"
-        )
-    return offered
 
 
 def finished_study(run: RunRecord) -> Study | None:
@@ -96,7 +58,7 @@ def finished_study(run: RunRecord) -> Study | None:
         return study
     absent = [
         measurement.name
-        for measurement in OURS
+        for measurement in MEASUREMENTS
         if measurement.always and study.of(measurement) is None
     ]
     if absent:
@@ -104,9 +66,9 @@ def finished_study(run: RunRecord) -> Study | None:
     return None if absent else study
 
 
-def measure_all(study: PoolStudy, names: Sequence[str]) -> dict[str, Any]:
+def measure_all(study: PoolStudy) -> dict[str, Any]:
     """Return the record of each measurement that was made, keyed by name."""
-    records = {measurement.name: measurement.measure(study) for measurement in measurements(names)}
+    records = {measurement.name: measurement.measure(study) for measurement in MEASUREMENTS}
     return {name: record for name, record in records.items() if record is not None}
 
 
@@ -138,7 +100,7 @@ def printed_tables(study: Study, of: Sequence[Measurement[Any]]) -> list[Table]:
 
 def draw_figures(folder: Path, study: Study) -> None:
     """Draw the figures of all measurements of a study."""
-    for measurement in measurements_of([study]):
+    for measurement in MEASUREMENTS:
         if measurement.figure is not None and (records := measurement.of([study])):
             measurement.figure.draw(folder, records, [])
 
@@ -154,7 +116,7 @@ def report_tables(studies: Sequence[Study], study_keys: Sequence[str]) -> list[T
     report = [
         table for measurement, records in _joint(studies) for table in measurement.tables(records)
     ]
-    for measurement in measurements_of(studies):
+    for measurement in MEASUREMENTS:
         if measurement.joint is not None or not measurement.in_reports:
             continue
         records = measurement.of([members[0] for members in by_pool(studies)])
@@ -188,13 +150,6 @@ def draw_report_figures(folder: Path, studies: Sequence[Study], lines: Sequence[
 
 def _joint(studies: Sequence[Study]) -> Iterator[tuple[Joint[Any], dict[Study, Any]]]:
     """Yield the joint view of each measurement that has one, with the records of the studies."""
-    for measurement in measurements_of(studies):
+    for measurement in MEASUREMENTS:
         if measurement.joint is not None and (records := measurement.of(studies)):
             yield measurement.joint, records
-
-
-def measurements_of(studies: Sequence[Study]) -> list[Measurement[Any]]:
-    """Return the built-in measurements and the requested measurements of installed packages."""
-    asked = [name for study in studies for name in study.run.value("study.measurements") or []]
-    offered = entry_points(group=MEASUREMENTS).names if asked else set()
-    return measurements([name for name in dict.fromkeys(asked) if name in offered])

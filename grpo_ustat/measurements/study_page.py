@@ -9,7 +9,7 @@ from grpo_ustat.measurements.assumption2 import rewards_vary
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import WHY_FIXED_ROLLOUTS, interval_note, study_answer
 from grpo_ustat.measurements.next_step import next_step
-from grpo_ustat.measurements.registry import OURS, finished_study, measurements_of
+from grpo_ustat.measurements.registry import MEASUREMENTS, finished_study
 from grpo_ustat.measurements.registry import sentences as measured_sentences
 from grpo_ustat.measurements.registry import tables as measured_tables
 from grpo_ustat.pages.caveats import summary_and_warnings
@@ -52,7 +52,7 @@ def further_findings(study: Study) -> list[str]:
     if not rewards_vary(study):
         return []
     return measured_sentences(
-        study, [measurement for measurement in measurements_of([study]) if not measurement.leads]
+        study, [measurement for measurement in MEASUREMENTS if not measurement.leads]
     )
 
 
@@ -89,7 +89,7 @@ def tables(run: RunRecord) -> list[Table]:
     if study is None or run.result is None or study.result.equal_rewards is not None:
         return []
     looks = [looks_table(study.result.looks)] if study.result.looks else []
-    return [*measured_tables(study, measurements_of([study])), *looks]
+    return [*measured_tables(study, MEASUREMENTS), *looks]
 
 
 def looks_table(looks: Sequence[Look]) -> Table:
@@ -126,7 +126,7 @@ def notes(run: RunRecord) -> list[str]:
         details = [
             *measured_sentences(
                 study,
-                [measurement for measurement in measurements_of([study]) if measurement.leads],
+                [measurement for measurement in MEASUREMENTS if measurement.leads],
             ),
             *further_findings(study),
             f"{interval_note(study)} {WHY_FIXED_ROLLOUTS}",
@@ -156,7 +156,7 @@ def _figures(leads: bool) -> dict[str, tuple[str, str, None]]:
     """Return the figures of the built-in measurements that lead the page, or of the others."""
     figures = [
         measurement.figure
-        for measurement in OURS
+        for measurement in MEASUREMENTS
         if measurement.figure and measurement.leads == leads
     ]
     return {figure.name: (figure.title, "", None) for figure in figures}

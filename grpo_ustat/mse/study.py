@@ -21,12 +21,10 @@ from grpo_ustat.measurements.errors import CURVES, NOT_MEASURED
 from grpo_ustat.measurements.losses import LOSSES
 from grpo_ustat.measurements.next_step import next_step
 from grpo_ustat.measurements.off_policy import OFF_POLICY
-from grpo_ustat.measurements.plans import PLAN_EFFICIENCIES
 from grpo_ustat.measurements.registry import (
+    MEASUREMENTS,
     draw_figures,
     measure_all,
-    measurements,
-    measurements_of,
     printed_tables,
     sentences,
 )
@@ -104,15 +102,12 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
     view = Study(RunRecord(folder.path, result=result))
     answer = group_size.study_answer(view, config.study.rollouts)
     console.print(f"{wrapped(answer)}\n", soft_wrap=True)
-    leading = [measurement for measurement in measurements_of([view]) if measurement.leads]
+    leading = [measurement for measurement in MEASUREMENTS if measurement.leads]
     if view.of(OFF_POLICY) is not None:
         leading.remove(LOSSES)
     for sentence in sentences(view, leading)[:MAX_LOSS_SENTENCES]:
         console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    # A test of published claims also measures plans, but the user may not have requested plans.
-    for sentence in sentences(view, [PLAN_EFFICIENCIES] if config.study.plans else []):
-        console.print(f"{wrapped(sentence)}\n", soft_wrap=True)
-    rest = [measurement for measurement in measurements_of([view]) if not measurement.leads]
+    rest = [measurement for measurement in MEASUREMENTS if not measurement.leads]
     first, last = (printed_tables(view, of) for of in (leading, rest))
     for table in filter(None, (group_size.extra_error_table(view), *first, *last)):
         console.print(table)
@@ -129,7 +124,6 @@ def run(config: MseConfig, folder: RunFolder) -> float | None:
 
 def _complete_study(config: MseConfig, folder: RunFolder) -> dict[str, Any]:
     # Unusable settings raise an error before anything is sampled and before a run folder exists.
-    measurements(config.study.measurements)
     if config.imports_pool:
         logged_rollouts(config)
     elif config.pool:
@@ -238,8 +232,6 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         max_completion_length=config.max_completion_length,
         reward_names=reward_names(config.reward_funcs),
         asked=frozenset(["verdicts"] * config.study.verdicts),
-        plans=config.study.plan_names,
-        plan_sizes=config.study.plan_sizes,
         methods=config.study.methods,
         baselines=config.baselines,
         by_groups=config.baselines_by_groups if config.compares_by_groups else {},
@@ -250,7 +242,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         request=request,
         rescored=rescored,
     )
-    measured = main_only(measure_all, pool_study, config.study.measurements)
+    measured = main_only(measure_all, pool_study)
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     rows = logged_rollouts(config) if config.imports_pool else []
     remarks = repeated_sentence(rows)

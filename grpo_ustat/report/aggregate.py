@@ -19,7 +19,7 @@ from grpo_ustat.measurements import error_figures, errors, group_size
 from grpo_ustat.measurements.base import Study, by_pool
 from grpo_ustat.measurements.group_size import SCALING, WHY_FIXED_ROLLOUTS, decision_sentence
 from grpo_ustat.measurements.registry import (
-    OURS,
+    MEASUREMENTS,
     draw_report_figures,
     report_answers,
     report_tables,
@@ -65,7 +65,7 @@ from grpo_ustat.runs.status import Entry
 from grpo_ustat.terminal.console import Console
 from grpo_ustat.terminal.streams import best_size, single_line, tell, wrapped
 
-MEASURED = "|".join(measurement.name for measurement in OURS)
+MEASURED = "|".join(measurement.name for measurement in MEASUREMENTS)
 TABLE_FILE = re.compile(
     r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"

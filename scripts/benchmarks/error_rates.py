@@ -31,11 +31,11 @@ from pathlib import Path
 
 import numpy as np
 from counting import Asked, Row, columns_of, header_of, rows_of, text_of, worst_of
-from statements import adam, claims, group_size, losses, moments, plans, rewards, theorems
+from statements import adam, claims, group_size, losses, moments, rewards, theorems
 
 KINDS = {
     **group_size.KINDS, **losses.KINDS, **claims.KINDS, **moments.KINDS, **rewards.KINDS,
-    **adam.KINDS, **plans.KINDS, **theorems.KINDS,
+    **adam.KINDS, **theorems.KINDS,
 }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from golden import naming
 
 from grpo_ustat.config.mse import check_pool_folder
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.plans import PLANS
 from grpo_ustat.mse.result import precision, tf32_text
 from grpo_ustat.runs.study_parts import Precision
 
@@ -66,20 +65,3 @@ def test_new_empty_and_begun_folders_and_pools_are_taken(own):
     check_pool_folder(str(own / "new"))
     (own / "pool.json").write_text("{}")
     check_pool_folder(str(own))
-
-
-def test_all_plans_are_the_built_in_ones_and_no_plan_is_measured_twice():
-    assert compose("mse", "study.plans=[all]").study.plan_names == list(PLANS)
-    assert compose("mse", "study.plans=[all,fixed]").study.plan_names == list(PLANS)
-    assert compose("mse", "study.plans=[refill]").study.plan_names == ["refill"]
-
-
-def test_plans_without_a_size_are_refused():
-    with pytest.raises(ConfigError, match="study.plan_sizes"):
-        compose("mse", "study.plans=[fixed]", "study.plan_sizes=[]")
-    assert compose("mse", "study.plan_sizes=[]").study.plan_names == []
-
-
-def test_a_misspelt_plan_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match="until_mixed"):
-        compose("mse", "study.plans=[until_mixd]")

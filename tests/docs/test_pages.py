@@ -23,9 +23,7 @@ from grpo_ustat.pages.symbols import SYMBOLS, legend
 
 TOP = "|".join(("grpo_ustat", "scripts", "conf", "tests", "docs"))
 # Of entry points.
-GROUPS = {
-    f"grpo_ustat.{name}" for name in ("baselines", "tasks", "rewards", "plans", "measurements")
-}
+GROUPS = {f"grpo_ustat.{name}" for name in ("baselines", "tasks", "rewards")}
 OTHER_NAMES = {  # of baselines, of the words of a page, of other programs
     "baseline_options", "median", "digits", "field", "install", "torch", "net", "ipv4",
     "tcp_retries2", "scale_rewards",

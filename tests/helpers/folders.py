@@ -16,7 +16,7 @@ import yaml
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.loss_efficiencies import LossEfficiency
-from grpo_ustat.measurements.registry import OURS
+from grpo_ustat.measurements.registry import MEASUREMENTS
 from grpo_ustat.pages.tables import csv_text
 from grpo_ustat.runs.contents import keys_of, record_of
 from grpo_ustat.runs.record import RunRecord
@@ -42,11 +42,11 @@ def completed(record, content=None):
     study may hold measurements too.
     """
     content = content or {}
-    beside = {one.name: one.record for one in OURS} if record is StudyResult else {}
+    beside = {one.name: one.record for one in MEASUREMENTS} if record is StudyResult else {}
     keys = keys_of(record)
     if record is StudyResult:
         vary = "equal_rewards" not in content
-        keys = keys | {one.name: (one.record, one.always and vary) for one in OURS}
+        keys = keys | {one.name: (one.record, one.always and vary) for one in MEASUREMENTS}
     found = {
         key: with_entries(kind, content[key]) if key in content else least(kind)
         for key, (kind, required) in keys.items()

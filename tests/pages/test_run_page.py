@@ -318,7 +318,7 @@ def closed(name, estimate, low, high):
     return {name: estimate, f"{name}_low": low, f"{name}_high": high}
 
 
-def test_the_page_of_a_study_has_noise_dynamic_sampling_and_plans(tmp_path):
+def test_the_page_of_a_study_has_noise_and_dynamic_sampling(tmp_path):
     """Numbers with their intervals, unknown ends said, all in tables of their own."""
     noise = {"rollouts": 768.0, "rollouts_low": 512.0, "rollouts_high": None,
              "tokens": None, "tokens_low": None, "tokens_high": None,
@@ -331,16 +331,6 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_and_plans(tmp_path):
                   "best": noise | {"group_size": 4.25, "group_size_tokens": None},
                   "reason": "no upper end"},
         "dynamic_sampling": [dynamic],
-        "plans": [
-            {"plan": "until_mixed", "estimate": "per_rollout", "mean_size": 8, "most": 32,
-             "unbiased_direction": False, "weights": [{"success_rate": 0.1, "weight": 2.4}]}
-            | closed("generated", 6.3, 6.1, 6.5) | closed("trained", 6.3, 6.1, 6.5)
-            | closed("direction", 0.81, 0.64, 1.0) | closed("noise", 0.9, 0.8, 0.95)
-            | closed("efficiency_generated", 0.9, 0.7, 1.1)
-            | closed("efficiency_trained", None, None, None),
-            {"plan": "vip", "mean_size": 16, "most": 64, "unbiased_direction": False,
-             "weights": [], "reason": "40 completions are needed"},
-        ],
     }  # fmt: skip
     folder = folder_of(tmp_path, MSE, result)
     tables = {table.title: table for table in page_of(folder).tables}
@@ -350,8 +340,3 @@ def test_the_page_of_a_study_has_noise_dynamic_sampling_and_plans(tmp_path):
     assert tables["Dynamic sampling"].rows == [
         ["4", "0.500 [0.250, 0.750]", "2.00 [1.33, 4.00]", "0.0100 [0.00, 0.0200]"]
     ]
-    assert tables["Budgets by prompt"].rows == [
-        ["until_mixed", "per_rollout", "8", "6.3", "6.3", "0.900 [0.800, 1.000]", "2.40", "-",
-         "0.90 [0.70, 1.10]", "not decided"]
-    ]  # fmt: skip
-    assert "vip" in tables["Budgets by prompt"].notes[-1]

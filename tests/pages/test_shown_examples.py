@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from grpo_ustat.measurements import error_figures, group_size
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import extra_error_table
-from grpo_ustat.measurements.registry import draw_figures, measurements_of, tables
+from grpo_ustat.measurements.registry import MEASUREMENTS, draw_figures, tables
 from grpo_ustat.pages.figures import SMALL, WIDTH, panel_figure, panel_rows
 from grpo_ustat.pages.tables import Table, cell_text
 from grpo_ustat.report.aggregate import report_runs
@@ -70,7 +70,7 @@ def test_a_word_longer_than_a_screen_is_all_that_is_broken():
 @pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
 def test_no_table_of_a_study_breaks_a_word(folder):
     study = Study(RunRecord(folder))
-    shown = [extra_error_table(study), *tables(study, measurements_of([study]))]
+    shown = [extra_error_table(study), *tables(study, MEASUREMENTS)]
     for table in filter(None, shown):
         check_words(table, 80)
 

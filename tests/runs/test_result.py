@@ -12,7 +12,7 @@ from readme import ROOT
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.group_size import Scaling
-from grpo_ustat.measurements.registry import OURS, finished_study
+from grpo_ustat.measurements.registry import MEASUREMENTS, finished_study
 from grpo_ustat.runs.contents import content_of, keys_of, misfit
 from grpo_ustat.runs.library import load_run
 from grpo_ustat.runs.record import RunRecord
@@ -36,7 +36,7 @@ def declared(record):
 
 
 KEYS = {key for record in RECORDS for key in declared(record)}
-for measurement in OURS:
+for measurement in MEASUREMENTS:
     inner = record_in(measurement.record)
     KEYS |= {measurement.name, *(f"{measurement.name}.{key}" for key in declared(inner))}
 
@@ -67,7 +67,7 @@ def test_an_example_is_the_same_when_its_records_are_written_again(file):
         return
     study, content = Study(run), run.final_result
     whole = content_of(study.result)
-    for measurement in OURS:
+    for measurement in MEASUREMENTS:
         if (record := study.of(measurement)) is not None:
             whole[measurement.name] = content_of(record)
     assert whole == content
@@ -93,7 +93,9 @@ def test_nested_keys_are_named_with_their_place():
     assert wrong.startswith("scaling.covariance[1] ")
 
 
-@pytest.mark.parametrize("one", [one for one in OURS if one.always], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one", [one for one in MEASUREMENTS if one.always], ids=lambda one: one.name
+)
 def test_a_study_that_lacks_what_all_measure_is_not_shown_and_the_key_is_named(one):
     study = unsaved_study({})
     assert finished_study(study.run) is not None and study.need(one) is not None
@@ -108,4 +110,4 @@ def test_a_study_that_lacks_what_all_measure_is_not_shown_and_the_key_is_named(o
 def test_a_study_of_equal_rewards_needs_no_measurement():
     study = unsaved_study({"equal_rewards": {"reward": 0.0, "completions": 8, "cut": 8}})
     assert finished_study(study.run) is not None
-    assert not any(one.name in study.run.final_result for one in OURS)
+    assert not any(one.name in study.run.final_result for one in MEASUREMENTS)
