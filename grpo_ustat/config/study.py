@@ -162,16 +162,6 @@ class StudyConfig:
     )
 
     @property
-    def interval(self) -> str:
-        """Source of the variation in the intervals of closed forms: `completions` or `questions`.
-
-        Intervals over completions treat the questions as fixed. AdamW's metric needs intervals over
-        questions, because each half of the questions is measured in a metric that is computed from
-        the other half.
-        """
-        return "questions" if self.metric == "adam" else "completions"
-
-    @property
     def adam_prompts(self) -> int:
         """Number of prompts B in a step with `adam_rollouts` rollouts."""
         return self.adam_rollouts // self.adam_group_size

@@ -20,11 +20,8 @@ the same metric. S is then the sum of these products, multiplied by the ratio of
 pairs to the number of pairs within metrics. Every statistic is a mean over the metrics. The
 questions of different metrics are independent of each other.
 
-There are two kinds of intervals. Intervals given the questions hold the questions fixed: the
-jackknife leaves out one completion of one question at a time. Questions are independent, so their
-jackknife variances are added. Intervals over questions apply to new questions: the jackknife leaves
-out one question at a time. A bootstrap over completions is never used, because duplicate
-completions turn U-statistics into V-statistics.
+Intervals apply to new questions: the jackknife leaves out one question at a time. A bootstrap over
+completions is never used, because duplicate completions turn U-statistics into V-statistics.
 
 The numbers for training (C1, C2, C3, G*, the noise scale) apply to the population from which the
 questions are sampled, because a training step draws other questions from this population. They are
@@ -47,15 +44,13 @@ from grpo_ustat.estimators.minibatch import decompose
 from grpo_ustat.estimators.moments import (
     Moments,
     covariance_excess,
-    delete_one_moments,
     pool_moments,
 )
 from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT, ScalingLaw
 from grpo_ustat.records import MIN_QUESTIONS, Array, ScorePool
 
 Arrays = dict[str, Array]
-# Number of questions whose sketches are converted to float64 at once. With the default budget, the
-# sketches of 64 questions occupy 30 MB.
+# Number of questions whose gradients are read at once.
 BLOCK = 64
 # Group sizes at which the curves are computed.
 CURVE_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -73,6 +68,11 @@ class CurvePoint:
     num_prompts: int
 
     @property
+    def is_new(self) -> bool:
+        """True if each batch draws new questions from the population."""
+        return self.setting == "with_replacement"
+
+    @property
     def key(self) -> str:
         """Key of the point's mean squared error in `ClosedForm.statistics`."""
         return f"mse/{self.baseline}/{self.group_size}/{self.setting}/{self.num_prompts}"
@@ -88,19 +88,12 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Request:
-    """Statistics to compute, and properties of the pool's questions that they depend on."""
+    """Statistics to compute."""
 
     # Points of the error curves.
-
     points: list[CurvePoint]
     # Options of each baseline, by the name of the baseline.
     options: Mapping[str, Mapping[str, float]]
-    # Number of questions in the pool, m.
-    questions: int
-    # True if the questions are a sample from a population. C1 and ||grad J||^2 are then estimated
-    # for this population: C1 has divisor m - 1, and ||grad J||^2 is the squared length of the
-    # sample's mean gradient minus C1/m.
-    sample: bool
     # Costs of a prompt and of a completion, by the name of the unit of cost, such as `tokens`. For
     # each unit, the best group size at a fixed budget is computed.
     costs: Mapping[str, tuple[float, float]]
@@ -116,8 +109,7 @@ class ClosedForm:
     # `mse/...`: error at a point of a curve; see `CurvePoint.key`.
     # `ratio/...`: this error divided by the oracle's error. Its interval is computed on the log
     # scale. The comparison is paired, because both errors come from the same completions.
-    # The following statistics exist only if the intervals are over questions. In their names, G is
-    # one of `CURVE_SIZES`, or `best` for the best G.
+    # In the following names, G is one of `CURVE_SIZES`, or `best` for the best G.
     # `gstar`: G* at a fixed number of rollouts.
     # `gstar_paper`: `gstar` minus 1, which is sqrt(C3/C1), the G* of the paper.
     # `gstar_NAME`: best G at a fixed cost in the unit NAME.
@@ -139,15 +131,13 @@ class ClosedForm:
         return self.statistics[name]
 
 
-def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
+def closed_form(pool: ScorePool, request: Request) -> ClosedForm:
     """Compute every statistic of the pool.
 
     Args:
-        pool: pool of N >= 4 completions for each of m questions.
+        pool: pool of N >= 4 completions for each of m questions. With fewer than 4 questions, there
+            are no intervals, and the statistics for new questions are NaN.
         request: points of the curves and other choices.
-        interval: `completions` for intervals given the questions, `questions` for intervals over
-            questions; see the module's docstring. With `questions` and fewer than 4 questions, all
-            statistics are NaN.
     """
     moments = pool_moments(pool.rewards_PN, pool.gram_PNN)
     # Unbiased estimates for each question by name, [m]. Every statistic is computed from their
@@ -157,29 +147,27 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     per_question |= _fixed_baselines(pool, request, moments)
     means = {name: values.mean() for name, values in per_question.items()}
     with_others_Kh = np.stack([_with_others(pool, k) for k in range(pool.metrics)])
-    count = request.questions
+    count = len(pool.rewards_PN)
     pairs = (count - 1) / (with_others_Kh.shape[1] - 1) if pool.metrics > 1 else 1
-    estimates = _statistics(means, pairs * with_others_Kh.sum() / count**2, count, request)
-    if interval == "questions" and count < MIN_QUESTIONS:
-        estimates = dict.fromkeys(estimates, np.full((), np.nan))
+    between = pairs * with_others_Kh.sum() / count**2
+    estimates = _statistics(means, between, count, count, request)
+    if count < MIN_QUESTIONS:
+        new = [key for x in request.points if x.is_new for key in (x.key, x.ratio_key)]
+        new += [*CONSTANTS_AND_GRADIENT, *(name for name in estimates if name.startswith("n_mse/"))]
+        estimates |= dict.fromkeys(new, np.full((), np.nan))
         delete_one = dict.fromkeys(estimates, np.full((1, MIN_QUESTIONS), np.nan))
-    elif interval == "questions":
-        delete_one = _delete_one_question(per_question, with_others_Kh, request)
     else:
-        delete_one = _delete_one_completion(pool, per_question, means, with_others_Kh[0], request)
-    intervals = {
-        name: jackknife_interval(
-            float(value), delete_one[name], positive="mse/" in name or name.startswith("ratio/")
-        )
-        for name, value in estimates.items()
-    }
+        delete_one = _delete_one_question(per_question, with_others_Kh, request)
+    intervals: dict[str, Interval] = {}
+    for name, value in estimates.items():
+        positive = name.startswith(("mse/", "n_mse/", "ratio/")) and count >= MIN_QUESTIONS
+        intervals[name] = jackknife_interval(float(value), delete_one[name], positive=positive)
     whole_4, delete_one_4Kn = (
         np.stack([values[name] for name in CONSTANTS_AND_GRADIENT])
         for values in (estimates, delete_one)
     )
     law = ScalingLaw.jackknifed(whole_4, delete_one_4Kn, count, request.prior)
-    if interval == "questions":
-        intervals |= _of_training(law, request.costs)
+    intervals |= _of_training(law, request.costs)
 
     def crossover(excess: float) -> float:
         """Return the G above which leave_one_out has a smaller error than none.
@@ -192,9 +180,7 @@ def closed_form(pool: ScorePool, request: Request, interval: str) -> ClosedForm:
     intervals["crossover"] = Interval(crossover(estimate), crossover(high), crossover(low))
     norms = pool.sq_norm_PN
     pool_tails = tails(
-        _by_metric(norms.mean(axis=1), pool.metrics)
-        if interval == "questions" and count > 1
-        else norms,
+        _by_metric(norms.mean(axis=1), pool.metrics) if count > 1 else norms,
         [delete_one[name] for name in ("a0", "a_v", "c3")],
     )
     levels = estimates["grad_sq"], estimates["grad_sq_at_hand"]
@@ -238,15 +224,13 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
     For running_mean it must be estimated: with a fixed policy, a running mean converges to b, the
     mean of V over questions. For each question, `b = o + V/m`, where o is the contribution of the
     other questions. Products with the question's V are computed from the question's moments. The
-    estimate of o^2 is the square of the estimate of o minus the variance of that estimate. Leaving
-    out a completion of the question does not change o.
+    estimate of o^2 is the square of the estimate of o minus the variance of that estimate.
 
     Args:
         pool: score pool.
         request: points and options; only baselines of these points are computed.
-        moments: moments of each question, [P], or also without each completion in turn, [P, N].
+        moments: moments of each question, [P].
     """
-    column = (-1,) + (1,) * (moments.m0.ndim - 1)
     names = {point.baseline for point in request.points}
     a_b: Arrays = {}
     baselines_P: dict[str, Array | None] = {"remax": pool.greedy_P}
@@ -254,17 +238,16 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
         value = request.options["constant"]["value"]
         baselines_P["constant"] = np.full(len(pool.rewards_PN), value)
     for name in names & set(baselines_P):
-        baseline_P = baselines_P[name]
+        b = baselines_P[name]
         # A pool that is measured with remax contains greedy rewards.
-        assert baseline_P is not None
-        b = baseline_P.reshape(column)
+        assert b is not None
         a_b[f"a_{name}"] = moments.a_0 - 2 * b * moments.m1 + b * b * moments.m0
     if "running_mean" in names:
         count, size = pool.rewards_PN.shape
         means_P = pool.rewards_PN.mean(axis=1)
         noise_P = pool.rewards_PN.var(axis=1, ddof=1) / size
-        o = ((means_P.sum() - means_P) / count).reshape(column)
-        noise = ((noise_P.sum() - noise_P) / count**2).reshape(column)
+        o = (means_P.sum() - means_P) / count
+        noise = (noise_P.sum() - noise_P) / count**2
         v_m0 = moments.m1 - moments.cov_qz
         first = o * moments.m1 + moments.v_m1 / count
         second = (o * o - noise) * moments.m0 + 2 * o * v_m0 / count + moments.v2_m0 / count**2
@@ -272,7 +255,9 @@ def _fixed_baselines(pool: ScorePool, request: Request, moments: Moments) -> Arr
     return a_b
 
 
-def _statistics(means: Arrays, between: Array | float, count: int, request: Request) -> Arrays:
+def _statistics(
+    means: Arrays, between: Array | float, count: int, questions: int, request: Request
+) -> Arrays:
     """Compute all statistics, keyed by name.
 
     The arithmetic is elementwise in `means` and `between`. The same function therefore computes the
@@ -281,16 +266,14 @@ def _statistics(means: Arrays, between: Array | float, count: int, request: Requ
     Args:
         means: moments averaged over questions, by name.
         between: S/m^2; see the module's docstring.
-        count: number of questions, m.
+        count: number of questions behind `means`: m, or m - 1 if a question is left out.
+        questions: number of questions in the pool, m.
         request: points of the curves and other choices.
     """
-    grad_sq = means["g_sq"] / count + between
-    c1 = means["g_sq"] - grad_sq
-    at_hand = grad_sq
-    if request.sample:
-        c1 = c1 * count / max(1, count - 1)
-        grad_sq = means["g_sq"] - c1
-        at_hand = grad_sq + c1 / request.questions
+    # C1 and ||grad J||^2 of the population from which the questions are sampled.
+    c1 = (means["g_sq"] - means["g_sq"] / count - between) * count / max(1, count - 1)
+    grad_sq = means["g_sq"] - c1
+    at_hand = grad_sq + c1 / questions
     c2, c3 = means["a_v"] - means["g_sq"], means["d"] + means["g_sq"]
     spread = means["var_q"] * means["var_z"]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -342,60 +325,12 @@ def _point_moments(
     if point.baseline == "group_mean":
         shrink = (size - 1) / size
     e = means["g_sq"] + (a_b - means["g_sq"]) / size + second
-    target = grad_sq if point.setting == "with_replacement" else at_hand
+    target = grad_sq if point.is_new else at_hand
     mse, bias2, variance = decompose(
         point.setting, point.num_prompts, shrink**2 * e, shrink**2 * means["g_sq"],
         shrink**2 * target, shrink * target, target,
     )  # fmt: skip
     return mse, bias2, variance, variance + shrink**2 * target, shrink * target, target
-
-
-def _delete_one_completion(
-    pool: ScorePool, per_question: Arrays, means: Arrays, with_others_P: Array, request: Request
-) -> Arrays:
-    """Compute every statistic without completion i of question x, for every x and i, [m, N]."""
-    count, size = pool.rewards_PN.shape
-    moments = delete_one_moments(pool.rewards_PN, pool.gram_PNN)
-    delete_one = {f.name: getattr(moments, f.name) for f in fields(moments)}
-    delete_one["excess"] = np.stack(
-        [
-            covariance_excess(np.delete(pool.sq_norm_PN, i, 1), np.delete(pool.rewards_PN, i, 1))
-            for i in range(size)
-        ],
-        axis=1,
-    )
-    delete_one |= _fixed_baselines(pool, request, moments)
-    delete_one_means = {
-        name: means[name] + (delete_one[name] - per_question[name][:, None]) / count
-        for name in delete_one
-    }
-    between = (with_others_P.sum() + 2 * _change_between(pool)) / count**2
-    return _statistics(delete_one_means, between, count, request)
-
-
-def _change_between(pool: ScorePool) -> Array:
-    """Compute how <ghat_x, sum_{y != x} ghat_y> changes if completion i of x is left out, [m, N].
-
-    Only ghat_x depends on this completion. The change is therefore the inner product of
-    (ghat_x without i) - ghat_x with sum_{y != x} ghat_y. It is computed from the sketches of the
-    completions' scores.
-    """
-    z, n = pool.rewards_PN, pool.rewards_PN.shape[1]
-    sz = z.sum(axis=1, keepdims=True)
-    weights = (n * z - sz) / (n * (n - 1))
-    blocks = [slice(x, x + BLOCK) for x in range(0, len(z), BLOCK)]
-    own_PR = np.concatenate(
-        [np.einsum("pn,pnr->pr", weights[rows], _features(pool, rows)) for rows in blocks]
-    )
-    others_PR = own_PR.sum(axis=0) - own_PR
-    products = np.concatenate(
-        [np.einsum("pnr,pr->pn", _features(pool, rows), others_PR[rows]) for rows in blocks]
-    )
-    a, b = (z * products).sum(axis=1, keepdims=True), products.sum(axis=1, keepdims=True)
-    delete_one_product = (n - 1) * (a - z * products) - (sz - z) * (b - products)
-    return delete_one_product / ((n - 1) * (n - 2)) - (weights * products).sum(
-        axis=1, keepdims=True
-    )
 
 
 def _with_others(pool: ScorePool, metric: int) -> Array:
@@ -412,10 +347,6 @@ def _with_others(pool: ScorePool, metric: int) -> Array:
     return np.concatenate(products)
 
 
-def _features(pool: ScorePool, rows: slice) -> Array:
-    return pool.features_PNR[rows].astype(np.float64)
-
-
 def _by_metric(values_P: Array, metrics: int) -> Array:
     """Split the values of all questions by metric, [K, m/K, ...]; question x has metric x mod K."""
     return np.stack([values_P[k::metrics] for k in range(metrics)])
@@ -427,7 +358,8 @@ def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: R
     K is the number of metrics, and h is the number of questions of one metric. Each statistic is a
     mean over the metrics. Leaving out x changes only the contribution of the metric of x.
     """
-    count, (metrics, h) = request.questions, with_others_Kh.shape
+    metrics, h = with_others_Kh.shape
+    count = metrics * h
     means: Arrays = {}
     for name, values_P in per_question.items():
         x_Kh = _by_metric(values_P, metrics)
@@ -437,4 +369,5 @@ def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: R
     own_K1 = sums_K1 / (h * (h - 1))
     without_Kh = (sums_K1 - 2 * with_others_Kh) / ((h - 1) * (h - 2))
     product_Kh = own_K1.mean() + (without_Kh - own_K1) / metrics
-    return _statistics(means, product_Kh * (count - 2) / (count - 1), count - 1, request)
+    between = product_Kh * (count - 2) / (count - 1)
+    return _statistics(means, between, count - 1, count, request)

@@ -255,11 +255,8 @@ class Tails(NamedTuple):
         cases, score norms come from lognormal, Student and Pareto distributions or from a tabular
         policy. A case has 12 to 250 questions of 16 to 64 completions, and 250 to 600 studies.
         Coverage is averaged over the intervals of C3 and of the error curves of none, oracle and
-        leave_one_out. For intervals with fixed questions, the property is True in 75 % of the
-        studies with coverage below 90 %, and in 12 % of the studies with coverage above 93 %. For
-        intervals over questions, these rates are 81 % and 4 %. In a second simulation
-        (`scripts/benchmarks/error_rates.py constants`, 200 studies per case), the rates for fixed
-        questions are 73 % and 4 %.
+        leave_one_out. For intervals over questions, the property is True in 81 % of the studies
+        with coverage below 90 %, and in 4 % of the studies with coverage above 93 %.
 
         The property misses some heavy tails. If score norms have infinite variance, it is False for
         up to two thirds of the samples, because a sample that lacks the largest values does not

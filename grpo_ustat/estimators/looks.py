@@ -69,5 +69,4 @@ def next_look(count: int, size: int, questions: int, completions: int) -> tuple[
 
 def population_law(pool: ScorePool, prior: Prior = WEAK_PRIOR) -> ScalingLaw:
     """Estimate the scaling law for the population from which the pool's questions are drawn."""
-    request = Request([], {}, len(pool.rewards_PN), sample=True, costs={}, prior=prior)
-    return closed_form(pool, request, "questions").law
+    return closed_form(pool, Request([], {}, {}, prior)).law

@@ -48,23 +48,15 @@ class Assumption2:
     crossover_group_size: Interval
     # Share of zero-variance groups at the crossover group size.
     zero_variance_share_at_crossover: float | None
-    # True if the data of the study's questions refute the assumption.
+    # True if the data refute the assumption.
     refuted: bool
     # Reason why a number is missing.
     reason: Sometimes[str] = None
 
 
 def measure(study: PoolStudy) -> Assumption2:
-    """Test the assumption on the study's questions, and compare errors for new questions.
-
-    The assumption is a statement about every question. It is therefore refuted if it fails for the
-    questions of the study.
-    """
-    statistics = study.at_hand
-    refuted = refutes_assumption2(statistics["share"], statistics["corr"])
-    rewards_PN = study.pool.rewards_PN
-    if len(rewards_PN) >= MIN_QUESTIONS:
-        statistics = study.population
+    """Test the assumption, and compare the errors of vanilla and GRPO."""
+    statistics, rewards_PN = study.population, study.pool.rewards_PN
     corr, crossover = statistics["corr"].within(-1, 1), statistics["crossover"]
     size, share_at_crossover, reason = rewards_PN.shape[1], None, None
     if math.isfinite(crossover.estimate) and 2 <= math.ceil(crossover.estimate) <= size:
@@ -72,6 +64,8 @@ def measure(study: PoolStudy) -> Assumption2:
         share_at_crossover = float(zero_variance_P.mean())
     if not math.isfinite(corr.estimate):
         reason = "the correlation is undefined because all rewards of each question are equal"
+    elif len(rewards_PN) < MIN_QUESTIONS:
+        reason = f"intervals need at least {MIN_QUESTIONS} questions"
     elif statistics["av_minus_a0"].low > 0:
         reason = "A_0 < A_V, so GRPO never beats vanilla"
     elif not math.isfinite(crossover.high):
@@ -89,7 +83,7 @@ def measure(study: PoolStudy) -> Assumption2:
         corr=corr,
         crossover_group_size=crossover,
         zero_variance_share_at_crossover=share_at_crossover,
-        refuted=refuted,
+        refuted=refutes_assumption2(statistics["share"], statistics["corr"]),
         reason=reason,
     )
 
@@ -134,19 +128,19 @@ def rewards_vary(study: Study) -> bool:
 
 def summary_sentences(study: PoolStudy) -> list[str]:
     """Return two summary sentences: one on the assumption, one on the ordering of errors."""
-    scope = "conditional on these" if study.interval == "completions" else "for new"
-    return [_assumption_sentence(study, f"intervals {scope} questions"), _ordering_sentence(study)]
+    return [_assumption_sentence(study), _ordering_sentence(study)]
 
 
-def _assumption_sentence(study: PoolStudy, scope: str) -> str:
-    share, corr = study.at_hand["share"], study.at_hand["corr"]
+def _assumption_sentence(study: PoolStudy) -> str:
+    share, corr = study.population["share"], study.population["corr"]
     text = f"corr(q, Z) = {corr.estimate:.3f}"
     if math.isfinite(corr.low):
         text += f" [{max(corr.low, -1):.3f}, {min(corr.high, 1):.3f}], averaged over prompts"
     if not math.isfinite(share.low):
         return (
-            f"{text}. Assumption 2 was not tested, because the test needs 6 completions per "
-            "question, and several questions with different rewards among their completions."
+            f"{text}. Assumption 2 was not tested, because the test needs {MIN_QUESTIONS} "
+            "questions with 6 completions each, and several questions with different rewards among "
+            "their completions."
         )
     gain = (
         f"The best baseline that depends only on the prompt, E[q Z]/E[q], lowers A_V by "
@@ -154,11 +148,11 @@ def _assumption_sentence(study: PoolStudy, scope: str) -> str:
     )
     name = "Assumption 2 (squared score norm and reward are uncorrelated given the prompt)"
     if not refutes_assumption2(share, corr):
-        return f"{name} is not refuted. {gain}. {text} ({scope})."
+        return f"{name} is not refuted. {gain}. {text} (intervals for new questions)."
     direction = "the correlation has different signs for different prompts, or its sign is unclear"
     if is_correlated(corr):
         direction = f"{'wrong' if corr.estimate < 0 else 'right'} answers have larger score norms"
-    return f"{name} fails; {direction}. {gain}. {text} ({scope})."
+    return f"{name} fails; {direction}. {gain}. {text} (intervals for new questions)."
 
 
 def _ordering_sentence(study: PoolStudy) -> str:

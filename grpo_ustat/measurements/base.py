@@ -71,15 +71,10 @@ class PoolStudy:
     seed: int
     # Maximum number of tokens per completion; longer completions are truncated.
     max_completion_length: int
-    # Statistics of the pool by name; see `estimators.closed_form.ClosedForm`. Most measurements
-    # use `population`, which is computed from `request`. Its intervals are for new questions,
-    # because a training step draws new questions. The errors of the gradient use `at_hand`. The
-    # intervals of `at_hand` are for the questions of the study if `interval` is "completions", and
-    # for new questions if `interval` is "questions" (always so in AdamW's metric).
+    # Statistics of the pool by name, computed from `request`; see
+    # `estimators.closed_form.ClosedForm`.
     population: ClosedForm
-    at_hand: ClosedForm
     request: Request
-    interval: str = "questions"
     # Names of the requested measurements that are not made by default.
     asked: frozenset[str] = frozenset()
     # `closed_form`, `monte_carlo` or both.

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from grpo_ustat.estimators.baseline_errors import baseline_errors, baseline_rows
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.estimators.closed_form import ClosedForm, CurvePoint
+from grpo_ustat.estimators.closed_form import CurvePoint
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.minibatch import GradientError, scale_free
 from grpo_ustat.measurements.base import (
@@ -75,8 +75,8 @@ class CurveRow:
     # Questions of a batch: each of the study's questions once, or questions drawn at random with
     # replacement.
     setting: Setting
-    # Population that the interval refers to: new completions of the study's questions, or new
-    # questions.
+    # Population that the interval refers to: new completions of the study's questions for method
+    # monte_carlo, new questions for the other two methods.
     interval: Annotated[str, ("completions", "questions")]
     # Group size, G.
     group_size: Size
@@ -128,7 +128,7 @@ class NotMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNorm:
-    """Squared norm of the gradient, ||grad J||^2."""
+    """Squared norm of the mean gradient of the study's questions, ||grad J||^2."""
 
     grad_sq: Interval
     # Reason why the relative errors of some methods are null; absent if none is null.
@@ -139,42 +139,39 @@ def measure_curves(study: PoolStudy) -> list[CurveRow]:
     """Measure the error of each baseline at each G with each method."""
     rows = []
     if CLOSED_FORM in study.methods:
-        rows += _formula_rows(study, study.at_hand, CLOSED_FORM, study.interval)
+        rows += _formula_rows(study, CLOSED_FORM)
     if study.by_groups:
         rows += _new_questions_rows(study)
     for (name, size), error in study.monte_carlo.items():
-        point = CurvePoint(name, size, ONCE, study.request.questions)
-        rows.append(_row(study, point, error, MONTE_CARLO, "completions"))
+        point = CurvePoint(name, size, ONCE, len(study.pool.rewards_PN))
+        rows.append(_row(study, point, error, MONTE_CARLO))
     return rows
 
 
 def _new_questions_rows(study: PoolStudy) -> list[CurveRow]:
     """Return a row per baseline and G for n rollouts of new questions."""
-    rows = _formula_rows(study, study.population, NEW_QUESTIONS, "questions")
+    rows = _formula_rows(study, NEW_QUESTIONS)
     errors = baseline_errors(
         study.pool, study.by_groups, study.group_sizes, study.rollouts, study.draws, study.seed
     )
     for (name, size), error in errors.items():
         point = CurvePoint(name, size, REPLACED, study.rollouts // size)
-        rows.append(_row(study, point, error, NEW_QUESTIONS, "questions"))
+        rows.append(_row(study, point, error, NEW_QUESTIONS))
     order = study.baselines.index
     return sorted(rows, key=lambda row: (order(row.baseline), row.group_size))
 
 
-def _formula_rows(
-    study: PoolStudy, statistics: ClosedForm, method: str, interval: str
-) -> list[CurveRow]:
-    """Return a row for each point of the closed-form curves."""
-    rows = []
+def _formula_rows(study: PoolStudy, method: str) -> list[CurveRow]:
+    """Return a row for each point of the closed-form curves of a method."""
+    rows, statistics = [], study.population
     for point, (bias2, variance, *moments) in statistics.parts.items():
-        error = GradientError(statistics[point.key], bias2, variance, *scale_free(*moments))
-        rows.append(_row(study, point, error, method, interval))
+        if point.is_new == (method == NEW_QUESTIONS):
+            error = GradientError(statistics[point.key], bias2, variance, *scale_free(*moments))
+            rows.append(_row(study, point, error, method))
     return rows
 
 
-def _row(
-    study: PoolStudy, point: CurvePoint, error: GradientError, method: str, interval: str
-) -> CurveRow:
+def _row(study: PoolStudy, point: CurvePoint, error: GradientError, method: str) -> CurveRow:
     """Return a row; relative columns are null if ||grad J||^2 is not significantly above 0."""
     target_sq = _target_sq(study, method)
     is_above_0 = target_sq.low > 0
@@ -183,7 +180,7 @@ def _row(
         baseline=point.baseline,
         target=EXPECTED_REWARD,
         setting=point.setting,
-        interval=interval,
+        interval="completions" if method == MONTE_CARLO else "questions",
         group_size=point.group_size,
         num_prompts=point.num_prompts,
         unbiased=BASELINES[point.baseline].unbiased,
@@ -201,15 +198,14 @@ def _row(
 
 def _target_sq(study: PoolStudy, method: str) -> Interval:
     """Return ||grad J||^2 for the population of questions from which a method draws batches."""
-    if method == NEW_QUESTIONS:
-        return study.population["grad_sq"]
-    return study.at_hand["grad_sq_at_hand"]
+    return study.population["grad_sq" if method == NEW_QUESTIONS else "grad_sq_at_hand"]
 
 
 def measure_gradient(study: PoolStudy) -> GradientNorm:
     """Measure ||grad J||^2 and name the methods for which it is not significantly above 0."""
+    points = study.population.parts
     made = {
-        CLOSED_FORM: CLOSED_FORM in study.methods and bool(study.at_hand.parts),
+        CLOSED_FORM: CLOSED_FORM in study.methods and any(not x.is_new for x in points),
         NEW_QUESTIONS: bool(study.by_groups),
         MONTE_CARLO: bool(study.monte_carlo),
     }
@@ -221,24 +217,20 @@ def measure_gradient(study: PoolStudy) -> GradientNorm:
             "relative_mse, best_scalar_mse and cosine are null because ||grad J||^2 is not "
             f"significantly different from 0 ({', '.join(unknown)})"
         )
-    return GradientNorm(grad_sq=study.at_hand["grad_sq"], reason=reason)
+    return GradientNorm(grad_sq=study.population["grad_sq_at_hand"], reason=reason)
 
 
 def measure_ratios(study: PoolStudy) -> list[OracleRatio]:
-    """Measure ratios to the oracle's error, for the study's questions and for new questions.
-
-    A ratio is missing if the oracle's error is not positive.
-    """
+    """Measure ratios to the oracle's error; a ratio is NaN if that error is not positive."""
     return [
         OracleRatio(
             baseline=point.baseline,
             setting=point.setting,
             group_size=point.group_size,
             num_prompts=point.num_prompts,
-            ratio=statistics[point.ratio_key],
+            ratio=study.population[point.ratio_key],
         )
-        for statistics in (study.at_hand, study.population)
-        for point in statistics.parts
+        for point in study.population.parts
         if point.baseline != "oracle"
     ]
 

@@ -448,8 +448,8 @@ def interval_note(study: Study) -> str:
     questions = study.result.questions
     if questions < MIN_QUESTIONS:
         return (
-            "The 95 % intervals are conditional on these questions, because intervals for new "
-            f"questions need at least {MIN_QUESTIONS} questions."
+            "There are no intervals for the gradient error, because they need at least "
+            f"{MIN_QUESTIONS} questions."
         )
     return (
         f"The 95 % intervals are for new questions like these {questions}. The intervals for G* "

@@ -64,9 +64,7 @@ def measure_functions(study: PoolStudy) -> list[RewardFunction] | None:
         function = function_pool(pool, f)
         values = dict.fromkeys(MEASURED, UNDETERMINED)
         if (function.rewards_PN != function.rewards_PN[:, :1]).any():
-            values = _measured(
-                closed_form(function, replace(study.request, points=[]), "questions")
-            )
+            values = _measured(closed_form(function, replace(study.request, points=[])))
         mean = pool_mean_reward(function.rewards_PN)
         rows.append(RewardFunction(name=name, weight=float(weight), mean=mean, **values))
     mean, values = pool_mean_reward(pool.rewards_PN), _measured(study.population)
@@ -100,7 +98,7 @@ def measure_correlations(study: PoolStudy) -> list[RewardCorrelation] | None:
         return None
     rows = []
     for f, g in combinations(range(rewards_PNF.shape[-1]), 2):
-        value = reward_correlation(rewards_PNF, f, g, "questions")
+        value = reward_correlation(rewards_PNF, f, g)
         if value.is_known:
             first, second = study.reward_names[f], study.reward_names[g]
             rows.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,39 +44,32 @@ TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}
 
 
 def closed_form_request(config: MseConfig, pool: ScorePool, facts: ModelFacts) -> Request:
-    """Return the request for the closed-form errors of this study's baselines and group sizes."""
-    questions = len(pool.rewards_PN)
-    points = [
-        CurvePoint(name, size, "all_questions_once", questions)
+    """Return the request for the closed-form errors of this study's baselines and group sizes.
+
+    Baselines without a closed form are measured only at `study.rollouts` rollouts of new questions.
+    If the study has any, the request includes the errors of the other baselines at this number, for
+    comparison.
+    """
+    rollouts = config.study.rollouts
+    curves = [
+        (name, size)
         for name in config.baselines
         if name in CLOSED_FORMS
         for size in config.group_sizes
     ]
+    points = [CurvePoint(*x, "all_questions_once", len(pool.rewards_PN)) for x in curves]
+    if config.compares_by_groups:
+        points += [
+            CurvePoint(name, size, "with_replacement", rollouts // size)
+            for name, size in curves
+            if rollouts % size == 0
+        ]
     return Request(
         points=points,
         options=config.compared_options,
-        questions=questions,
-        sample=config.study.interval == "questions",
         costs={"tokens": (facts.prompt_tokens, float(pool.lengths_PN.mean()))},
         prior=PRIORS[config.study.prior],
     )
-
-
-def of_population(config: MseConfig, request: Request) -> Request:
-    """Return the request for closed forms for new questions, because a training step draws these.
-
-    Baselines without a closed form are measured only at `study.rollouts` rollouts. If the study has
-    any, the request includes the errors of the other baselines at this number, for comparison.
-    """
-    rollouts = config.study.rollouts
-    points = [
-        CurvePoint(name, size, "with_replacement", rollouts // size)
-        for name in config.baselines
-        if config.compares_by_groups and name in CLOSED_FORMS
-        for size in config.group_sizes
-        if rollouts % size == 0
-    ]
-    return replace(request, points=points, sample=True)
 
 
 def study_result(
@@ -122,7 +114,7 @@ def study_result(
         summary=summary_text(study)
         + metric_text(config)
         + tf32_text(config)
-        + heavy_warning(study.at_hand.tails, population.tails, stops=decided)
+        + heavy_warning(population.tails, stops=decided)
         + clipped_warning(
             "pool's",
             pool_cost.clipped / pool_cost.rollouts,

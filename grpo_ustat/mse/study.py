@@ -48,7 +48,7 @@ from grpo_ustat.mse.pool import (
     model_facts,
 )
 from grpo_ustat.mse.pool_store import PoolStore, draws_of, leave_sample, prompt_date, reuse_pool
-from grpo_ustat.mse.result import closed_form_request, of_population, study_result
+from grpo_ustat.mse.result import closed_form_request, study_result
 from grpo_ustat.mse.until_decided import pool_until_decided, study_order
 from grpo_ustat.pages.caveats import summary_and_warnings
 from grpo_ustat.pages.run_page import leave_page
@@ -209,9 +209,6 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         )
         pool_cost += extra_cost
     request = closed_form_request(config, pool, facts)
-    statistics = closed_form(pool, request, config.study.interval)
-    request = of_population(config, request)
-    population = closed_form(pool, request, "questions")
     curves_by_baseline, replicate_cost, rescored = {}, WorkCost(), None
     if "monte_carlo" in config.study.methods:
         curves_by_baseline, replicate_cost = monte_carlo(
@@ -236,9 +233,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         baselines=config.baselines,
         by_groups=config.baselines_by_groups if config.compares_by_groups else {},
         monte_carlo=curves_by_baseline,
-        at_hand=statistics,
-        interval=config.study.interval,
-        population=population,
+        population=closed_form(pool, request),
         request=request,
         rescored=rescored,
     )

@@ -76,31 +76,25 @@ def unjudged_warning(timeouts: int, failures: int, rollouts: int) -> str:
     )
 
 
-def heavy_warning(completions: Tails, questions: Tails, stops: bool = False) -> str:
+def heavy_warning(tails: Tails, stops: bool = False) -> str:
     """Return a warning if 95 % intervals probably cover less than 90 %; see `Tails.heavy`.
 
-    If both kinds of intervals are affected, only those for new questions are mentioned. If the
-    variance is 0, for example because all rewards are equal, there is no warning.
+    If the variance is 0, for example because all rewards are equal, there is no warning.
 
     Args:
-        completions, questions: Tails of the distribution of values over completions and over
-            questions.
+        tails: Tails of the distribution of values over questions.
         stops: True if the study stopped when the data decided.
     """
-    for tails, units, more in (
-        (questions, "questions", "study.questions"),
-        (completions, "completions", "budget.pool_completions"),
-    ):
-        if tails.heavy and math.isfinite(tails.carriers):
-            fix = f"Raise {more}"
-            if stops:
-                # Simulated studies that stop include heavy tails; see docs/benchmarks.md.
-                fix = (
-                    "The recommended G is not affected; if you need the other intervals, use "
-                    "study.until=null"
-                )
-            return f" WARNING: {heavy_text(tails, units)}. {fix}."
-    return ""
+    if not (tails.heavy and math.isfinite(tails.carriers)):
+        return ""
+    fix = "Raise study.questions"
+    if stops:
+        # Simulated studies that stop include heavy tails; see docs/benchmarks.md.
+        fix = (
+            "The recommended G is not affected; if you need the other intervals, use "
+            "study.until=null"
+        )
+    return f" WARNING: {heavy_text(tails, 'questions')}. {fix}."
 
 
 def zero_scores_sentence(pool: ScorePool) -> str:

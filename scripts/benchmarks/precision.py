@@ -24,7 +24,7 @@ import numpy as np
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.estimators.closed_form import closed_form
 from grpo_ustat.mse import pool as pools
-from grpo_ustat.mse.result import closed_form_request, of_population
+from grpo_ustat.mse.result import closed_form_request
 from grpo_ustat.mse.study import _prompts
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.precision import set_tf32
@@ -56,8 +56,8 @@ def measure(config, prompts, way):
     with tempfile.TemporaryDirectory() as folder:
         pool, _ = pools.build_pool(config, prompts, Path(folder))
     facts = pools.ModelFacts(1, 1.0)
-    request = of_population(closed_form_request(config, pool, facts))
-    return pool, closed_form(pool, request, "questions")
+    request = closed_form_request(config, pool, facts)
+    return pool, closed_form(pool, request)
 
 
 def main():

@@ -126,7 +126,7 @@ def test_rules_with_a_closed_form_have_that_error(rng):
     pool = whole_pool(scores, rewards, np.ones_like(outcomes))
     errors = baseline_errors(pool, {"leave_one_out": {}, "group_mean": {}}, [2, 4], 8, 2, 0)
     points = [CurvePoint(name, size, "with_replacement", 8 // size) for name, size in errors]
-    formulas = closed_form(pool, Request(points, {}, 20, True, {}), "questions")
+    formulas = closed_form(pool, Request(points, {}, {}))
     for error, point in zip(errors.values(), points, strict=True):
         expected = formulas[point.key]
         near = (expected.high - expected.low) / 20

@@ -36,12 +36,12 @@ def whole_pool(scores, rewards, lengths, **more):
 
 
 def study_of_pool(pool, group_sizes=(4,), rollouts=8, draws=2, seed=0, **more):
-    """A pool as a study hands it to measurements, with closed forms for new questions alone."""
-    request = more.pop("request", Request([], {}, len(pool.rewards_PN), True, {}))
-    population = more.pop("population", None) or closed_form(pool, request, "questions")
+    """A pool as a study hands it to measurements, with its closed forms."""
+    request = more.pop("request", Request([], {}, {}))
+    population = more.pop("population", None) or closed_form(pool, request)
     return PoolStudy(
-        pool, group_sizes, rollouts, draws, seed, at_hand=population, population=population,
-        request=request, **{"max_completion_length": 9} | more,
+        pool, group_sizes, rollouts, draws, seed, population=population, request=request,
+        **{"max_completion_length": 9} | more,
     )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def test_a_rule_of_ones_own_reads_every_function(rng, monkeypatch):
 
 def test_a_function_alone_is_a_study_with_that_reward(rng):
     pool = pool_of_three(rng)
-    request = Request([], {}, 6, True, {})
-    total = closed_form(pool, request, "questions")
+    request = Request([], {}, {})
+    total = closed_form(pool, request)
     names = ["task", "brevity", "format"]
     study = study_of_pool(pool, population=total, request=request, reward_names=names)
     found = {row.name: row for row in measure_functions(study) or []}
@@ -87,7 +87,7 @@ def test_a_function_alone_is_a_study_with_that_reward(rng):
             "pn,pnd->pd", centred(pool.rewards_PNF[..., 1]), pool.features_PNR
         ),
     )
-    alone = closed_form(second, request, "questions")
+    alone = closed_form(second, request)
     assert found["brevity"].weight == 0.5
     for key in ("c1", "c2", "c3", "gstar", "grad_sq"):
         np.testing.assert_allclose(getattr(found["brevity"], key), alone[key], rtol=1e-9)

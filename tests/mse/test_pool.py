@@ -319,13 +319,12 @@ def test_a_question_holds_no_more_than_a_fifth_of_a_megabyte(tmp_path, monkeypat
             score_sum_R=wide_NR.sum(axis=0),
         ))  # fmt: skip
     monkeypatch.setattr(closed_form_module, "BLOCK", 4)  # what blocks take does not count here
-    asked = closed_form_module.Request([], {}, count, True, {})
+    asked = closed_form_module.Request([], {}, {})
     losses = [Loss(name, "group_mean", {}, name, 8) for name in ("grpo", "dr_grpo")]
     tracemalloc.start()
     try:
         pool, _ = read_pool(store, prompts, 8)
-        for interval in ("completions", "questions"):
-            closed_form_module.closed_form(pool, asked, interval)
+        closed_form_module.closed_form(pool, asked)
         loss_efficiencies(pool, losses, [2, 4], 8, 10, 0)
         held = tracemalloc.get_traced_memory()[1] / count
     finally:

@@ -166,7 +166,7 @@ def test_rules_without_a_closed_form_stand_beside_those_that_have_one(tmp_path):
         (name, 3) for name in names[2:]
     }
     for (setting, _, size), row in rows.items():
-        assert row["interval"] == ("completions" if setting == once else "questions")
+        assert row["interval"] == "questions"
         assert row["num_prompts"] == (12 if setting == once else 8 // size)
         if row["relative_mse"] is None or not row["unbiased"]:
             continue
@@ -330,7 +330,7 @@ def verdict_of(low, high, corr=(-0.1, 0.1), share=(-0.1, 0.3), gstar=(4.0, 3.0, 
         }
     )
     pool = SimpleNamespace(rewards_PN=np.array([[0.0, 1.0]]))
-    return summary_text(study_of_pool(pool, population=found, request=None, interval="completions"))
+    return summary_text(study_of_pool(pool, population=found, request=None))
 
 
 def test_the_verdict_follows_the_intervals():
@@ -353,7 +353,7 @@ def test_the_share_decides_on_assumption_2_and_the_correlation_stands_beside_it(
         and "lowers A_V by 30.0 % [20.0 %, 40.0 %]" in both
     )
     assert "corr(q, Z) = 0.000 [-0.100, 0.100], averaged over prompts" in both
-    assert both.count("intervals conditional on these questions") == 1
+    assert both.count("intervals for new questions") == 1
     assert "wrong answers have larger" in verdict_of(1, 3, (-0.4, -0.2), (0.2, 0.4))
     assert "wrong answers have larger" in verdict_of(1, 3, (-0.4, -0.2), (-0.1, 0.1))
     near = verdict_of(1, 3, (-0.41, -0.01), (-0.1, 0.1))  # misses 0, by less than the margin

@@ -101,8 +101,7 @@ def test_it_is_what_a_study_says_of_the_same_pool(watched):
     ]
     gram_PNN = np.stack([found.gram_BB.cpu().numpy() for found in grams])
     pool = dataclasses.replace(whole_pool(scores, z, batch.lengths_PG), gram_PNN=gram_PNN)
-    asked = Request([], {}, len(batch.prompts), sample=True, costs={})
-    study = closed_form(pool, asked, "questions")
+    study = closed_form(pool, Request([], {}, {}))
     for name in NAMES:
         expected = [value if math.isfinite(value) else None for value in study[name]]
         assert close(intervals(row, name), expected, 1e-7), name

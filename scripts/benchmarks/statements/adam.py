@@ -121,8 +121,8 @@ def study(rewards_PN: np.ndarray, scores_PND: np.ndarray) -> tuple[ClosedForm, f
         metric = adam_metric({"w": gradients[1 - half].second_moments("w", prompts)})
         scores_PND[half::2] *= metric.of("w", 0, scores_PND.shape[2]).numpy()
     pool = replace(pool_of(rewards_PN, scores_PND), metrics=2)
-    request = Request([], {}, len(rewards_PN), True, {})
-    return closed_form(pool, request, "questions"), shift(gradients, prompts)
+    request = Request([], {}, {})
+    return closed_form(pool, request), shift(gradients, prompts)
 
 
 def adam(name: str, asked: Asked) -> Iterator[Cell]:

@@ -31,10 +31,10 @@ SIGNS = {
 
 def verdicts(pool: ScorePool, draws: int, seed: int) -> tuple[list[ClaimVerdict], ClosedForm]:
     """Return the verdicts of a study with this pool, and its statistics for new questions."""
-    request = Request([], {}, len(pool.rewards_PN), True, {})
-    population = closed_form(pool, request, "questions")
+    request = Request([], {}, {})
+    population = closed_form(pool, request)
     study = PoolStudy(
-        pool, [SIZE], ROLLOUTS, draws, seed, max_completion_length=1, at_hand=population,
+        pool, [SIZE], ROLLOUTS, draws, seed, max_completion_length=1,
         population=population, request=request,
     )  # fmt: skip
     return claim_verdicts(study), population

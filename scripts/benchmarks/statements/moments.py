@@ -137,40 +137,29 @@ def row_of(name: str, questions: int) -> CurvePoint:
     return CurvePoint(name, GROUP_SIZE, "all_questions_once", questions)
 
 
-def simulated(
-    norm: Norm, cell: tuple[int, int], interval: str, count: int, **law: float
-) -> Iterator[ClosedForm]:
-    """Simulate studies; for intervals given the questions, all studies share the questions."""
+def simulated(norm: Norm, cell: tuple[int, int], count: int, **law: float) -> Iterator[ClosedForm]:
+    """Simulate studies of new questions."""
     questions, completions = cell
     rng = np.random.default_rng(1)
-    fixed = Questions(norm, questions, rng=np.random.default_rng(7), **law)
-    over = interval == "questions"
-    request = Request([row_of(x, questions) for x in BASELINES], {}, questions, over, {})
+    request = Request([row_of(x, questions) for x in BASELINES], {}, {})
     for _ in range(count):
-        drawn = Questions(norm, questions, rng=rng, **law) if over else fixed
-        yield closed_form(drawn.pool(completions, rng), request, interval)
+        drawn = Questions(norm, questions, rng=rng, **law)
+        yield closed_form(drawn.pool(completions, rng), request)
 
 
 def constants(name: str, asked: Asked) -> Iterator[Cell]:
-    """Judge intervals for errors, constants, G* and noise, for given and for new questions."""
+    """Judge intervals for errors, constants, G* and noise."""
     tail, _, differ = name.partition(", ")
     law = {"link": -0.1, "spread": 1.2 if differ else 0.3}
-    for interval in ("completions", "questions"):
-        for cell in asked.cells:
-            over = interval == "questions"
-            size = POPULATION if over else cell[0]
-            exact = Questions(TAILS[tail], size, rng=np.random.default_rng(7), **law)
-            truth = exact.truth(cell[0])
-            # Studies of given questions state nothing about training.
-            if not over:
-                of_training = ("gstar", "noise", "prompt_share")
-                truth = {x: y for x, y in truth.items() if not x.startswith(of_training)}
-            results = simulated(TAILS[tail], cell, interval, asked.studies, **law)
-            yield Cell(
-                {"interval": interval, "questions": cell[0], "completions": cell[1]},
-                (judged(result, truth) for result in results),
-                truth,
-            )
+    for cell in asked.cells:
+        exact = Questions(TAILS[tail], POPULATION, rng=np.random.default_rng(7), **law)
+        truth = exact.truth(cell[0])
+        results = simulated(TAILS[tail], cell, asked.studies, **law)
+        yield Cell(
+            {"questions": cell[0], "completions": cell[1]},
+            (judged(result, truth) for result in results),
+            truth,
+        )
 
 
 def judged(result: ClosedForm, truth: Mapping[str, float]) -> dict[str, bool | float]:
@@ -181,9 +170,8 @@ def judged(result: ClosedForm, truth: Mapping[str, float]) -> dict[str, bool | f
         if not math.isnan(result[name].low)
     }
     statements["warning: heavy tails"] = float(result.tails.heavy)
-    if "gstar" in truth:
-        statements["gstar: no upper end"] = float(math.isinf(result["gstar"].high))
-        statements["gstar: relative bias"] = result["gstar"].estimate / truth["gstar"] - 1
+    statements["gstar: no upper end"] = float(math.isinf(result["gstar"].high))
+    statements["gstar: relative bias"] = result["gstar"].estimate / truth["gstar"] - 1
     return statements
 
 

@@ -132,7 +132,7 @@ def by_pools(
         while True:
             scored, _ = pool.build_pool(config, prompts, Path(folder), size)
             request = closed_form_request(config, scored, facts)
-            statistics = closed_form(scored, request, config.study.interval)
+            statistics = closed_form(scored, request)
             points = [x for name, x in statistics.statistics.items() if name.startswith("mse/")]
             worst = max(map(halfwidth, points))
             if worst <= target or size >= MAX_POOL_COMPLETIONS:
