@@ -192,7 +192,7 @@ def rows_that_fit(policy: Policy, tokens: int, by_layer: bool = False) -> int:
 def check_memory(policy: Policy, rows: int, prompt_tokens: int, rollouts: Rollouts) -> None:
     """Raise an error if the activations of a batch do not fit in memory."""
     tokens = prompt_tokens + rollouts.mask_PGT.shape[-1]
-    fit = rows_that_fit(policy, tokens, by_layer=LayerByLayer(causal(policy.model)).fits)
+    fit = rows_that_fit(policy, tokens, by_layer=bool(LayerByLayer(causal(policy.model)).layers))
     if rows > fit:
         raise ConfigError(
             f"scoring {rows} completions of up to {tokens} tokens at once does not fit in memory, "

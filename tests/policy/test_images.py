@@ -166,7 +166,7 @@ def freeze_outside(model):
 def test_language_part_with_images_in_the_prompt(name, by_layer):
     model = build(name)
     freeze_outside(model)
-    assert LayerByLayer(model).fits
+    assert LayerByLayer(model).layers
     rollouts, images = with_images(name)
     seen = assert_scores(model, rollouts, images, by_layer=by_layer, passes=(3, 2))
     other = {k: v + 1 if v.is_floating_point() else v for k, v in images.items()}

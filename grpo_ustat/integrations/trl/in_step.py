@@ -210,12 +210,12 @@ def separate_layers(model: nn.Module) -> list[nn.Module]:
     The list is empty if the model does not consist of supported layers, or if a layer shares a
     weight with a module outside the layer.
     """
-    by_layer = LayerByLayer(causal(model))
-    layer_of = {module: layer for layer in by_layer.layers for module in layer.modules()}
+    layers = LayerByLayer(causal(model)).layers
+    layer_of = {module: layer for layer in layers for module in layer.modules()}
     homes: dict[int, nn.Module | None] = {}
     for module in model.modules():
         home = layer_of.get(module)
         for parameter in module.parameters(recurse=False):
             if homes.setdefault(id(parameter), home) is not home:
                 return []
-    return [*by_layer.layers] if by_layer.fits else []
+    return layers

@@ -2,19 +2,13 @@ r"""Sums over layers of what each layer adds to norms, inner products and sketch
 
 A score is the gradient of a completion's log-probability. In a linear layer, the score of
 completion i is a matrix `G_i = sum_t left_it right_it'` with R rows and C columns, where t runs
-over tokens. Its norm can be computed exactly in two ways, and the cheaper one is chosen for each
-layer:
-
-    by T x T products   ||G_i||^2 = sum_{t,t'} (left_it . left_it') (right_it . right_it')
-    by the gradient     compute G_i itself, in chunks of its rows, for all completions
-
-In both ways, the matrices G_i of all completions are never in memory together.
+over tokens. It is computed in chunks of its rows for all completions, so that the matrices G_i of
+all completions are never in memory together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
@@ -23,14 +17,10 @@ from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
 from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
-# Cost of one access to an entry in memory, as the number of multiplications in the same time.
-MULTIPLICATIONS_PER_LOOK = 24
 # Largest size in bytes of the gradients that are computed at a time, by device type.
 GRADIENT_BYTES = {"cpu": 2**22, "cuda": 2**28}
 # Number of slices into which long vectors are divided on a GPU; see `sliced_products`.
 VECTOR_SLICES = 256
-# Largest size in bytes of the products of all pairs of tokens in a batch.
-PRODUCT_BYTES = 2**28
 
 Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Factors of the gradients G_i, one pair (left [n, T, R], right [n, T, C]) for each forward pass.
@@ -79,21 +69,15 @@ class Accumulator:
         self.features_BR = zeros(batch, features.dimension) if features else None
         self.pooled_KR = zeros(count, pooled.dimension) if pooled else None
 
-    def add_outer(
-        self, name: str, shape: torch.Size, factors: Factors, first_row: int = 0, rows=None
-    ) -> None:
-        """Add the gradients `sum_t left_t right_t'` of N completions in R rows of a parameter.
+    def add_outer(self, name: str, shape: torch.Size, factors: Factors, first_row: int = 0) -> None:
+        """Add the gradients `sum_t left_t right_t'` of all completions in R rows of a parameter.
 
         Args:
             name, shape: name and shape of the parameter.
             factors: left and right factors of the gradients.
             first_row: first of the R rows.
-            rows: indices of the N completions; None for all completions.
         """
         self.names.add(name)
-        if self._squares_are_cheaper(factors):
-            self._squares(name, shape, factors, first_row, rows)
-            return
         # Widen the factors only once for all slices.
         wide = [(left, r if sums_wider(left, r) else widen(r)) for left, r in factors]
         (left, right), sizes = wide[0], [len(left) for left, _ in wide]
@@ -105,35 +89,27 @@ class Accumulator:
             products = right.new_empty((count, high - low, columns), dtype=dtype)
             for (left, right), some in zip(wide, products.split(sizes), strict=True):
                 wide_bmm(left[:, :, low:high].mT, right, out=some)
-            self.add_flat(name, shape, products.flatten(1), (first_row + low) * columns, rows)
+            self.add_flat(name, shape, products.flatten(1), (first_row + low) * columns)
 
-    def add_flat(
-        self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0, rows=None
-    ) -> None:
+    def add_flat(self, name: str, shape: torch.Size, flat_NC: torch.Tensor, start: int = 0) -> None:
         """Add entries `start` to `start + C` of a parameter's gradients for N completions.
 
         Args:
             name, shape: name and shape of the parameter.
             flat_NC: the entries of the gradients; the array may be overwritten.
             start: index of the first entry in the flat parameter.
-            rows: indices of the N completions; None for all completions.
         """
         self.names.add(name)
         flat_NC = widen(flat_NC)
         if self.metric is not None:
             flat_NC *= self.metric.of(name, start, start + flat_NC.shape[1])
-        self._square(flat_NC, rows)
+        self._square(flat_NC)
         if self.weights_KB is not None:
-            self._pool(name, shape, self._weights(rows, flat_NC.dtype) @ flat_NC, start)
+            self._pool(name, shape, self._weights(flat_NC.dtype) @ flat_NC, start)
         if self.features is None:
             return
         assert self.features_BR is not None
-        if rows is None:
-            self.features.add(self.features_BR, name, start, flat_NC)
-            return
-        sketch_BR = torch.zeros_like(self.features_BR[rows])
-        self.features.add(sketch_BR, name, start, flat_NC)
-        self.features_BR[rows] += sketch_BR
+        self.features.add(self.features_BR, name, start, flat_NC)
 
     def add_rows(self, name: str, shape: torch.Size, ids_U, dense_NUD: torch.Tensor) -> None:
         """Add some rows of a matrix's gradients.
@@ -148,9 +124,9 @@ class Accumulator:
             if self.metric is not None:
                 dense_NUD *= self.metric.rows(name, shape, ids_U)
             flat = dense_NUD.flatten(1)
-            self._square(flat, None)
+            self._square(flat)
             if self.weights_KB is not None:
-                values_KC = self._weights(None, flat.dtype) @ flat
+                values_KC = self._weights(flat.dtype) @ flat
                 for k, value_UD in enumerate(values_KC.unflatten(1, dense_NUD.shape[1:])):
                     self._gradient(k, name, shape, flat.dtype).index_add_(0, ids_U, value_UD)
             return
@@ -194,76 +170,20 @@ class Accumulator:
         self.gram_BB += products
         self.sq_norm_B += products.diagonal()
 
-    def _square(self, flat_NC: torch.Tensor, rows) -> None:
-        """Add the squared norms of N flat gradients and, if requested, all inner products."""
+    def _square(self, flat_NC: torch.Tensor) -> None:
+        """Add the inner products, or only the squared norms, of a part of the gradients."""
         if self.gram_BB is None:
-            self._add_norms(torch.linalg.vecdot(flat_NC, flat_NC), rows)
+            self.sq_norm_B += torch.linalg.vecdot(flat_NC, flat_NC)
             return
-        assert rows is None, "a Gram matrix needs all completions at once"
         products = inner_products(flat_NC)
         self.gram_BB += products
         self.sq_norm_B += products.diagonal()
 
-    def _squares_are_cheaper(self, factors: Factors) -> bool:
-        """Return True if T x T products cost less than gradients; see the top of this module."""
-        if self.features is not None or self.metric is not None:
-            return False
-        rows, columns = factors[0][0].shape[2], factors[0][1].shape[2]
-        sizes, pooled = [left.shape[:2] for left, _ in factors], len(self.gradients_K)
-        count, tokens = sum(n for n, _ in sizes), sum(n * length for n, length in sizes)
-        if self.gram_BB is not None:
-            if 8 * tokens**2 > PRODUCT_BYTES:
-                return False
-            squares_cost = tokens**2 * (rows + columns)
-            gradients_cost = count**2 * rows * columns
-        else:
-            squares_cost = sum(n * length**2 for n, length in sizes) * (rows + columns)
-            gradients_cost = MULTIPLICATIONS_PER_LOOK * count * rows * columns
-        squares_cost += pooled * tokens * rows * columns
-        gradients_cost += (tokens + count * pooled) * rows * columns
-        return squares_cost < gradients_cost
-
-    def _squares(
-        self, name: str, shape: torch.Size, factors: Factors, first_row: int, rows
-    ) -> None:
-        """Add norms and inner products from T x T products, and weighted sums if requested."""
-        if self.gram_BB is None:
-            norms = []
-            for left_NTR, right_NTC in factors:
-                with full_products():
-                    both = wide_bmm(left_NTR, left_NTR.transpose(1, 2))
-                    both.mul_(wide_bmm(right_NTC, right_NTC.transpose(1, 2)))
-                norms.append(both.sum(dim=(1, 2)))
-            self._add_norms(_together(norms), rows)
-        else:
-            assert rows is None
-            products = _products_of_all_tokens(factors)
-            self.gram_BB += products
-            self.sq_norm_B += products.diagonal()
-        if self.weights_KB is not None:
-            columns, wide = factors[0][1].shape[2], [(widen(a), widen(b)) for a, b in factors]
-            weights_KN = self._weights(rows, wide[0][0].dtype)
-            for k, weights_N in enumerate(weights_KN):
-                some = weights_N.split([len(left) for left, _ in wide])
-                products = (
-                    (left * weights_n[:, None, None]).flatten(0, 1).T @ right.flatten(0, 1)
-                    for (left, right), weights_n in zip(wide, some, strict=True)
-                )
-                value = cast(torch.Tensor, sum(products))
-                self._pool(name, shape, value.reshape(1, -1), first_row * columns, k)
-
-    def _weights(self, rows, dtype: torch.dtype) -> torch.Tensor:
+    def _weights(self, dtype: torch.dtype) -> torch.Tensor:
         assert self.weights_KB is not None
-        chosen = self.weights_KB if rows is None else self.weights_KB[:, rows]
-        return chosen.to(dtype)
+        return self.weights_KB.to(dtype)
 
-    def _add_norms(self, norms_N: torch.Tensor, rows) -> None:
-        if rows is None:
-            self.sq_norm_B += norms_N
-        else:
-            self.sq_norm_B[rows] += norms_N.double()
-
-    def _pool(self, name, shape, values_KC: torch.Tensor, start: int, first: int = 0) -> None:
+    def _pool(self, name, shape, values_KC: torch.Tensor, start: int) -> None:
         """Add entries of weighted sums to the sums, or to their sketches.
 
         Args:
@@ -274,39 +194,16 @@ class Accumulator:
         """
         if self.pooled is not None:
             assert self.pooled_KR is not None
-            self.pooled.add(self.pooled_KR[first : first + len(values_KC)], name, start, values_KC)
+            self.pooled.add(self.pooled_KR, name, start, values_KC)
             return
         stop = start + values_KC.shape[1]
-        for k, value in enumerate(values_KC, start=first):
+        for k, value in enumerate(values_KC):
             self._gradient(k, name, shape, value.dtype).view(-1)[start:stop] += value
 
     def _gradient(self, k: int, name: str, shape, dtype: torch.dtype) -> torch.Tensor:
         if name not in self.gradients_K[k]:
             self.gradients_K[k][name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self.gradients_K[k][name]
-
-
-def _products_of_all_tokens(factors: Factors) -> torch.Tensor:
-    """Compute <G_i, G_j> for all pairs of completions, [N, N], by products of pairs of tokens."""
-    left_1MR, right_1MC = (
-        _together([x.flatten(0, 1) for x in side])[None] for side in zip(*factors, strict=True)
-    )
-    with full_products():
-        both = wide_bmm(left_1MR, left_1MR.mT).mul_(wide_bmm(right_1MC, right_1MC.mT))[0]
-    # Sum over the tokens of each completion, along both axes.
-    for _ in range(2):
-        blocks = both.split([left.shape[0] * left.shape[1] for left, _ in factors])
-        sums = [
-            block.unflatten(0, left.shape[:2]).sum(dim=1)
-            for block, (left, _) in zip(blocks, factors, strict=True)
-        ]
-        both = _together(sums).T
-    return both
-
-
-def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors along the first axis; a single tensor is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def inner_products(flat_NC: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -131,7 +131,7 @@ def completion_scores(
             and a model made of layers that can be checkpointed.
         passes: number of completions in each forward pass, in order; None for one pass. A pass
             leaves out the columns that are padding in all its rows. The division into passes
-            changes the scores only by rounding.
+            changes the scores only by rounding. Layer by layer, there is always one pass.
         contiguous: True to pass no attention mask if the rows of a pass are padded only at the end,
             so that the model can use fast kernels for causal attention. It is allowed only if
             `can_read_contiguous` is True for the model.
@@ -153,13 +153,23 @@ def completion_scores(
     totals = Accumulator(batch, device, weights_KB, gram, features, pooled, metric)
     with unpacked(model), same_positions(model):
         with _activations_only(model):
-            backward_pass = _Backward(
-                model, names, input_ids_BT, attention_mask_BT, totals, images or {}
-            )
-            passes = [batch] if passes is None else passes
+            layer_by_layer = LayerByLayer(causal(model), layer_weights) if by_layer else None
+            if layer_by_layer is not None and not layer_by_layer.layers:
+                layer_by_layer = None
+            if passes is None or layer_by_layer is not None:
+                # Several passes would hold the gradients of all layers until the last pass.
+                passes = [batch]
+            backward_pass = _Backward(model, names, totals, images or {}, layer_by_layer)
+            stops = np.cumsum(passes)
             backward_pass.run(
-                completion_mask_BT, temperature, by_layer=by_layer, layer_weights=layer_weights,
-                counts=passes, contiguous=contiguous, all_columns=all_columns,
+                [
+                    _Pass(
+                        input_ids_BT[rows], attention_mask_BT[rows], completion_mask_BT[rows],
+                        all_columns,
+                    )
+                    for rows in map(slice, stops - passes, stops)
+                ],
+                temperature, contiguous,
             )  # fmt: skip
         rest = [(name, p) for name, p in trainable(model) if name not in backward_pass.added]
         if rest and layer_weights is not None:
@@ -226,36 +236,34 @@ class _Pass:
     window: Window
     # These columns of the pass; set by `cut_window`.
     scored: slice
+    # Last hidden states.
+    hidden: torch.Tensor
+    # Gradients at the window's logits of the tokens that occur in the batch.
+    grad_logits: torch.Tensor
 
     def __init__(
         self,
-        rows: slice,
         ids_BT: torch.Tensor,
         attention_BT: torch.Tensor,
-        layers: LayerByLayer | None,
+        completion_BT: torch.Tensor,
         all_columns: bool,
     ):
-        real = attention_BT[rows].any(dim=0).nonzero()
-        # A pass needs at least two columns: one token to read and one token to predict.
-        first = min(int(real.min()), ids_BT.shape[1] - 2)
-        # Range of columns that contains all real tokens of these rows.
-        columns = slice(first, max(int(real.max()) + 1, first + 2))
-        self.rows, self.columns = rows, slice(0, ids_BT.shape[1]) if all_columns else columns
-        # Token ids and mask of these rows and columns.
-        self.ids, self.attention = ids_BT[rows, self.columns], attention_BT[rows, self.columns]
-        # Layers of the model; None if the pass is not computed layer by layer.
-        self.layers = layers
+        columns = slice(0, None)
+        if not all_columns:
+            real = attention_BT.any(dim=0).nonzero()
+            # A pass needs at least two columns: one token to read and one token to predict.
+            first = min(int(real.min()), ids_BT.shape[1] - 2)
+            columns = slice(first, max(int(real.max()) + 1, first + 2))
+        # Token ids and masks of these rows and columns.
+        self.ids, self.attention = ids_BT[:, columns], attention_BT[:, columns]
+        self.completion = completion_BT[:, columns]
         # For each call of an embedding: the leaf tensor that replaced its output, the module, and
         # the arguments of the call. The arguments are None if no rule can use them.
         self.roots: list[tuple[torch.Tensor, nn.Module, tuple | None]] = []
-        # `hidden`: the last hidden states. `grad_window`: gradients at the window's hidden states.
-        # `grad_logits`: gradients at the window's logits of the tokens that occur in the batch.
-        self.hidden = self.grad_window = self.grad_logits = torch.empty(0)
 
-    def cut_window(self, completion_mask_BT: torch.Tensor) -> Window:
+    def cut_window(self) -> Window:
         """Return the detached hidden states from which scored tokens are predicted."""
-        ids_BT, mask_BT = self.ids[:, 1:], completion_mask_BT[self.rows, self.columns][:, 1:]
-        window = Window(self.hidden.detach()[:, :-1], ids_BT, mask_BT)
+        window = Window(self.hidden.detach()[:, :-1], self.ids[:, 1:], self.completion[:, 1:])
         self.window, self.scored = window.part(slice(None))
         return self.window
 
@@ -271,19 +279,12 @@ class _Pass:
         hidden = widen(self.window.hidden_BTD)
         return torch.bmm(self.grad_logits[:, :, place_U].mT.to(hidden), hidden)
 
-    def backward(self) -> Iterator[None]:
-        """Run the backward pass from the last hidden states to the embeddings' leaf tensors.
-
-        The generator yields after each layer if the pass is computed layer by layer.
-        """
-        grad_hidden = torch.zeros_like(self.hidden)
-        grad_hidden[:, self.scored] = self.grad_window
-        self.grad_window = torch.empty(0)
-        leaves, hidden, self.hidden = [x for x, _, _ in self.roots], self.hidden, torch.empty(0)
-        if self.layers:
-            yield from self.layers.backward(hidden, grad_hidden, leaves)
-        else:
-            torch.autograd.backward(hidden, grad_hidden, inputs=leaves)
+    def backward(self, grad_window_BTD: torch.Tensor) -> None:
+        """Run the backward pass from the window's hidden states to the embeddings' leaf tensors."""
+        hidden, self.hidden = self.hidden, torch.empty(0)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_hidden[:, self.scored] = grad_window_BTD
+        torch.autograd.backward(hidden, grad_hidden, inputs=[leaf for leaf, _, _ in self.roots])
 
 
 class _Backward:
@@ -293,16 +294,14 @@ class _Backward:
         self,
         model: PreTrainedModel,
         names: dict[int, str],
-        input_ids_BT: torch.Tensor,
-        attention_mask_BT: torch.Tensor,
         totals: Accumulator,
         images: Mapping[str, torch.Tensor],
+        layer_by_layer: LayerByLayer | None,
     ):
-        self.model, self.images = causal(model), images
+        self.model, self.images, self.layers = causal(model), images, layer_by_layer
         self.outside = outside_language(self.model)
         # Names of the parameters whose gradients the hooks compute, keyed by the parameter's id.
         self.names, self.totals = names, totals
-        self.ids, self.attention = input_ids_BT, attention_mask_BT
         # Names of the parameters whose gradients are in the totals.
         self.added: set[str] = set()
         # For each parameter, the number of parts of its gradient that will arrive, and the parts
@@ -336,42 +335,21 @@ class _Backward:
         self.names = {key: name for key, name in self.names.items() if name != self.shared}
         self.shared = None
 
-    def run(
-        self,
-        completion_mask_BT: torch.Tensor,
-        temperature: float,
-        *,
-        by_layer: bool,
-        layer_weights: LayerWeights | None,
-        counts: Sequence[int],
-        contiguous: bool,
-        all_columns: bool,
-    ) -> None:
+    def run(self, passes: Sequence[_Pass], temperature: float, contiguous: bool) -> None:
         """Run the forward and backward passes, which fill the totals.
 
         Args:
-            counts: number of rows in each pass; the other arguments are those of
-                `completion_scores`.
+            passes: rows of each pass.
+            temperature, contiguous: see `completion_scores`.
         """
-        by_layer = by_layer and LayerByLayer(self.model).fits
         with self._hooks():
-            stop = 0
-            for count in counts:
-                start, stop = stop, stop + count
-                pass_ = _Pass(
-                    slice(start, stop), self.ids, self.attention,
-                    LayerByLayer(self.model, layer_weights) if by_layer else None, all_columns,
-                )  # fmt: skip
+            for pass_ in passes:
                 self.passes.append(pass_)
                 self._forward(pass_, contiguous)
             if self.shared in self.left_out:
                 self._score_shared_alone()
-            self._output_layer(completion_mask_BT, temperature)
-            layer_steps = [pass_.backward() for pass_ in self.passes]
-            # All passes finish a layer before any pass begins the next layer. The parts of the
-            # layer's gradients can then be joined and freed.
-            for _ in zip_longest(*layer_steps):
-                pass
+            for pass_, grad_BTD in zip(passes, self._output_layer(temperature), strict=True):
+                pass_.backward(grad_BTD)
         with torch.no_grad():
             self._add_embeddings()
 
@@ -402,7 +380,7 @@ class _Backward:
             takes_positions = "position_ids" in inspect.signature(base.forward).parameters
             if takes_positions and not has_own_positions:
                 places["position_ids"] = positions(pass_.attention)
-        by_layers = pass_.layers.forward() if pass_.layers else nullcontext()
+        by_layers = self.layers.forward() if self.layers else nullcontext()
         with by_layers, without_graph(self.outside) as called:
             output = base(input_ids=pass_.ids, use_cache=False, **places)
         self.output, pass_.hidden = type(output), output.last_hidden_state
@@ -424,15 +402,10 @@ class _Backward:
 
         The returned value, if any, replaces the module's output.
         """
-        # During the backward pass, the call belongs to the pass that is recomputing a layer. During
-        # the forward pass, it belongs to the newest pass.
-        pass_ = next(
-            (x for x in self.passes if x.layers is not None and x.layers.recomputes),
-            self.passes[-1],
-        )
+        pass_ = self.passes[-1]
         if layers.looks_up_tokens(module):
             return self._root(pass_, module, args, output)
-        called_twice = pass_.layers is not None and pass_.layers.computes
+        called_twice = self.layers is not None and self.layers.computes
         if not output.requires_grad and not called_twice:
             # A rule calls its module without a graph. Such a call is not part of the model's pass.
             return None
@@ -440,7 +413,7 @@ class _Backward:
         if by_row is None:
             self.left_out.update(self._scored_names(module))
         elif self._scored_names(module):
-            if pass_.layers is None or not pass_.layers.recomputes:
+            if self.layers is None or not self.layers.recomputes:
                 self._expect(module)
             if output.requires_grad:
                 # `pop` frees the arguments as soon as the gradient has arrived.
@@ -481,17 +454,19 @@ class _Backward:
         for name in self._scored_names(module):
             self.expected[name] = self.expected.get(name, 0) + 1
 
-    def _output_layer(self, completion_mask_BT: torch.Tensor, temperature: float) -> None:
-        """Add the output layer's gradients; set the gradients at each pass's last hidden states."""
-        windows = [pass_.cut_window(completion_mask_BT) for pass_ in self.passes]
+    def _output_layer(self, temperature: float) -> list[torch.Tensor]:
+        """Add the output layer's gradients; return the gradients at each window's hidden states."""
+        windows = [pass_.cut_window() for pass_ in self.passes]
         layer = OutputLayer(self.model, self.output, temperature)
-        self.tokens_U = self.ids.unique() if self.shared else self.ids.new_zeros(0)
+        ids = torch.cat([pass_.ids.flatten() for pass_ in self.passes])
+        self.tokens_U = ids.unique() if self.shared else ids[:0]
         with torch.no_grad():
             grads = add_output_layer(layer, windows, self.names, self.totals, self.tokens_U)
-        for pass_, (grad_BTD, grad_BTU) in zip(self.passes, grads, strict=True):
-            pass_.grad_window, pass_.grad_logits = grad_BTD, grad_BTU
+        for pass_, (_, grad_BTU) in zip(self.passes, grads, strict=True):
+            pass_.grad_logits = grad_BTU
         names = [] if layer.opaque else self._scored_names(layer.head)
         self.added.update(name for name in names if name != self.shared)
+        return [grad_BTD for grad_BTD, _ in grads]
 
     def _arrive(self, pass_: _Pass, module: nn.Module, args: tuple, grad: torch.Tensor) -> None:
         """Compute gradient parts of a module's parameters from the gradient at its output.

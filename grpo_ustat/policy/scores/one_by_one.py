@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from grpo_ustat.policy.logprobs import widen
-from grpo_ustat.policy.scores.accumulate import PRODUCT_BYTES, Accumulator
+from grpo_ustat.policy.scores.accumulate import Accumulator
 from grpo_ustat.policy.scores.images import row_inputs
+
+# Largest size in bytes of the gradients of all completions in memory at a time.
+SLOT_BYTES = 2**28
 
 
 def one_by_one(
@@ -52,10 +55,9 @@ def one_by_one(
 def _groups(rest: list[tuple[str, nn.Parameter]], batch: int) -> Iterator[list[tuple]]:
     """Divide parameters into slices (name, parameter, start, stop), and yield lists of slices.
 
-    The gradients of all `batch` completions in one list's slices fit into `PRODUCT_BYTES` of
-    memory.
+    The gradients of all `batch` completions in one list's slices fit into `SLOT_BYTES`.
     """
-    room, group, used = max(1, PRODUCT_BYTES // (4 * batch)), [], 0
+    room, group, used = max(1, SLOT_BYTES // (4 * batch)), [], 0
     for name, p in rest:
         for start in range(0, p.numel(), room):
             stop = min(start + room, p.numel())
