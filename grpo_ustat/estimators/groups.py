@@ -238,8 +238,7 @@ def noise_estimate(steps: Sequence[GroupTerms], group_size: int) -> NoiseEstimat
     leaves out one step at a time. Windows are treated in the same way as steps, although their
     groups come from successive policies. In simulated training, the coverage of the intervals is
     still .93 to .98 if one group of a window is left out at a time. To leave out one window at a
-    time would give longer intervals and need more windows (`scripts/benchmarks/error_rates.py
-    windows`).
+    time would give longer intervals and need more windows (simulated at commit ebbcb118).
 
     Args:
         steps: terms of the groups of each step, or of each window of batches.

@@ -93,15 +93,6 @@ class Population:
         spread = np.tile(spread, (1, outcomes // distinct)) - 0.3 * self.rewards_PY
         return np.clip(20 * np.exp(spread), 1, MAX_LENGTH).astype(np.int64)
 
-    def by_entry(self) -> dict[str, Array]:
-        """Return C1, C2, C3 and ||grad J||^2 of each entry of the scores, [D] each."""
-        squares_PYD = np.square(self.scores_PYD)
-        weights_PY = self.p_PY * self.centred_PY**2
-        a_v = np.einsum("py,pyd->d", weights_PY, squares_PYD) / len(self.p_PY)
-        d = np.einsum("p,py,pyd->d", self.moments.var_z, self.p_PY, squares_PYD) / len(self.p_PY)
-        g_sq, grad_sq = np.square(self.g_PD).mean(axis=0), np.square(self.g_PD.mean(axis=0))
-        return {"c1": g_sq - grad_sq, "c2": a_v - g_sq, "c3": d + g_sq, "grad_sq": grad_sq}
-
     def draw(self, chosen: Integers, completions: int, rng: np.random.Generator) -> Integers:
         """Draw the outcomes of `completions` completions for each chosen prompt."""
         draws = rng.random((len(chosen), completions, 1))

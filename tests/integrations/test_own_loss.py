@@ -58,7 +58,7 @@ def trains_with(**arguments):
 
 @pytest.mark.parametrize("arguments, name, changes, baseline", LOSSES)
 def test_arguments_of_trl_are_the_loss_of_the_preset(arguments, name, changes, baseline):
-    """Whose row weights have TRL's recorded gradients, see tests/scripts/test_compare_trl.py."""
+    """Whose row weights have TRL's recorded gradients, see tests/scripts/test_trl_case.py."""
     trainer = trains_with(max_completion_length=LONGEST, **arguments)
     objective, own_baseline = PRESETS[name].objective, PRESETS[name].baseline
     own_baseline = baseline_choice(baseline["baseline"]) if baseline else own_baseline

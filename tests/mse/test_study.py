@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,16 +109,6 @@ def test_the_table_and_the_json_agree(finished):
     path, result = finished
     rows = list(csv.DictReader((path / "curves.csv").open()))
     assert [float(row["mse"]) for row in rows] == [row["mse"] for row in result["curves"]]
-
-
-@pytest.mark.nightly
-def test_the_figure_can_be_redrawn(finished, tmp_path):
-    path, result = finished
-    script = Path(__file__).parents[2] / "scripts/tools/redraw_figure4.py"
-    shutil.copy(path / "curves.csv", tmp_path)
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "figure4.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow(minutes=0.02)

@@ -1,4 +1,4 @@
-"""Studies that sample with vLLM; scripts/tools/try_vllm.py runs one for real."""
+"""Studies that sample with vLLM; tests/gpu/test_vllm.py runs the engine itself."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_dry_run_says_how_a_7b_model_is_scored():
 
 
 def test_an_uncounted_product_counts_once_what_it_fills():
-    """As `scripts/benchmarks/score_memory.py` has a GPU's products."""
+    """Such as a GPU's products with another type of result."""
     product = uncounted(lambda left, right, out=None: torch.mm(left.double(), right, out=out))
     one = torch.ones(8, 8, dtype=torch.float64)
     narrow = one.float()

@@ -1,4 +1,4 @@
-"""The vLLM engine against a stand-in for vLLM; scripts/tools/try_vllm.py runs it for real."""
+"""The vLLM engine against a stand-in for vLLM; tests/gpu/test_vllm.py runs vLLM."""
 
 from __future__ import annotations
 

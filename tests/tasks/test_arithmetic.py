@@ -14,7 +14,7 @@ from grpo_ustat.tasks.base import NumberJudge, Task
 from grpo_ustat.tasks.prompts import Prompting
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/tools"))
-from worked_solutions import Writer, direct  # noqa: E402
+from train_tiny import Writer, answer  # noqa: E402
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -136,7 +136,7 @@ def test_worked_solutions_are_right_in_every_step(questions):
     writer = Writer(0, chatty=True)
     for question in questions["train"]:
         text = writer.solution(question)
-        assert final_number(text) == question.answer == int(direct(question))
+        assert final_number(text) == question.answer == int(answer(question))
         assert len(text) <= 90
         for left, right in re.findall(r"(-?\d+ ?[-+*/] ?-?\d+) ?=(-?\d+)", text):
             assert value(left.replace(" ", "")) == int(right)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hostile_answers import HOSTILE, LENIENT
+from training_runs import fit
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.answers import final_number
@@ -22,10 +23,6 @@ from grpo_ustat.tasks.math_answers import MathJudge
 from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
 
 HERE = Path(__file__).parents[1] / "helpers"
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/benchmarks"))
-import hostile_answers  # noqa: E402
-from training_runs import fit  # noqa: E402
-
 RIGHT, WRONG, TIMEOUT, FAILURE = Verdict
 BOX = r"\boxed{%s}"
 
@@ -407,25 +404,18 @@ def test_a_run_that_ends_and_one_that_forks(how, calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", hostile_answers.HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE)
 def test_no_hostile_text_is_accepted(name, limited):
     """Neither by the judge, whatever the gold, nor past its limits; the next one is judged."""
-    text, judge = hostile_answers.HOSTILE[name], MathJudge(limited)
+    text, judge = HOSTILE[name], MathJudge(limited)
     asked = [("", gold, text) for gold in ("42", r"\sqrt{2}")]
     assert RIGHT not in judge.verdicts(asked) + limited.judge([(BOX % "42", text)])
     assert judge.verdicts([("", "x+42", r"\boxed{42+x}")]) == [RIGHT]
 
 
 @pytest.mark.slow
-def test_ordinary_answers_are_judged_as_they_are(limited):
-    asked = [hostile_answers.answer(random.Random(i), i % 2 == 0) for i in range(500)]
-    found = MathJudge(limited).verdicts([case[:3] for case in asked])
-    assert found == [RIGHT if right else WRONG for *_, right in asked]
-
-
-@pytest.mark.slow
 def test_leniency_is_not_ours(math_verify):
-    judged = MathJudge(math_verify).verdicts(hostile_answers.LENIENT)
-    alone = math_verify.judge([(BOX % gold, text) for _, gold, text in hostile_answers.LENIENT])
+    judged = MathJudge(math_verify).verdicts(LENIENT)
+    alone = math_verify.judge([(BOX % gold, text) for _, gold, text in LENIENT])
     assert set(judged) == {WRONG} and alone.count(RIGHT) >= 8
-    assert not any(final_number(text) == 3 for *_, text in hostile_answers.LENIENT)
+    assert not any(final_number(text) == 3 for *_, text in LENIENT)

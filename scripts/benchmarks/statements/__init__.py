@@ -1,1 +1,0 @@
-"""Kinds of statements in studies; `error_rates.py` counts how often the statements are wrong."""

@@ -1,1 +1,0 @@
-"""Programs whose time and memory `speed.py` compares, with one module for each case."""
