@@ -150,7 +150,11 @@ def prepare_train(options: argparse.Namespace, program: str) -> Run:
     setup.configured_task = lambda *_: task
     folder = tempfile.mkdtemp()
     run, progress = setup.set_up(config, RunFolder(Path(folder), config)), trainer.TrainProgress()
-    return lambda: trainer.train_step(run, progress)
+
+    def step() -> None:
+        trainer.train_step(run, progress)
+
+    return step
 
 
 def trl_steps(options: argparse.Namespace, order: list[Prompt], task: Questions, micro: str) -> Run:

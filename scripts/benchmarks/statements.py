@@ -324,11 +324,11 @@ def claims(name: str, asked: Asked) -> Iterator[Cell]:
 
 def verdicts(pool: ScorePool, draws: int, seed: int) -> list[ClaimVerdict]:
     """Return the verdicts of a study with this pool."""
-    request = Request([], {}, len(pool.rewards_PN), True, {})
-    population = closed_form(pool, request, "questions")
+    request = Request([], {}, {})
+    population = closed_form(pool, request)
     return claim_verdicts(PoolStudy(
-        pool, [SIZE], ROLLOUTS, draws, seed, max_completion_length=1, at_hand=population,
-        population=population, request=request,
+        pool, [SIZE], ROLLOUTS, draws, seed, max_completion_length=1, population=population,
+        request=request,
     ))  # fmt: skip
 
 
