@@ -3,82 +3,73 @@
     import grpo_ustat as gu
 
     meter = gu.watch(model, optimizer, rollouts=256, group_size=8)
-    ...                       # the training loop, unchanged
+    for part in micro_batches:
+        loss(part).backward()
+        meter.after_backward()
+    meter.before_step()  # before clipping
+    optimizer.step()
     logger.log(meter.metrics())
 
 The noise scale is the number of rollouts per step at which the squared error of the gradient equals
 the squared length of the expected gradient.
 
-After each backward pass, the meter takes the norm of the accumulated gradient. Before each
-optimizer step, it turns these norms into two estimates: the squared length of the expected
-gradient, and the size of the noise. `estimators.micro_batch_norms` derives them. The meter needs no
-gradients of single completions, and by default it keeps no copy of a gradient. With several ranks,
-it adds one all-gather of six numbers to each step. The host waits for the device only in `metrics`
-and `summary`.
+After each micro-batch, the meter takes the norm of the accumulated gradient. From the norms of a
+step it derives two estimates: the squared length of the expected gradient, and the size of the
+noise; see `estimators.micro_batch_norms`. The meter needs no gradients of single completions and no
+copy of a gradient. It reads the gradient once per micro-batch and once more in `before_step`, so
+its share of the time falls as micro-batches grow. With several ranks, it adds one all-gather of a
+few numbers to each step. The host waits for the device only in `estimate`, `metrics` and `summary`.
 
-For each micro-batch, the meter reads sharded gradients once and other gradients twice. This cost
-does not depend on the number of tokens, so its share of the time falls as micro-batches grow. For
-SmolLM2-135M on a CPU core, the meter took these shares of the CPU time
-(`scripts/benchmarks/speed.py meter` at commit ebbcb118):
+Ranks combine their gradients in one of two ways:
 
-- 1.8 % with micro-batches of 1024 tokens
-- 1.1 % with micro-batches of 2048 tokens
-- 0.8 % with micro-batches of 3072 tokens
-
-The meter takes each call of the model with gradients as a micro-batch. The backward passes up to
-the next call belong to it. If the loop calls only parts of the model, every backward pass counts as
-a micro-batch. Gradients are read before clipping. Parameters without a gradient, tied weights and
-gradient checkpointing need no settings.
-
-The meter detects how ranks combine their gradients:
-
-- `DistributedDataParallel`: the meter reads the gradient of each rank before the ranks average
-  their gradients. One micro-batch per rank and step is therefore enough.
-- FSDP2 (`fully_shard`), tensor parallelism, FSDP1: ranks add their gradients during the backward
-  pass. The rows of all ranks therefore count as one micro-batch, and a step needs at least two.
-- Otherwise, each rank keeps its own gradient until the optimizer step. The meter compares the
-  micro-batches of each rank with each other.
+- FSDP2 (`fully_shard`), or `DistributedDataParallel` that averages after every micro-batch: the
+  rows of all ranks count as one micro-batch.
+- `DistributedDataParallel` with `no_sync` until the last micro-batch of a step: the gradients of
+  the ranks before this micro-batch are compared with the average after it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.intervals import Interval, in_words
-from grpo_ustat.estimators.micro_batch_norms import Layout, norm_weights
-from grpo_ustat.policy.step_norms import (
-    DDP,
-    NUMBERS,
-    SEPARATE,
-    SHARDED,
-    SQ_NORM,
-    NormEstimate,
-    StepRows,
+from grpo_ustat.estimators.intervals import MIN_UNITS, UNDETERMINED, Interval, in_words
+from grpo_ustat.estimators.micro_batch_norms import (
+    law_of_norms,
+    signal_of_increments,
+    signal_of_ranks,
 )
+from grpo_ustat.estimators.scaling import GRAD_SQ, noise_share
 from grpo_ustat.records import Array
 
 PREFIX = "grpo_ustat"
-REENTRANT = (
-    "the backward pass is visible only inside checkpointed layers; use use_reentrant=False, or "
-    "pass the model that the loop calls"
+# The estimates use the second half of the steps, but at least the last 8.
+MIN_STEPS = 8
+# Squared norms that differ by less than this relative amount count as equal.
+EQUAL = 1e-5
+# Numbers of micro-batches are padded to a multiple of this, so that ranks with different numbers
+# can gather them.
+PADDING = 16
+CHANGED = (
+    "the gradients changed between the last after_backward and before_step: call after_backward "
+    "once after each micro-batch's backward pass, and before_step before gradients are unscaled or "
+    "clipped"
 )
-NOT_REDUCED = (
-    "ranks do not add their gradients after each micro-batch; do not use no_sync or "
-    "set_requires_gradient_sync(False)"
+NO_GRADIENTS = (
+    "a micro-batch left no gradients in the optimizer's parameters: pass the model's optimizer; "
+    "with FSDP2, do not use set_requires_gradient_sync(False)"
 )
 
 
@@ -86,54 +77,65 @@ def watch(
     model: nn.Module,
     optimizer: Any,
     rollouts: int,
-    group_size: int | None = None,
+    group_size: int,
     prompts_together: bool = False,
-    copy_gradient: bool = False,
-    data_ranks: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Meter:
-    """Attach a meter of the gradient noise scale to a training loop.
+    """Return a meter of the gradient noise scale, which the training loop calls.
+
+    The loop calls `after_backward` after the backward pass of each micro-batch, and `before_step`
+    before gradients are clipped and the optimizer makes its step. Where it leaves out an update or
+    begins a step again, it calls `discard`.
 
     Args:
-        model: model that the loop calls. If the loop wraps it by DDP or FSDP, pass the wrapped
-            model.
+        model: model that the loop calls. If the loop wraps it by DDP, pass the wrapped model.
         optimizer: PyTorch optimizer of the model, or a list of optimizers. The meter measures the
-            gradients of the parameters that they train.
+            gradients of the parameters that they hold.
         rollouts: number of rollouts per optimizer step, summed over ranks.
-        group_size: rollouts per prompt, G. None if every row has its own prompt.
-        prompts_together: True if the rows of a prompt are consecutive. A micro-batch then contains
-            whole groups or a consecutive part of a group.
-        copy_gradient: True to keep a copy of the accumulated gradient. With sharded gradients, the
-            meter then knows the norm of each micro-batch's own gradient: estimates are more
-            precise, and micro-batches may differ in size. It takes the memory of one more gradient,
-            sharded like the others. Only sharded gradients use it.
-        data_ranks: number of ranks with different rollouts; by default all ranks. Set it for
-            tensor, context or sequence parallelism, where several ranks have the same rollouts.
+        group_size: rollouts per prompt, G; 1 if every row has its own prompt.
+        prompts_together: True if every micro-batch contains whole groups. Otherwise the noise scale
+            is a lower bound. It must be False if rows are shuffled, as in TRL's trainers; use
+            `integrations.trl.GradientNoiseCallback` there.
         scaler: gradient scaler of fp16 training, so that the meter can undo the scaling.
 
     Raises:
         ConfigError: if a number is not valid, or if the meter cannot read the gradients.
     """
-    return Meter(
-        model, optimizer, rollouts, group_size, prompts_together, copy_gradient, data_ranks, scaler
-    )
+    return Meter(model, optimizer, rollouts, group_size, prompts_together, scaler)
 
 
-@dataclass
-class _Norms:
-    """Squared norms of the gradients in the current step, as tensors on the device."""
+@dataclass(frozen=True)
+class NormEstimate:
+    """Estimates from the recent steps."""
 
-    # Squared norm of the accumulated gradient after each micro-batch.
-    grown: list[Tensor] = field(default_factory=list)
-    # Squared norm of each micro-batch's own gradient, if it is known.
-    own: list[Tensor] = field(default_factory=list)
-    # For each micro-batch: True if the ranks have summed its gradients.
-    reduced: list[bool] = field(default_factory=list)
-    # True if the gradient of a micro-batch came in several parts. `own` is then wrong, because the
-    # squared norms of parts do not add up to the squared norm of their sum.
-    split: bool = False
-    # True if a parameter had a gradient after the last backward pass.
-    any_gradient: bool = False
+    # Intervals by name. `noise_scale` is the noise scale in rollouts at the group size in use.
+    # `grad_sq` is the squared length of the expected gradient. `noise_share` is the share of the
+    # squared gradient norm that is noise.
+    intervals: dict[str, Interval]
+    # Number of steps from which the estimates were computed.
+    steps: int
+    # Reason why nothing could be measured; empty if the measurement succeeded.
+    problem: str = ""
+    # Reason why the noise scale is only bounded from below; empty if it is estimated.
+    only_bound: str = ""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step's micro-batches of R ranks; K is the largest number of micro-batches of a rank."""
+
+    # Squared norm of the accumulated gradient after each micro-batch, NaN after a rank's last one.
+    norms_RK: Array
+    # Number of rows in each micro-batch, NaN if the loop does not say it.
+    rows_RK: Array
+    # Squared norm in `before_step`, and the number of micro-batches of each rank.
+    last_R: Array
+    count_R: Array
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the gradients before the optimizer's step are finite."""
+        return bool(np.isfinite(self.last_R).all())
 
 
 class Meter:
@@ -144,248 +146,198 @@ class Meter:
         model: nn.Module,
         optimizer: Any,
         rollouts: int,
-        group_size: int | None,
+        group_size: int,
         prompts_together: bool,
-        copy_gradient: bool,
-        data_ranks: int | None,
         scaler: torch.amp.GradScaler | None,
     ):
-        self.copy_gradient, self.scaler = copy_gradient, scaler
-        optimizers = [_torch_optimizer(each) for each in _several(optimizer)]
-        self.parameters = _trained(optimizers)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rows = StepRows(
-            rollouts, group_size, prompts_together, _way(model, self.parameters), world,
-            world if data_ranks is None else data_ranks,
-        )  # fmt: skip
-        self._weights = [_share(parameter, self.rows) for parameter in self.parameters]
-        self._fsdp1 = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
-        self._norms = _Norms()
-        # Copy of the accumulated gradient, by index of the parameter.
-        self._previous: dict[int, Tensor] = {}
-        # Norm of each parameter's gradient in this backward pass, by index of the parameter.
-        self._parts: dict[int, Tensor] = {}
-        # Autograd's numbers of the backward passes at whose end `_end_of_backward` will be called.
-        self._passes: set[int] = set()
-        # True if the last backward pass seen was that of a checkpointed layer within another pass.
-        self._nested = False
-        # Number of calls of the model whose backward pass is still to come; True after any call.
-        self._calls, self._is_called = 0, False
-        self._coefficients: dict[tuple[Layout, bool], Tensor] = {}
-        # Six numbers of each rank, one array [ranks, 6] per step. They stay on the device until
-        # `estimate` moves them to `_records`.
+        if rollouts < 1 or group_size < 1 or rollouts % group_size:
+            raise ConfigError(
+                f"rollouts={rollouts}, group_size={group_size}: use a group size that divides the "
+                "number of rollouts per optimizer step"
+            )
+        self.rollouts, self.group_size, self.scaler = rollouts, group_size, scaler
+        self.together = prompts_together or group_size == 1
+        several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        self._optimizers = [_torch_optimizer(each) for each in several]
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.sharded = _is_sharded(model, [*self._parameters()], self.world)
+        # Norms and rows of the micro-batches of this step.
+        self._norms: list[Tensor] = []
+        self._rows: list[float] = []
+        # Numbers of each step, which stay on the device until `estimate` reads them.
         self._pending: list[Tensor] = []
-        self._records: list[Array] = []
-        self._interrupted, self._fault = 0, ""
-        self._handles = [
-            model.register_forward_pre_hook(self._before_call),
-            model.register_forward_hook(self._after_call),
-            *(each.register_step_pre_hook(self._before_step) for each in optimizers),
-            *(self._watch_parameter(*item) for item in enumerate(self.parameters)),
-        ]
+        self._steps: list[_Step] = []
+        self._discarded, self._fault = 0, ""
 
-    def close(self) -> None:
-        """Detach the meter from model and optimizer; the estimates stay available."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._previous = [], {}
-
-    # Hooks, in the order of a step.
-
-    def _watch_parameter(self, place: int, parameter: Tensor) -> Any:
-        """Register a hook on a parameter that notes each backward pass.
-
-        If gradients are not sharded, the hook also takes the norm of the pass's own gradient.
-        """
-        if self.rows.way == SHARDED:
-            return parameter.register_post_accumulate_grad_hook(lambda _: self._in_backward())
-        return parameter.register_hook(partial(self._own_gradient, place))
-
-    @torch.no_grad()
-    def _own_gradient(self, place: int, gradient: Tensor) -> None:
-        """Take the norm of a gradient before autograd adds it to the accumulated gradient.
+    def after_backward(self, rows: int | None = None) -> None:
+        """Note the gradient after the backward pass of a micro-batch.
 
         Args:
-            place: index of the parameter.
-            gradient: gradient of this backward pass.
+            rows: number of rollouts in this rank's micro-batch. None if all micro-batches of a step
+                have the same number.
         """
-        self._in_backward()
-        # Reentrant checkpointing may call this hook several times for a tied weight.
-        self._norms.split |= place in self._parts
-        values = _values(gradient)
-        self._parts[place] = torch.linalg.vector_norm(values, dtype=_norm_dtype([values]))
-
-    def _before_call(self, *_: Any) -> None:
-        """Discard the norms of a skipped step, recognised by gradients that were reset to None."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        if self._norms.any_gradient and all(p.grad is None for p in self.parameters):
-            self._interrupted += 1
-            self._begin_step()
-
-    def _after_call(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Register hooks on the model's output, which note the start of the backward pass.
-
-        They run before the nested backward pass of any checkpointed layer.
-        """
-        # A compiled model calls no such hooks. Every backward pass then counts as a micro-batch.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        if not outputs:
-            return
-        self._calls, self._is_called = self._calls + 1, True
-        for tensor in outputs:
-            tensor.register_hook(lambda _: self._in_backward())
-
-    def _in_backward(self) -> None:
-        """Tell autograd to call `_end_of_backward` at the end of the current backward pass."""
-        number = torch._C._current_graph_task_id()
-        if number >= 0 and number not in self._passes and self._handles:
-            self._passes.add(number)
-            _after_backward(partial(self._end_of_backward, number))
-
-    def _end_of_backward(self, number: int) -> None:
-        """End the micro-batch, if this is not the nested backward pass of a checkpointed layer."""
-        if torch._C._current_autograd_node() is not None:
-            self._passes.discard(number)
-            self._nested = True
-        else:
-            # DDP and FSDP finish their gradients in callbacks that may run after this one, so the
-            # micro-batch ends in a callback that runs after theirs.
-            _after_backward(self._end_of_micro_batch)
+        if all(p.grad is None for p in self._parameters()):
+            self._fault = NO_GRADIENTS
+        self._norms.append(self._sq_norm())
+        self._rows.append(math.nan if rows is None else float(rows))
 
     @torch.no_grad()
-    def _end_of_micro_batch(self) -> None:
-        """Take the norms of the accumulated gradient and of the micro-batch's own gradient."""
-        self._passes.clear()
-        self._nested = False
-        norms = self._norms
-        norms.any_gradient = any(p.grad is not None for p in self.parameters)
-        try:
-            grown, own = self._sq_norm(_gradients(self.parameters)), self._own_sq_norm()
-        except (ConfigError, RuntimeError) as error:
-            # An exception here would block the other ranks, which wait for this rank's numbers in
-            # the all-gather. The error is stored instead, and reported in `estimate`.
-            self._fault = self._fault or str(error).splitlines()[0]
-            grown, own = torch.tensor(math.nan), []
-        if self._calls or not self._is_called or not norms.grown:
-            norms.grown.append(grown)
-            norms.reduced.append(self._is_reduced())
-            norms.own += own
-        else:
-            norms.grown[-1], norms.reduced[-1] = grown, self._is_reduced()
-            norms.split = True
-        self._calls = max(0, self._calls - 1)
+    def before_step(self) -> None:
+        """End the step: gather the norms of all ranks. Call it before gradients are clipped."""
+        if not self._norms:
+            # The step of a second optimizer, or one that only creates the optimizer's state.
+            return
+        count, scale = len(self._norms), 1.0
+        if self.scaler is not None:
+            scale = self.scaler.get_scale()
+        norms = [self._sq_norm(), *self._norms]
+        device = next((x.device for x in norms if x.device.type != "cpu"), norms[0].device)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        empty = [math.nan] * (-count % PADDING)
+        numbers = torch.cat([
+            torch.tensor([float(count)], dtype=dtype).to(device),
+            torch.stack([x.to(device, dtype) for x in norms]) / scale**2,
+            torch.tensor([*empty, *self._rows, *empty], dtype=dtype).to(device),
+        ])  # fmt: skip
+        if self.world > 1:
+            place = _device_of_group(device)
+            gathered = torch.empty(self.world * len(numbers), dtype=dtype, device=place)
+            dist.all_gather_into_tensor(gathered, numbers.to(place))
+            numbers = gathered
+        self._pending.append(numbers.reshape(self.world, -1))
+        self._norms, self._rows = [], []
 
-    def _is_reduced(self) -> bool:
-        """Return True if the ranks have summed their sharded gradients of this micro-batch."""
-        if self.rows.way != SHARDED:
-            return True
-        without_sync = any(getattr(m, "_sync_gradients", True) is False for m in self._fsdp1)
-        return self._norms.any_gradient and not without_sync
+    def discard(self) -> None:
+        """Forget the micro-batches of this step, if its update is left out or begins again."""
+        self._discarded += bool(self._norms)
+        self._norms, self._rows = [], []
 
-    def _own_sq_norm(self) -> list[Tensor]:
-        """Return a list with the squared norm of the micro-batch's own gradient; [] if unknown."""
-        parts, self._parts = [*self._parts.values()], {}
-        if self.copy_gradient and self.rows.way == SHARDED:
-            gradients = _gradients(self.parameters)
-            changes = {
-                place: gradient - self._previous.get(place, 0.0)
-                for place, gradient in gradients.items()
-            }
-            own = self._sq_norm(changes)
-            self._previous = {place: gradient.clone() for place, gradient in gradients.items()}
-            return [own]
-        if self.rows.way == SHARDED:
-            return []
-        if not parts:
-            return [torch.zeros(())]
-        return [_stacked(parts, parts[0].device).square().sum()]
+    def _parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters that the optimizers hold now."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
-    def _sq_norm(self, gradients: dict[int, Tensor]) -> Tensor:
-        """Return the squared norm of all gradients; of sharded gradients, this rank's part of it.
-
-        Args:
-            gradients: gradients by index of the parameter.
-        """
-        if not gradients:
+    @torch.no_grad()
+    def _sq_norm(self) -> Tensor:
+        """Return the squared norm of the gradients; of sharded ones, of this rank's part."""
+        values = [_values(p.grad) for p in self._parameters() if p.grad is not None]
+        if not values:
             return torch.zeros(())
         # clip_grad_norm_ uses the same function; it reads all tensors in one kernel.
-        values = [*gradients.values()]
+        wide = torch.float64 if any(x.dtype == torch.float64 for x in values) else torch.float32
         norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
-            values, 2, dtype=_norm_dtype(values)
+            values, 2, dtype=wide
         )
-        squares = _stacked(norms, norms[0].device).square()
-        weights = [self._weights[place] for place in gradients]
-        if len({*weights}) == 1:
-            return squares.sum() * weights[0]
-        return (squares * torch.tensor(weights, dtype=squares.dtype, device=squares.device)).sum()
-
-    @torch.no_grad()
-    def _before_step(self, *_: Any) -> None:
-        """Reduce the norms of the step to six numbers per rank, and gather those of all ranks."""
-        norms = self._norms
-        if not norms.grown:
-            # Two harmless reasons are a first step without gradients that only creates the
-            # optimizer's state, and the step of a second optimizer. But if the only backward pass
-            # that was noticed is that of a checkpointed layer, its micro-batch was never ended.
-            if self._nested:
-                self._fault = REENTRANT
-            return
-        if not all(norms.reduced):
-            self._fault = self._fault or NOT_REDUCED
-        numbers = self._numbers_of(norms)
-        if self.scaler is not None:
-            numbers[SQ_NORM:] /= self.scaler.get_scale() ** 2
-        if self.rows.world > 1:
-            device = _device_of_group(numbers.device)
-            gathered = torch.empty(self.rows.world * NUMBERS, dtype=numbers.dtype, device=device)
-            dist.all_gather_into_tensor(gathered, numbers.to(device))
-            numbers = gathered
-        self._pending.append(numbers.reshape(-1, NUMBERS))
-        self._begin_step()
-
-    def _numbers_of(self, norms: _Norms) -> Tensor:
-        """Return this rank's six numbers of a step; see the constants of `step_norms`."""
-        device = next(
-            (x.device for x in norms.grown if x.device.type != "cpu"), torch.device("cpu")
-        )
-        grown = _stacked(norms.grown, device)
-        count, knows_own = len(grown), len(norms.own) == len(norms.grown) and not norms.split
-        own = _stacked(norms.own, device) if knows_own else torch.zeros_like(grown)
-        own_sum = own.sum() if knows_own else torch.full_like(grown[0], math.nan)
-        layout = self.rows.layout(count)
-        found = torch.full((3,), math.nan, dtype=grown.dtype, device=device)
-        if layout.is_measurable:
-            key = (layout, knows_own)
-            if key not in self._coefficients:
-                matrix = torch.from_numpy(norm_weights(*key))
-                self._coefficients[key] = matrix.to(device, grown.dtype)
-            found = self._coefficients[key] @ torch.cat([grown, own])
-        fixed = torch.full_like(grown[0], float(count)), grown[-1], own_sum
-        return torch.cat([torch.stack(fixed), found])
-
-    def _begin_step(self) -> None:
-        self._norms, self._previous, self._calls = _Norms(), {}, 0
+        dtype = torch.float32 if norms[0].device.type == "mps" else torch.float64
+        return torch.stack([x.to(norms[0].device, dtype) for x in norms]).square().sum()
 
     def estimate(self) -> NormEstimate:
         """Return estimates from the second half of the steps. The host waits for the device."""
-        if self._pending:
-            self._records += [*torch.stack(self._pending).double().cpu().numpy()]
-            self._pending = []
+        self._read()
         if self._fault:
             return NormEstimate({}, 0, self._fault)
-        return self.rows.estimate(self._finite())
+        finite = [step for step in self._steps if step.is_finite]
+        if len(finite) < MIN_UNITS:
+            words = f"{len(finite)} steps so far have finite gradients"
+            return NormEstimate({}, 0, f"{words}, but at least {MIN_UNITS} are needed")
+        if any(not _equal(step.last_R, self._ends(step)) for step in finite):
+            return NormEstimate({}, 0, CHANGED)
+        alike = self._alike(finite)
+        recent = alike[-max(MIN_STEPS, len(alike) - len(alike) // 2) :]
+        values_2S = np.array([self._signal_and_noise(step) for step in recent]).T
+        if len(recent) < MIN_UNITS or np.isnan(values_2S).any():
+            return NormEstimate({}, 0, self._why_nothing(finite, len(recent)))
+        law = law_of_norms(*values_2S, self.rollouts, self.group_size)
+        # The law holds at any group size, because it has the whole noise in C2.
+        intervals = {"noise_scale": law.noise_scale(2), "grad_sq": law.linear(GRAD_SQ)}
+        only_bound = self._only_bound(recent)
+        if only_bound:
+            low = intervals["noise_scale"].low
+            intervals = {
+                "noise_scale": Interval(math.nan, low, math.inf), "grad_sq": UNDETERMINED
+            }  # fmt: skip
+        intervals["noise_share"] = noise_share(intervals["noise_scale"], self.rollouts)
+        return NormEstimate(intervals, len(recent), "", only_bound)
 
-    def _finite(self) -> list[Array]:
-        """Return the numbers of the steps with finite gradients."""
-        return [step for step in self._records if np.isfinite(step[:, : SQ_NORM + 1]).all()]
+    def _read(self) -> None:
+        """Move the numbers of the pending steps from the device to `_steps`."""
+        if not self._pending:
+            return
+        sizes = [x.numel() for x in self._pending]
+        flat = torch.cat([x.flatten().to(self._pending[0].device) for x in self._pending])
+        for numbers in flat.double().cpu().split(sizes):
+            self._steps.append(_step(numbers.reshape(self.world, -1).numpy()))
+        self._pending = []
+
+    def _ends(self, step: _Step) -> Array:
+        """Return the squared norm after each rank's last micro-batch."""
+        return step.norms_RK[np.arange(self.world), step.count_R - 1]
+
+    def _alike(self, steps: Sequence[_Step]) -> list[_Step]:
+        """Return the steps with as many rows as `rollouts`, or else as many micro-batches as most.
+
+        A step with another number is not a step of `rollouts` rollouts.
+        """
+        if all(np.isfinite(step.rows_RK).any() for step in steps):
+            return [step for step in steps if np.nansum(step.rows_RK) == self.rollouts]
+        counts = [tuple(step.count_R) for step in steps]
+        usual = Counter(counts).most_common(1)[0][0]
+        return [step for step, count in zip(steps, counts, strict=True) if count == usual]
+
+    def _signal_and_noise(self, step: _Step) -> tuple[float, float]:
+        """Return signal and noise of a step; NaN if they cannot be measured."""
+        if np.ptp(step.count_R) or step.count_R[0] < 2:
+            return math.nan, math.nan
+        rows_RK = np.where(np.isnan(step.rows_RK), 1.0, step.rows_RK)
+        shares_K, norms_RK = rows_RK.sum(axis=0) / rows_RK.sum(), step.norms_RK
+        if self.sharded or _equal(norms_RK, norms_RK[0]):
+            norms_K = norms_RK.sum(axis=0) if self.sharded else norms_RK[0]
+            signal = signal_of_increments(norms_K, shares_K)
+            return signal, norms_K[-1] - signal
+        # The ranks averaged their gradients only after the last micro-batch.
+        signal = signal_of_ranks(norms_RK[0, -1], norms_RK[:, -2], 1 - shares_K[-1])
+        return signal, norms_RK[0, -1] - signal
+
+    def _why_nothing(self, steps: Sequence[_Step], usable: int) -> str:
+        """Return the reason why the noise of the steps cannot be measured."""
+        last = steps[-1]
+        if last.count_R.min() < 2:
+            where = " per rank" * (self.world > 1)
+            return (
+                f"a step has {last.count_R.min()} micro-batch{where}, so there is nothing to "
+                "compare: use at least two micro-batches per step"
+            )
+        if np.ptp(last.count_R):
+            return "ranks have different numbers of micro-batches in a step"
+        return (
+            f"{usable} steps have {self.rollouts} rollouts, but at least {MIN_UNITS} are needed: "
+            "check rollouts and the rows of after_backward"
+        )
+
+    def _only_bound(self, steps: Sequence[_Step]) -> str:
+        """Return the reason why the noise scale is only a lower bound, or an empty text."""
+        if not self.together:
+            return (
+                "micro-batches may share prompts, so the noise from drawing prompts is not visible;"
+                " if every micro-batch contains whole groups, use prompts_together=True"
+            )
+        for step in steps:
+            rows_RK = step.rows_RK
+            if np.isnan(rows_RK).all():
+                rows_RK = np.array([self.rollouts / step.count_R.sum()])
+            if (rows_RK[np.isfinite(rows_RK)] % self.group_size).any():
+                return (
+                    f"a micro-batch of {rows_RK.flat[0]:g} rows does not contain whole groups of "
+                    f"{self.group_size}"
+                )
+        return ""
 
     @property
     def skipped(self) -> int:
-        """Number of steps that had no update or had gradients that were not finite."""
-        return self._interrupted + len(self._records) - len(self._finite())
+        """Number of steps that were discarded or had gradients that were not finite."""
+        self._read()
+        return self._discarded + sum(not step.is_finite for step in self._steps)
 
     def metrics(self) -> dict[str, float]:
         """Return the finite estimates as a dictionary for a logger.
@@ -407,22 +359,14 @@ class Meter:
         if estimate.problem:
             return [f"{PREFIX}: nothing was measured: {estimate.problem}."]
         lines = [
-            f"{PREFIX}: {_noise_in_words(estimate.intervals, self.rows.rollouts)}; averaged over "
+            f"{PREFIX}: {_noise_in_words(estimate.intervals, self.rollouts)}; averaged over "
             f"{estimate.steps} steps."
         ]
         if estimate.only_bound:
-            lines.append(
-                f"The noise scale is a lower bound, and G* is unknown: {estimate.only_bound}."
-            )
-        elif estimate.no_gstar:
-            lines.append(f"G* is unknown: {estimate.no_gstar}.")
-        else:
-            _, least, most = estimate.intervals["gstar"]
-            end = f"at most {most:.1f}" if math.isfinite(most) else "has no known upper bound"
-            lines.append(f"G* is at least {least:.1f} and {end}.")
+            lines.append(f"The noise scale is a lower bound: {estimate.only_bound}.")
         if self.skipped:
             lines.append(
-                f"Steps that had no update, or gradients that were not finite: {self.skipped}."
+                f"Steps that were discarded, or had gradients that were not finite: {self.skipped}."
             )
         return lines
 
@@ -440,16 +384,15 @@ def _noise_in_words(intervals: Mapping[str, Interval], rollouts: int) -> str:
     )
 
 
-def _after_backward(callback: Callable[[], None]) -> None:
-    """Tell autograd to call a function at the end of the current backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def _step(table_RN: Array) -> _Step:
+    """Read a step's numbers of R ranks; see `Meter.before_step`."""
+    width, count_R = (table_RN.shape[1] - 2) // 2, table_RN[:, 0].astype(int)
+    norms_RK, rows_RK = (table_RN[:, 2:][:, start:][:, : count_R.max()] for start in (0, width))
+    return _Step(norms_RK, rows_RK, table_RN[:, 1], count_R)
 
 
-def _several(optimizer: Any) -> list[Any]:
-    """Return one or several optimizers as a list."""
-    if hasattr(optimizer, "step"):
-        return [optimizer]
-    return [*optimizer] if isinstance(optimizer, Iterable) else [optimizer]
+def _equal(left: Array, right: Any) -> bool:
+    return bool(np.allclose(left, right, rtol=EQUAL, atol=0))
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -461,9 +404,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer
-    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
-        inner, "_optimizer_step_pre_hooks"
-    ):
+    if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}: the meter needs a torch.optim.Optimizer, which "
             "DeepSpeed and Megatron do not use; see gu.noise_scale_from_norms"
@@ -471,90 +412,34 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _trained(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Return the parameters that the optimizers train, without duplicates."""
-    parameters = {
-        id(parameter): parameter
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    }
-    if not parameters:
-        raise ConfigError("the optimizer trains no parameter: pass the optimizer of the model")
-    if any(hasattr(parameter, "ds_id") for parameter in parameters.values()):
-        raise ConfigError("DeepSpeed ZeRO-3 keeps gradients out of reach: use FSDP2 or DDP")
-    return [*parameters.values()]
+def _is_sharded(model: nn.Module, parameters: Sequence[Tensor], world: int) -> bool:
+    """Return True for FSDP2 on several ranks, and False for DDP or one process.
 
-
-def _way(model: nn.Module, parameters: Iterable[Tensor]) -> str:
-    """Return the way in which ranks combine their gradients: DDP, SHARDED or SEPARATE."""
-    modules = [*model.modules()]
-    for module in modules:
-        if isinstance(module, FullyShardedDataParallel):
-            strategy = module.sharding_strategy
-            if strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-                raise ConfigError(
-                    f"FSDP with {strategy}: use FULL_SHARD, SHARD_GRAD_OP or FSDP2 (fully_shard)"
-                )
-            return SHARDED
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
-        return SHARDED
-    return DDP if any(isinstance(x, DistributedDataParallel) for x in modules) else SEPARATE
-
-
-def _share(parameter: Tensor, rows: StepRows) -> float:
-    """Return the weight of this rank's values of a parameter in a sum over ranks.
-
-    If several ranks hold the same values, the weight is below 1, so that the sum counts every value
-    once.
+    Raises:
+        ConfigError: if ranks combine their gradients in another way.
     """
-    if rows.way != SHARDED or not isinstance(parameter, DTensor):
-        # In FSDP1, each shard is on one rank only.
-        return 1.0
-    shards = 1
-    for dimension, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():
-            shards *= parameter.device_mesh.size(dimension)
-    return shards / rows.world
-
-
-def _gradients(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return this rank's values of the accumulated gradients, by index of the parameter."""
-    return {
-        place: _values(parameter.grad)
-        for place, parameter in enumerate(parameters)
-        if parameter.grad is not None
-    }
+    modules = [*model.modules()]
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        raise ConfigError("DeepSpeed ZeRO-3 keeps gradients out of reach: use FSDP2 or DDP")
+    if world == 1 or any(isinstance(module, DistributedDataParallel) for module in modules):
+        return False
+    over_all_ranks = all(
+        isinstance(x, DTensor) and x.device_mesh.shape == (world,) and x.placements[0].is_shard()
+        for x in parameters
+    )
+    if over_all_ranks and any(isinstance(module, FSDPModule) for module in modules):
+        return True
+    raise ConfigError(
+        f"{world} ranks: the meter reads the gradients of DistributedDataParallel, or of FSDP2 "
+        "(fully_shard) with one shard per rank: pass the wrapped model, which the loop calls"
+    )
 
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the values of a gradient that this rank holds."""
     if isinstance(gradient, DTensor):
-        if any(placement.is_partial() for placement in gradient.placements):
-            raise ConfigError(
-                f"gradients with placements {gradient.placements} are not summed over ranks yet: "
-                "the meter cannot read them"
-            )
         gradient = gradient.to_local()
-    if gradient.is_sparse:
-        return gradient.coalesce().values()
-    return gradient
-
-
-def _norm_dtype(values: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype for norms: at least float32, because bfloat16 has only 3 decimal digits."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in values) else torch.float32
-
-
-def _stacked(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return scalar tensors from any devices as one vector on `device`."""
-    return torch.stack([number.to(device, _wide(device)) for number in numbers])
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    """Return the most precise floating-point type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _device_of_group(device: torch.device) -> torch.device:

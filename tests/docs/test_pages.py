@@ -28,7 +28,7 @@ OTHER_NAMES = {  # of baselines, of the words of a page, of other programs
     "baseline_options", "median", "digits", "field", "install", "torch", "net", "ipv4",
     "tcp_retries2", "scale_rewards",
     "per_device_train_batch_size", "adv_estimator", "loss_agg_mode", "prompts_together",
-    "copy_gradient", "data_ranks", "every", "strict", "parameters",
+    "rows", "scaler", "every", "strict", "parameters",
     "norm_adv_by_std_in_grpo", "logging_steps", "save_steps", "completions", "answer", "by_layer",
 }  # fmt: skip
 OF_OTHERS = {"docs/verl.md"}  # fields of this program, see there
