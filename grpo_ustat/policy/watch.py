@@ -130,7 +130,7 @@ class _Step:
     rows_RK: Array
     # Squared norm in `before_step`, and the number of micro-batches of each rank.
     last_R: Array
-    count_R: Array
+    count_R: np.ndarray
 
     @property
     def is_finite(self) -> bool:
@@ -248,7 +248,8 @@ class Meter:
         values_2S = np.array([self._signal_and_noise(step) for step in recent]).T
         if len(recent) < MIN_UNITS or np.isnan(values_2S).any():
             return NormEstimate({}, 0, self._why_nothing(finite, len(recent)))
-        law = law_of_norms(*values_2S, self.rollouts, self.group_size)
+        signal_S, noise_S = values_2S
+        law = law_of_norms(signal_S, noise_S, self.rollouts, self.group_size)
         # The law holds at any group size, because it has the whole noise in C2.
         intervals = {"noise_scale": law.noise_scale(2), "grad_sq": law.linear(GRAD_SQ)}
         only_bound = self._only_bound(recent)
@@ -272,7 +273,7 @@ class Meter:
 
     def _ends(self, step: _Step) -> Array:
         """Return the squared norm after each rank's last micro-batch."""
-        return step.norms_RK[np.arange(self.world), step.count_R - 1]
+        return np.take_along_axis(step.norms_RK, step.count_R[:, None] - 1, axis=1)[:, 0]
 
     def _alike(self, steps: Sequence[_Step]) -> list[_Step]:
         """Return the steps with as many rows as `rollouts`, or else as many micro-batches as most.
