@@ -12,34 +12,13 @@ import numpy as np
 
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, steps_mean
 from grpo_ustat.estimators.zero_variance_bounds import zero_variance_bounds
-from grpo_ustat.logs.scalar_names import NEMO_RL, OURS, PRIME_RL, TRL
-from grpo_ustat.logs.scalars import MIN_RATIOS, ScalarRun, variance_ratios
-from grpo_ustat.records import Array, Integers
+from grpo_ustat.logs.scalar_names import NEMO_RL, PRIME_RL, TRL
+from grpo_ustat.logs.scalars import ScalarRun
+from grpo_ustat.records import Integers
 
 SIZES = (2, 4, 8, 16, 32, 64)
 # Minimum number of logged rows for an interval, and maximum number of recent rows that are used.
 MIN_ROWS, MAX_ROWS = 8, 200
-# Relative tolerance of a standard deviation that a trainer computes in float32.
-STD_TOLERANCE = 1e-4
-# A row can be the average of several steps. Its averaged standard deviation is then smaller than
-# the standard deviation that belongs to its averaged mean reward, because the standard deviation is
-# a concave function of the mean. Their ratio must be at least this value.
-LEAST_STD_RATIO = 0.9
-# Relative error of a mean reward in float32, and the largest error with which a sum of rewards can
-# still be recognised as a whole number.
-FLOAT32, COUNT_TOLERANCE = 2e-7, 0.05
-
-SHOWN, REFUTED, UNDECIDED = "shown", "refuted", "undecided"
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Evidence that every reward is 0 or 1."""
-
-    # `shown`, `refuted` or `undecided`.
-    verdict: str
-    # Sentence without full stop.
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +36,8 @@ class ZeroVariance:
     bounds: dict[int, tuple[float, float]]
     # Sentences on the assumption about the rewards, or on the reason why there are no bounds.
     reasons: list[str]
-    # True if the share assumes that all rewards are 0 or 1, and the log does not show this.
+    # True if the log counts only groups whose rewards are all 0 or all 1, as prime-rl and NeMo-RL
+    # do. The share then assumes that every reward is 0 or 1.
     conditional: bool = False
 
 
@@ -99,20 +79,21 @@ def zero_variance(run: ScalarRun, rollouts: int | None = None) -> ZeroVariance |
         share = steps_mean(values, most=groups)
     result = ZeroVariance(share, size, span, {}, [])
     reasons = _obstacles(run, rows)
-    evidence = binary_evidence(run, rollouts)
-    # prime-rl and NeMo-RL count only groups whose rewards are all 0 or all 1. Other groups with
-    # equal rewards are not counted.
     counts_zeros = run.trainer in (PRIME_RL, NEMO_RL) or "all_zero" in run.fields
-    if counts_zeros and evidence.verdict == REFUTED:
+    rewards = [x for name in ("reward", "reward_min", "reward_max") for x in run.values(name)]
+    outside = [x for x in rewards if not 0 <= x <= 1]
+    if counts_zeros and outside:
         reasons.append(
-            f"The log counts only groups whose rewards are all 0 or all 1, but {evidence.reason}. "
-            "Other groups of equal rewards are not counted, so nothing follows for other sizes."
+            "The log counts only groups whose rewards are all 0 or all 1, but a reward or mean "
+            f"reward is {outside[0]:.3g}. Other groups of equal rewards are not counted, so "
+            "nothing follows for other sizes."
         )
     if reasons or size is None:
         return replace(result, reasons=reasons)
-    conditional = counts_zeros and evidence.verdict == UNDECIDED
-    bounds, reason = _bounds(run, rows, size, evidence, counts_zeros, (draws, groups))
-    return replace(result, bounds=bounds, reasons=[reason], conditional=conditional)
+    bounds, reason = _bounds(run, rows, size, counts_zeros, (draws, groups))
+    return replace(
+        result, bounds=bounds, reasons=[reason], conditional=counts_zeros and bool(bounds)
+    )
 
 
 def _obstacles(run: ScalarRun, rows: Integers) -> list[str]:
@@ -140,7 +121,6 @@ def _bounds(
     run: ScalarRun,
     rows: Integers,
     size: int,
-    evidence: Evidence,
     counts_zeros: bool,
     draws: tuple[float | None, float | None],
 ) -> tuple[dict[int, tuple[float, float]], str]:
@@ -153,146 +133,27 @@ def _bounds(
         run: scalars of the run.
         rows: indices of the recent rows.
         size: number of rewards that must be equal in the logged share.
-        evidence: evidence that every reward is 0 or 1.
         counts_zeros: True if the log counts only groups whose rewards are all 0 or all 1.
         draws: number of rollouts and number of groups in the recent rows; None if unknown.
     """
     rollouts, groups = draws
     values = run.fields["zero_variance"][rows]
-    wanted = {*SIZES, run.num_generations or size} - {size}
-    sizes = sorted(wanted)
-    uses_mean = "reward" in run.fields and (counts_zeros or evidence.verdict == SHOWN)
-    if uses_mean:
+    sizes = sorted({*SIZES, run.num_generations or size} - {size})
+    mean, level = None, CONFIDENCE
+    if counts_zeros and "reward" in run.fields:
         level = 1 - (1 - CONFIDENCE) / 2
-        share = steps_mean(values, level, groups)
         mean = steps_mean(run.fields["reward"][rows], level, rollouts)
-        bounds = {
-            target: found
-            for target in sizes
-            if (found := zero_variance_bounds(target, {size: share}, mean)) is not None
-        }
-        because = f"The log shows this, because {evidence.reason}"
-        if evidence.verdict == UNDECIDED:
-            because = f"The log does not show this, because {evidence.reason}"
-        if len(bounds) == len(sizes):
-            return bounds, f"The bounds require that every reward is 0 or 1. {because}."
-        if counts_zeros:
-            return {}, (
-                "There are no bounds: for rewards of 0 and 1, the logged averages contradict each "
-                "other at every mixture of prompt difficulties, so the rewards have other values."
-            )
-    share = steps_mean(values, most=groups)
-    general = {target: zero_variance_bounds(target, {size: share}) for target in sizes}
-    reason = evidence.reason
-    if uses_mean:
-        reason = (
-            "rewards of 0 and 1 contradict the logged averages at every mixture of prompt "
-            "difficulties"
-        )
-    return (
-        {target: found for target, found in general.items() if found is not None},
-        f"The bounds hold for any rewards. The narrower bounds for rewards of 0 and 1 were not "
-        f"used, because {reason}.",
+    share = steps_mean(values, level, groups)
+    bounds = {
+        target: found
+        for target in sizes
+        if (found := zero_variance_bounds(target, {size: share}, mean)) is not None
+    }
+    if not counts_zeros:
+        return bounds, "The bounds hold for any rewards."
+    if len(bounds) == len(sizes):
+        return bounds, "The bounds require that every reward is 0 or 1."
+    return {}, (
+        "There are no bounds: for rewards of 0 and 1, the logged averages contradict each "
+        "other at every mixture of prompt difficulties, so the rewards have other values."
     )
-
-
-def binary_evidence(run: ScalarRun, rollouts: int | None = None) -> Evidence:
-    """Decide whether the scalars show that every reward is 0 or 1.
-
-    Let m be the mean of n rewards in [0, 1]. Two facts are used. First, the variance of the rewards
-    (with divisor n - 1) is at most `m (1 - m) n / (n - 1)`, and it reaches this value only if every
-    reward is 0 or 1. Second, the sum m n of rewards of 0 and 1 is a whole number. If a logged row
-    is the average of several steps, neither fact alone is enough evidence, but both together are.
-
-    Args:
-        run: scalars of the run.
-        rollouts: number of rollouts per step; None if unknown.
-    """
-    means = run.values("reward")
-    if not len(means):
-        return Evidence(UNDECIDED, "the log has no mean reward")
-    outside = [*means[(means < 0) | (means > 1)]]
-    lows, highs = run.values("reward_min"), run.values("reward_max")
-    outside += [*lows[lows < 0], *highs[highs > 1]]
-    if outside:
-        return Evidence(REFUTED, f"a reward or mean reward is {outside[0]:.3g}")
-    if len(lows) and len(highs):
-        return _evidence_of_range(run, rollouts)
-    if run.trainer in (TRL, OURS, "") and "reward_std" in run.fields:
-        return _evidence_of_std(run, rollouts)
-    if rollouts and not _whole_sums(means, rollouts):
-        return Evidence(REFUTED, f"the mean reward times n = {rollouts} is not a whole number")
-    return Evidence(UNDECIDED, "the log has no standard deviation or range of the rewards")
-
-
-def _evidence_of_range(run: ScalarRun, rollouts: int | None) -> Evidence:
-    """Judge by the logged minimum and maximum reward: the sum must also be a whole number."""
-    rows = recent_rows(run, "reward", "reward_min", "reward_max")
-    means = run.fields["reward"][rows]
-    counts = run.fields.get("rollouts", np.full(len(run.steps), rollouts or np.nan))[rows]
-    if not np.isfinite(counts).all() or len(rows) < MIN_ROWS:
-        return Evidence(UNDECIDED, "too few steps of the log have a number of rollouts")
-    if not _whole_sums(means, counts):
-        return Evidence(REFUTED, "the mean reward times the number of rollouts is no whole number")
-    return Evidence(
-        SHOWN,
-        f"the rewards are between 0 and 1 and their sum is a whole number at all {len(rows)} steps",
-    )
-
-
-def _evidence_of_std(run: ScalarRun, rollouts: int | None) -> Evidence:
-    """Judge by the standard deviation of the rewards over the batch.
-
-    If a logged row is the average of several steps, the sums of rewards are also used.
-    """
-    rows = recent_rows(run, "reward", "reward_std")
-    means = run.fields["reward"][rows]
-    ratios = variance_ratios(run, rows)
-    if len(ratios) < MIN_RATIOS:
-        return Evidence(UNDECIDED, "too few steps have unequal rewards")
-    name = run.logged_names["reward_std"]
-    if run.steps_per_row == 1:
-        typical = float(np.median(ratios))
-        is_constant = np.abs(ratios - typical).max() < STD_TOLERANCE * typical
-        if is_constant and 1 < typical <= 2 + STD_TOLERANCE:
-            return Evidence(
-                SHOWN,
-                f"{name}^2 is m (1 - m) n / (n - 1) at all {len(ratios)} steps (m is the mean of "
-                "the n rewards), which is possible only for rewards of 0 and 1",
-            )
-        return Evidence(
-            REFUTED,
-            f"rewards of 0 and 1 with the logged mean would have another {name}",
-        )
-    averaged = f"{run.steps_per_row or 'several'} steps"
-    if rollouts is None or run.steps_per_row is None:
-        return Evidence(
-            UNDECIDED,
-            f"each row is an average of {averaged}, so the number of rollouts per step must be "
-            "known (type rollouts=)",
-        )
-    sums = rollouts * run.steps_per_row
-    if sums * FLOAT32 > COUNT_TOLERANCE:
-        return Evidence(
-            UNDECIDED, f"each row is an average of {averaged}, which is too many to decide"
-        )
-    bound = rollouts / (rollouts - 1)
-    if not _whole_sums(means, sums) or ratios.max() > bound * (1 + STD_TOLERANCE):
-        return Evidence(
-            REFUTED,
-            f"{rollouts} rewards of 0 and 1 per step cannot have the logged mean and {name}",
-        )
-    if np.sqrt(ratios / bound).mean() < LEAST_STD_RATIO:
-        return Evidence(
-            UNDECIDED, f"{name} is lower than is usual for rewards of 0 and 1 with the logged mean"
-        )
-    return Evidence(
-        SHOWN, f"the mean rewards times {sums} are whole numbers and {name} agrees with them"
-    )
-
-
-def _whole_sums(means: Array, counts: Array | float) -> bool:
-    """Return True if all sums of rewards are whole numbers, up to rounding in float32."""
-    sums = means * counts
-    tolerance = np.maximum(1e-6, np.asarray(counts) * FLOAT32)
-    return bool((np.abs(sums - np.round(sums)) <= tolerance).all())

@@ -1,4 +1,4 @@
-"""Advice from the scalars that a trainer logged, and hints on scalars that are missing."""
+"""Advice from the scalars that a trainer logged."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from grpo_ustat.advise.scalar_bounds import (
 )
 from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.gradient_norms import noise_scale_from_norms
 from grpo_ustat.estimators.intervals import (
-    MIN_UNITS,
     Interval,
     steps_mean,
     t_interval,
@@ -36,9 +34,10 @@ from grpo_ustat.terminal.streams import aligned, excerpt
 
 # The output says how many seeds are needed to show this difference of mean rewards.
 POINT = 0.01
-# The gradient norms of two runs are compared only at this many first steps, because the policies of
-# the runs drift apart later.
-MAX_COMPARED_STEPS = 50
+NOISE_UNKNOWN = (
+    "The noise scale is unknown, because scalars of one batch size do not show it. To get it, call "
+    "grpo_ustat.watch(model, optimizer) in any PyTorch trainer."
+)
 SEED = re.compile(r"[-_. ]?seed[-_=. ]?(\d+)", re.IGNORECASE)
 # For each trainer: the setting with which it writes its rollouts, and the path to give to `advise`.
 DUMPS = {
@@ -46,38 +45,6 @@ DUMPS = {
     VERL: ("trainer.rollout_data_dir=DIR", "DIR"),
     PRIME_RL: ("the file monitor, which is on by default", "OUTPUT_DIR/rollouts"),
     NEMO_RL: ("its logger, which is on by default", "LOG_DIR/train_data_step100.jsonl"),
-}
-# Hint for a scalar that is missing in a log, by field and trainer.
-SETTINGS = {
-    "zero_variance": {
-        TRL: "TRL logs frac_reward_zero_std from version 0.18 on: update TRL.",
-        VERL: "verl does not log it: set trainer.rollout_data_dir=DIR and name DIR.",
-        PRIME_RL: "prime-rl logs solved_none and solved_all of each agent in train/agg/all.",
-        NEMO_RL: "NeMo-RL logs train/baseline_reward/pct_0 and pct_1 from GRPO.",
-    },
-    "truncated": {
-        TRL: "TRL logs completions/clipped_ratio.",
-        VERL: "verl logs response_length/clip_ratio.",
-        PRIME_RL: "prime-rl logs is_truncated/mean of each agent in train/agg/all.",
-        NEMO_RL: "NeMo-RL logs train/truncation_rate.",
-    },
-    "clip_ratio": {
-        TRL: "TRL logs clip_ratio/region_mean for loss_type grpo, bnpo, dr_grpo, dapo and luspo.",
-        VERL: "verl logs actor/pg_clipfrac.",
-        PRIME_RL: "prime-rl does not log it; its mismatch_kl compares sampler and trainer.",
-        NEMO_RL: "NeMo-RL logs only train/probs_ratio and probs_ratio_clamped.",
-    },
-    "kl": {
-        TRL: "TRL logs kl if beta is above 0.",
-        VERL: "verl logs actor/kl_loss with actor_rollout_ref.actor.use_kl_loss=True.",
-        NEMO_RL: "NeMo-RL logs train/kl_penalty if loss_fn.reference_policy_kl_penalty is above 0.",
-    },
-}
-MEANINGS = {
-    "zero_variance": "share of zero-variance groups",
-    "truncated": "share of completions cut by length",
-    "clip_ratio": "share of clipped tokens",
-    "kl": "KL divergence from the reference model",
 }
 
 
@@ -128,7 +95,7 @@ def _single_advice(run: ScalarRun, rollouts: int | None) -> Advice:
         details += _bound_lines(run, share)
     details += _useful_lines(run)
     details += _scalar_lines(run)
-    details += _missing_lines(run)
+    details.append(NOISE_UNKNOWN)
     details += run.notes
     return Advice(UNKNOWN, sentence, details, _next_command(run), numbers)
 
@@ -287,25 +254,6 @@ def _percent(share: float) -> str:
     return f"{value:.1f} %" if 0 < abs(value) < 10 else f"{value:.0f} %"
 
 
-def _missing_lines(run: ScalarRun) -> list[str]:
-    """Name the scalars that the log lacks, and the way to make its trainer log them."""
-    lines = []
-    for name, meaning in MEANINGS.items():
-        if name in run.fields:
-            continue
-        setting = SETTINGS[name].get(TRL if run.trainer == OURS else run.trainer)
-        if run.trainer == OURS:
-            setting = None if name in ("clip_ratio", "kl") else setting
-        if setting:
-            lines.append(f"Not in this log: {meaning}. {setting}")
-    lines.append(
-        "The noise scale is unknown, because scalars of one batch size do not show it. There are "
-        "two ways to get it: call grpo_ustat.watch(model, optimizer) in any PyTorch trainer, or "
-        "train a second run from the same model with another batch size and name both logs."
-    )
-    return lines
-
-
 def _next_command(run: ScalarRun) -> str:
     """Return the command that gives an answer which scalars cannot give."""
     folder = Path(run.source) if "://" not in run.source else None
@@ -323,9 +271,8 @@ def _next_command(run: ScalarRun) -> str:
 
 
 def _joint_advice(runs: Sequence[ScalarRun], rollouts: int | None) -> Advice:
-    """Return the advice for several runs: their differences, and the noise scale if known."""
+    """Return the advice for several runs: their differences."""
     details, decided = _difference_lines(runs)
-    noise = _noise_lines(runs, rollouts)
     for run in runs:
         share = zero_variance(run, rollouts)
         if share is not None:
@@ -336,7 +283,7 @@ def _joint_advice(runs: Sequence[ScalarRun], rollouts: int | None) -> Advice:
     following = "train further seeds of both settings and name all of their logs"
     if decided:
         following = _next_command(runs[0])
-    lines = [*_rows(runs, numbers), *details, *noise]
+    lines = [*_rows(runs, numbers), *details]
     return Advice(DIFFERENT if decided else UNKNOWN, sentence, lines, following, {"runs": numbers})
 
 
@@ -519,64 +466,3 @@ def _spread_lines(runs: Sequence[ScalarRun]) -> list[str]:
         f"{means.mean():.3f}. The standard deviation between seeds is {spread:.3f}. "
         f"{_seeds_sentence(spread, 2)}"
     ]
-
-
-def _noise_lines(runs: Sequence[ScalarRun], typed: int | None) -> list[str]:
-    """State the noise scale for pairs of runs whose gradient norms have different batch sizes."""
-    lines = []
-    for place, run in enumerate(runs):
-        for other in runs[place + 1 :]:
-            sizes = [typed or part.rollouts for part in (run, other)]
-            same_group = run.num_generations == other.num_generations is not None
-            if None in sizes or sizes[0] == sizes[1] or not same_group:
-                continue
-            if VERL in (run.trainer, other.trainer):
-                lines.append(
-                    "The noise scale is unknown, because verl averages actor/grad_norm over the "
-                    "mini-batches of a step."
-                )
-                continue
-            if line := _noise_sentence(run, other):
-                lines.append(line)
-    return lines[:3]
-
-
-def _noise_sentence(run: ScalarRun, other: ScalarRun) -> str:
-    """State the noise scale of two runs with different numbers of rollouts n.
-
-    The equation E||g||^2 = ||grad J||^2 + V / n at two values of n gives ||grad J||^2 and V.
-    """
-    size = run.num_generations
-    if size is None or run.rollouts is None or other.rollouts is None:
-        return ""
-    series = [
-        {
-            float(step): float(value) ** 2
-            for step, value in zip(part.steps, part.fields["grad_norm"], strict=True)
-            if math.isfinite(value)
-        }
-        for part in (run, other)
-        if "grad_norm" in part.fields
-    ]
-    if len(series) < 2:
-        return ""
-    steps = sorted(set(series[0]) & set(series[1]))[:MAX_COMPARED_STEPS]
-    if len(steps) < max(MIN_ROWS, MIN_UNITS):
-        return ""
-    norms = {
-        part.rollouts // size: np.array([values[step] for step in steps])
-        for part, values in zip((run, other), series, strict=True)
-        if part.rollouts
-    }
-    scale = noise_scale_from_norms(norms, size)["noise_scale"]
-    if not math.isfinite(scale.estimate) or not math.isfinite(scale.low):
-        text = "is not determined"
-    else:
-        high = f"{scale.high:.0f}" if math.isfinite(scale.high) else "no upper end"
-        text = f"is {scale.estimate:.0f} [{scale.low:.0f}, {high}] rollouts"
-    return (
-        f"The noise scale {text}, from the gradient norms of {run.name} (n = {run.rollouts}) and "
-        f"{other.name} (n = {other.rollouts}) at {len(steps)} common steps up to step "
-        f"{steps[-1]:g}. This is valid only if both runs started from the same model, used the "
-        "same loss and had similar policies up to this step."
-    )

@@ -267,9 +267,9 @@ def _joined_turns(source: Path, rows: Sequence[Rollout]) -> list[Rollout]:
         columns: dict[str, list[Any]] = {
             name: [row.possible_ids.get(name) for row in policy_rows] for name in fields
         }
-        prompts = [row.prompt_ids or row.prompt for row in policy_rows]
-        columns["completion"] = [row.completion_ids or row.completion for row in policy_rows]
-        turns = find_turns(source, prompts, columns)
+        # verl names the turn of each row. If all rows have the same turn, rows with the same name
+        # are different rollouts.
+        turns = None if len({*columns.get("turn", ())}) == 1 else find_turns(source, columns)
         if turns is None:
             result += policy_rows
             continue

@@ -1,4 +1,4 @@
-"""Rollout formats of twelve frameworks: recognition by file names and fields, and parsing of rows.
+"""Rollout formats of eight frameworks: recognition by file names and fields, and parsing of rows.
 
 The formats are those that the frameworks' code of August 2026 writes.
 """
@@ -26,7 +26,7 @@ from grpo_ustat.logs.rows import (
     reward_columns,
     reward_of,
 )
-from grpo_ustat.logs.traces import episode_fields, result_fields, trace_fields
+from grpo_ustat.logs.traces import result_fields, trace_fields
 from grpo_ustat.logs.turns import is_id
 from grpo_ustat.runs.files import json_lines, natural_order, parsed_row
 from grpo_ustat.terminal.streams import single_line
@@ -111,12 +111,6 @@ class File:
             with self.path.open(encoding="utf-8-sig", errors="replace") as file:
                 lines = ((f"line {n}", line) for n, line in enumerate(file))
                 yield from ((place, parsed_row(line)) for place, line in lines if line.strip())
-            return
-        if self.path.suffix == ".json":
-            yield "file", parsed_row(self.path.read_text(encoding="utf-8-sig", errors="replace"))
-            return
-        if self.path.suffix == ".pkl":
-            yield "file", {}
             return
         samples, word = self.content, "row"
         if self.path.suffix == ".pt":
@@ -299,11 +293,6 @@ def _verifiers(row: Mapping[str, Any], _: File) -> Fields:
     return result_fields(row)
 
 
-def _rllm(episode: Mapping[str, Any], file: File) -> list[Fields]:
-    folder = file.absolute_path.parent
-    return [fields | {"run": str(folder.parent)} for fields in episode_fields(episode, folder.name)]
-
-
 def _open_instruct(row: Mapping[str, Any], file: File) -> Fields:
     """Parse a line that `save_traces` appended to a file: one completion."""
     step, sample, reason = row.get("step"), row.get("sample_idx"), row.get("finish_reason")
@@ -362,7 +351,7 @@ def template_end(prompt: str) -> str:
 def _rollout_ids(name: str) -> dict[str, str | int]:
     """Split verl's name of a row into the name of its rollout and the number of the turn."""
     match = VERL_NAME.fullmatch(name)
-    return {"uid": match["rollout"], "turn": int(match["output"])} if match else {"uid": name}
+    return {"rollout_id": match["rollout"], "turn": int(match["output"])} if match else {}
 
 
 def _verl(row: Mapping[str, Any], file: File) -> Fields:
@@ -408,27 +397,6 @@ def _verl_record(row: Mapping[str, Any], file: File) -> Fields:
     )  # fmt: skip
 
 
-def _areal(row: Mapping[str, Any], file: File) -> Fields:
-    """Parse a row that AReaL appended to rollout/{version}/{task_id}.jsonl.
-
-    Texts include special tokens. Evaluations are in eval-rollout/. A resumed run numbers its tasks
-    from 0 again, so one file can have rows of several attempts.
-    """
-    run, head, tail = (
-        file.absolute_path.parent.parent,
-        row.get("head_version"),
-        row.get("tail_version"),
-    )
-    version, sample = None if tail is None else str(tail), row.get("sample_idx")
-    return dict(
-        group=str(row["task_id"]), run=str(run), step=version, batch=str(file.path),
-        sample=None if sample is None else str(sample), policy_version=version,
-        untrained=EVALUATION if run.name.startswith("eval") else "",
-        prompt=row["prompt"], completion=row["completion"], rewards=(row, {"reward": 1.0}),
-        fault=f"written by policies {head} to {tail}" if head != tail else "",
-    )  # fmt: skip
-
-
 def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Fields]:
     """Parse a line that ms-swift appended to its log; each column is a list with a value per row.
 
@@ -459,14 +427,6 @@ def _ms_swift(columns: Mapping[str, Any], file: File) -> list[Fields]:
     ]  # fmt: skip
 
 
-def _skyrl(_: Mapping[str, Any], file: File) -> Fields:
-    """Refuse a batch that SkyRL dumped."""
-    raise ConfigError(
-        f"{file.path}: batches that SkyRL dumps are pickles without rewards and prompt ids: write "
-        "token-exact rows in the on_step_end of a TrainingCallback instead (docs/measuring.md)"
-    )
-
-
 FORMATS = {
     framework.name: framework
     for framework in (
@@ -492,10 +452,6 @@ FORMATS = {
             note="run vf-eval with --state-columns trajectory and a client that returns tokens",
         ),
         Format(
-            "rllm", _rllm, "**/episode_*.json", fields=frozenset({"trajectories", "task"}),
-            note="rLLM always logs messages, but token ids only with some rollout engines",
-        ),
-        Format(
             "open_instruct", _open_instruct, "**/*_rollouts_*.jsonl", r"_rollouts_\d{6,}\.jsonl",
             frozenset({"prompt_tokens", "response_tokens", "prompt_idx"}),
         ),
@@ -510,10 +466,6 @@ FORMATS = {
             note="verl logs texts without special tokens",
         ),
         Format(
-            "areal", _areal, "**/*.jsonl", r"/\d+/(\d+|[0-9a-f-]{32,36})\.jsonl",
-            frozenset({"task_id", "seqlen", "completion"}),
-        ),
-        Format(
             "ms_swift", _ms_swift, "**/completions.jsonl",
             fields=frozenset({"prompt", "completion", "advantages"}), skips_null=True,
         ),
@@ -521,7 +473,6 @@ FORMATS = {
             "slime", _slime, "**/*.pt", r"\d\.pt",
             frozenset({"rollout_id", "samples", "response_length"}),
         ),
-        Format("skyrl", _skyrl, "**/*_training_input.pkl"),
     )
 }  # fmt: skip
 
@@ -632,8 +583,6 @@ def first_fields(path: Path) -> set[str] | None:
             fields = parquet.read_schema(path).names
         elif path.suffix == ".jsonl":
             fields = next((row for _, row in json_lines(path)), {})
-        elif path.suffix == ".json":
-            fields = parsed_row(path.read_text(encoding="utf-8-sig", errors="replace")) or ()
         elif path.suffix == ".pt":
             with zipfile.ZipFile(path) as archive:
                 (pickled,) = [name for name in archive.namelist() if name.endswith("data.pkl")]

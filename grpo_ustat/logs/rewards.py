@@ -27,7 +27,7 @@ from grpo_ustat.estimators.intervals import (
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.logs.reward_forms import GROUP_COLUMNS, ROW_COLUMNS, form_of, step_column
 from grpo_ustat.logs.tables import read_table
-from grpo_ustat.logs.turns import check_turn_numbers, one_row_per_rollout
+from grpo_ustat.logs.turns import one_row_per_rollout
 from grpo_ustat.records import MAX_REWARD, Array, is_number
 
 # Columns that identify a prompt by its content. If one exists, it is used to find repeated prompts
@@ -124,8 +124,6 @@ def read_rewards(path: Path, column: str | None = None, cluster: str | None = No
     count = len(prompts)
     steps = columns[step_name] if step_name else [None] * count
     keys = [_key(pair) for pair in zip(steps, prompts, strict=True)]
-    if form.kind == "rows":
-        check_turn_numbers(path, form.prompt, keys, columns)
     content = cluster or next((x for x in CONTENT_COLUMNS if x in columns), form.prompt)
     groups: dict[str, list[float]] = {}
     clusters: dict[str, str] = {}

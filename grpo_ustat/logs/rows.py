@@ -28,7 +28,6 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.tables import read_table
 from grpo_ustat.logs.turns import (
     Turns,
-    check_turn_numbers,
     find_turns,
     is_id,
     shared_rewards,
@@ -115,8 +114,8 @@ class Rollout:
     # table has token ids, its prompts are also texts.
     prompt: Any = None
     completion: Any = None
-    # Short texts and whole numbers in the row, keyed by field. Some of them may be the id of a
-    # rollout, by which `turns` recognises rows of one rollout.
+    # Short texts and whole numbers in the row, keyed by field. The id of a rollout and the turn
+    # number are among them; see `turns`.
     possible_ids: dict[str, str | int] = field(default_factory=dict)
     # Logged advantage, or list of advantages by token; None if it is not logged.
     advantage: Any = None
@@ -281,7 +280,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     Rows that are turns of one rollout become one `Rollout`.
     """
     columns = read_table(path)
-    turns = _turns_of(path, columns.get("prompt_ids", columns.get("prompt")), columns)
+    turns = find_turns(path, columns)
     rewards, is_exact = _only_reward(path, columns), columns.keys() >= set(TOKEN_COLUMNS)
     if turns is not None:
         columns[rewards] = shared_rewards(path, turns, columns[rewards], columns)
@@ -356,17 +355,13 @@ def read_rollouts(path: Path) -> list[Rollout]:
 def joined(rows: Sequence[Rollout], turns: Turns) -> list[Rollout]:
     """Join rows that are turns of one rollout; rollouts are in the order of their first rows.
 
-    The turns of a rollout are in the order of their turn numbers. Without numbers, they are sorted
-    by the lengths of their prompts if each prompt extends the previous one, and are otherwise in
-    the order of the rows. The reward of the rollout must already be in its rows; see
-    `turns.shared_rewards`.
+    The turns of a rollout are in the order of their turn numbers. The reward of the rollout must
+    already be in its rows; see `turns.shared_rewards`.
     """
     rollouts: dict[int, Rollout] = {}
     joint = turns.rows()
     for name, places in joint.items():
         members = [rows[place] for place in places]
-        if turns.numbers is None:
-            members = _in_order_of_prompts(members)
         rollouts[min(places)] = replace(
             members[0], rollout_id=name, later=members[1:], ended=members[-1].ended,
             untrained=next((row.untrained for row in members if row.untrained), ""),
@@ -378,17 +373,6 @@ def joined(rows: Sequence[Rollout], turns: Turns) -> list[Rollout]:
         for place, row in enumerate(rows)
         if place in rollouts or place not in inside
     ]
-
-
-def _in_order_of_prompts(rows: list[Rollout]) -> list[Rollout]:
-    """Sort rows by the lengths of their prompts if each prompt begins with the previous one."""
-    prompts = [row.prompt_ids or row.prompt for row in rows]
-    if not all(isinstance(prompt, list | str) for prompt in prompts):
-        return rows
-    order = sorted(range(len(rows)), key=lambda row: len(prompts[row]))
-    pairs = zip(order[:-1], order[1:], strict=True)
-    extend = all(prompts[b][: len(prompts[a])] == prompts[a] for a, b in pairs)
-    return [rows[row] for row in order] if extend else rows
 
 
 def _check_texts(path: Path, rollouts: Sequence[Rollout]) -> None:
@@ -408,34 +392,21 @@ def _check_texts(path: Path, rollouts: Sequence[Rollout]) -> None:
 def check_columns(path: Path) -> None:
     """Raise an error if a Parquet file lacks a column that a study of rollouts needs.
 
-    To save time, only columns outside KNOWN_COLUMNS are read. If one of them may contain ids of
-    rollouts, the prompts are read too, because rows may then be turns of one rollout.
+    To save time, only columns outside KNOWN_COLUMNS are read.
     """
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
             names, rows = file.schema_arrow.names, file.metadata.num_rows
-            others = [name for name in names if name not in KNOWN_COLUMNS or name == "prompt_id"]
-            prompt = "prompt_ids" if "prompt_ids" in names else "prompt"
-            prompts = [prompt] if prompt in names and len(others) > 1 else []
-            columns = file.read(others + prompts).to_pydict()
+            others = [name for name in names if name not in KNOWN_COLUMNS]
+            columns = file.read(others).to_pydict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {single_line(error, 200)}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows")
-    _turns_of(path, columns.get(prompt), {name: columns[name] for name in others})
+    find_turns(path, columns)
     _only_reward(path, {name: columns.get(name, []) for name in names})
-
-
-def _turns_of(
-    path: Path, prompts: Sequence[Any] | None, columns: Mapping[str, Sequence[Any]]
-) -> Turns | None:
-    """Identify turns of rollouts; raise an error if rows are turns of unknown rollouts."""
-    turns = find_turns(path, prompts, columns)
-    if turns is None and prompts is not None:
-        check_turn_numbers(path, "prompt", prompts, columns)
-    return turns
 
 
 def _only_reward(path: Path, columns: Mapping[str, list[Any]]) -> str:

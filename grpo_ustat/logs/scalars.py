@@ -46,7 +46,7 @@ from grpo_ustat.logs.scalar_names import (
     match,
     trainer_of,
 )
-from grpo_ustat.records import MAX_REWARD, Array, Integers, is_number
+from grpo_ustat.records import MAX_REWARD, Array, is_number
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.terminal.streams import excerpt, single_line
 
@@ -59,9 +59,6 @@ READABLE = (
 NOT_FINITE = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf")
 # Keys that only rows with completions have; such a file is not a log of scalars.
 ROLLOUT_KEYS = {"prompt", "completion", "completions", "input", "output", "prompt_ids", "rewards"}
-# n can be computed from the logged standard deviation of rewards. This needs at least this many
-# rows, whose values of n may differ from a whole number by at most the tolerance.
-MIN_RATIOS, SIZE_TOLERANCE = 3, 0.2
 # Rounding to float32 can put a share outside of [0, 1] by at most this value.
 ROUNDING = 1e-5
 
@@ -488,31 +485,4 @@ def _rollouts(run: ScalarRun) -> int | None:
     if run.trainer == OURS and len(totals := run.values("total_rollouts")) > 1:
         per_step = int(np.median(np.diff(totals)))
         return per_step if per_step >= 2 else None
-    return _rollouts_from_std(run)
-
-
-def variance_ratios(run: ScalarRun, rows: Integers) -> Array:
-    """Return the variance of the rewards, divided by m (1 - m), where m is the mean reward.
-
-    Only rows with 0 < m < 1 are used. For n rewards of 0 and 1 whose variance has the divisor
-    n - 1, the ratio is n / (n - 1).
-    """
-    means, stds = run.fields["reward"][rows], run.fields["reward_std"][rows]
-    mixed = (means > 0) & (means < 1)
-    return np.square(stds[mixed]) / (means[mixed] * (1 - means[mixed]))
-
-
-def _rollouts_from_std(run: ScalarRun) -> int | None:
-    """Compute n from the standard deviation over the batch, for rewards of 0 and 1.
-
-    The result is None if the standard deviations do not agree on one n.
-    """
-    if run.steps_per_row != 1 or not {"reward", "reward_std"} <= set(run.fields):
-        return None
-    values = np.isfinite(run.fields["reward"]) & np.isfinite(run.fields["reward_std"])
-    ratios = variance_ratios(run, np.flatnonzero(values))
-    if len(ratios) < MIN_RATIOS or ratios.min() <= 1:
-        return None
-    sizes = ratios / (ratios - 1)
-    size = round(float(np.median(sizes)))
-    return size if np.abs(sizes - size).max() < SIZE_TOLERANCE and size >= 2 else None
+    return None

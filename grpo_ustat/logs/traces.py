@@ -1,4 +1,4 @@
-"""Rollouts of several turns in one record: traces and results of verifiers, episodes of rLLM.
+"""Rollouts of several turns in one record: traces and results of verifiers.
 
 A trace of verifiers, which prime-rl also logs, is a tree of messages (nodes). The tree branches if
 the policy read something else than the conversation so far, such as a summary, or if it asked
@@ -143,53 +143,6 @@ def result_fields(row: Mapping[str, Any]) -> Fields:
         credit_by_turn(name, [step.get(name) for step in steps]) for name in ("advantage", "reward")
     ]
     return common | turns[0] | {"later": turns[1:], "fault": next(filter(None, faults), "")}
-
-
-def episode_fields(episode: Mapping[str, Any], folder: str) -> list[Fields]:
-    """Parse an episode of rLLM, from its `EpisodeLogger` or from `rllm eval`.
-
-    Each trajectory of the episode is a rollout, and each of its steps is a turn. `EpisodeLogger`
-    writes only messages; `rllm eval` also writes token ids if the rollout engine returned them.
-
-    Args:
-        episode: content of the file.
-        folder: name of the file's folder, such as `train_step_3_epoch_0`.
-    """
-    trajectories, step = episode["trajectories"], episode.get("training_step")
-    task = episode.get("task_hash") or json.dumps(episode.get("task"), sort_keys=True)
-    name = episode.get("episode_id", episode.get("id"))
-    return [
-        dict(
-            _steps_fields(trajectory["steps"]), at=f" trajectory {k}",
-            group=f"{task}/{trajectory['name']}", step=None if step is None else str(step),
-            policy_version=None if step is None else f"step {step}", sample=f"{name} {k}",
-            untrained="of an evaluation" if folder.startswith("val_") else "",
-            rewards=({"reward": trajectory["reward"]}, {"reward": 1.0}),
-        )
-        for k, trajectory in enumerate(trajectories)
-    ]  # fmt: skip
-
-
-def _steps_fields(steps: Sequence[Mapping[str, Any]]) -> Fields:
-    """Parse the steps of a trajectory of rLLM as turns."""
-    if not steps:
-        return {"fault": "it has no steps"}
-    turns: list[Fields] = []
-    for step in steps:
-        if step.get("prompt_ids") and step.get("response_ids"):
-            turns.append({
-                "prompt_ids": step["prompt_ids"], "completion_ids": step["response_ids"],
-                "logprobs": step.get("logprobs") or None,
-            })  # fmt: skip
-            continue
-        messages = step["chat_completions"]
-        if not messages or messages[-1]["role"] != "assistant":
-            return {"fault": "a step's chat_completions do not end in an assistant message"}
-        turns.append({"prompt": messages[:-1], "completion": messages[-1:]})
-    if len({frozenset(turn) for turn in turns}) > 1:
-        return {"fault": "only some of its steps have token ids"}
-    fault = credit_by_turn("advantage", [step.get("advantage") for step in steps])
-    return turns[0] | {"later": turns[1:], "fault": fault}
 
 
 def credit_by_turn(name: str, values: Sequence[Any]) -> str:

@@ -14,7 +14,6 @@ turns. If the token ids of one turn continue those of an earlier turn, both are 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -48,10 +47,6 @@ from grpo_ustat.policy.tokenizer import encode
 from grpo_ustat.records import Prompt, Rollouts, ScorePool
 from grpo_ustat.terminal.streams import single_line, tell
 
-# If logged and computed log-probabilities differ by less than this number of nats per token,
-# another temperature is not considered: the difference is only rounding.
-MIN_LOGPROB_GAP = 0.002
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 # Maximum number of completions for which logged and computed log-probabilities are compared.
 MAX_CHECKED_COMPLETIONS = 64
 
@@ -120,27 +115,6 @@ def import_pool(
             store.write(prompt, 0, part)
     pool, cost = read_pool(store, prompts, rewards_PN.shape[1])
     return pool, cost, prompts, rollouts
-
-
-def repeated_sentence(rollouts: list[Rollout]) -> str:
-    """Return a space and a sentence on identical completions of a prompt; "" if none are identical.
-
-    >>> repeated_sentence([Rollout(Path(), "", completion=x) for x in ("2", "2", "3")])[:42]
-    ' 2 of the 3 completions occur repeatedly, '
-    """
-    keys = [
-        repr((x.reward, [(y.prompt_ids or y.prompt, y.completion_ids or y.completion)
-                         for y in x.turns]))
-        for x in rollouts
-    ]  # fmt: skip
-    repeated = sum(count for count in Counter(keys).values() if count > 1)
-    if not repeated:
-        return ""
-    return (
-        f" {repeated} of the {len(rollouts)} completions occur repeatedly, with the same text and "
-        "reward. This is normal for short answers; for long answers, check whether the log was "
-        "written twice."
-    )
 
 
 def logged_rollouts(config: MseConfig) -> list[Rollout]:
@@ -471,38 +445,25 @@ def _check_vocabulary(groups: list[list[Rollout]], policy: Policy, config: MseCo
 
 
 def check_sampler(policy: Policy, rollouts: Rollouts, config: MseConfig) -> None:
-    """Raise an error if the model did not write the rollouts or if the temperature was different.
+    """Raise an error if the model's log-probabilities are not close to the logged ones.
 
-    Both are recognised by the difference between the model's and the logged log-probabilities. If
-    the difference is too large, another model wrote the rollouts. If it is less than half as large
-    at another temperature, the rollouts were sampled at that temperature. At most
-    MAX_CHECKED_COMPLETIONS completions are checked.
+    Another model or another temperature then wrote the rollouts. With corrections for this
+    mismatch, there is no error. At most MAX_CHECKED_COMPLETIONS completions are checked.
     """
-    count, corrected = rollouts.ended_PG.size, config.study.corrections
+    count = rollouts.ended_PG.size
     index = np.unique(np.linspace(0, count - 1, min(MAX_CHECKED_COMPLETIONS, count)).astype(int))
     gap = sampler_gap(policy, rollouts, index, config.temperature)
-    gaps = {
-        temperature: sampler_gap(policy, rollouts, index[::4], temperature)
-        for temperature in TEMPERATURES
-    }
-    nearest = min(gaps, key=lambda temperature: gaps[temperature])
-    other = gap > MIN_LOGPROB_GAP and gaps[nearest] < gap / 2
-    if (gap <= MAX_LOGPROB_GAP or corrected) and not other:
+    if gap <= MAX_LOGPROB_GAP or config.study.corrections:
         _print_on_main(
             f"{config.pool}: log-probabilities are within {gap:.4f} nats per token of the "
             f"sampler's, on average over {len(index)} completions"
         )
         return
-    cause = (
-        f"they were sampled at a different temperature: use temperature={nearest}"
-        if other
-        else "another checkpoint wrote them, or the prompts were formatted differently"
-    )
     raise ConfigError(
         f"{config.pool}: the log-probabilities of {config.model.name} at "
         f"temperature={config.temperature} differ from the logged ones by {gap:.3f} nats per token "
-        f"in {len(index)} completions, but rounding explains at most {MAX_LOGPROB_GAP}; most "
-        f"likely {cause}"
+        f"in {len(index)} completions, but rounding explains at most {MAX_LOGPROB_GAP}: check the "
+        "checkpoint, the temperature and the format of the prompts"
     )
 
 

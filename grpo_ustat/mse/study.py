@@ -31,7 +31,7 @@ from grpo_ustat.measurements.registry import (
 from grpo_ustat.measurements.study_page import VIEW
 from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
-from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts, repeated_sentence
+from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts
 from grpo_ustat.mse.monte_carlo import monte_carlo
 from grpo_ustat.mse.off_policy import (
     check_tokenizers,
@@ -240,7 +240,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
     measured = main_only(measure_all, pool_study)
     main_only(leave_sample, config.sampling, prompts, pool_folder, folder, config.imports_pool)
     rows = logged_rollouts(config) if config.imports_pool else []
-    remarks = repeated_sentence(rows)
+    remarks = ""
     if rows and (other := other_policy_sentence(rows[0].path, config.model.model_name_or_path)):
         remarks += f" {other}"
     if rows and not rows[0].is_exact:

@@ -1,25 +1,17 @@
-"""Advice from scalars: bounds that hold the truth, evidence for rewards of 0 and 1, differences."""
+"""Advice from scalars: bounds that hold the truth, and differences."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 
-from grpo_ustat.advise.scalar_bounds import (
-    REFUTED,
-    SHOWN,
-    UNDECIDED,
-    binary_evidence,
-    zero_variance,
-)
+from grpo_ustat.advise.scalar_bounds import zero_variance
 from grpo_ustat.advise.scalars import scalar_advice
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.logs.scalars import read_scalars
 from grpo_ustat.pages.advice import UNKNOWN
 
 SIZE, GROUPS, STEPS = 8, 16, 60
-ROLLOUTS = SIZE * GROUPS
 # Success probabilities of the prompts; the mean is 0.5, and the share at G = 8 is 0.43.
 P = np.array([0.1, 0.9])
 
@@ -85,9 +77,6 @@ def test_bounds_of_a_simulated_run_hold_the_truth(tmp_path):
     for size in (2, 4, 16, 32, 64):
         low, high = numbers["zero_variance_bounds"][str(size)]
         assert low <= true_share(size) <= high
-    # The share from the mean reward is 2 * 0.5^16.
-    assert numbers["zero_variance_bounds"]["16"][0] > 0.05
-    assert numbers["rollouts"] == ROLLOUTS
 
 
 def test_cost_of_a_useful_rollout_is_stated(tmp_path):
@@ -97,35 +86,17 @@ def test_cost_of_a_useful_rollout_is_stated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values, verdict",
-    [((0.0, 1.0), SHOWN), ((0.0, 0.1, 1.0), REFUTED), ((0.0, 1.0, 2.0), REFUTED),
-     ((-1.0, 1.0), REFUTED), ((0.0, 0.5), REFUTED)],
-)  # fmt: skip
-def test_rewards_of_0_and_1_are_recognised(tmp_path, values, verdict):
-    run = written(tmp_path, trl_rows(rewards(values=values)))
-    assert binary_evidence(run).verdict == verdict
-    if verdict == REFUTED:
-        # Bounds for any rewards still hold.
-        (low, high) = scalar_advice([run], SIZE).numbers["zero_variance_bounds"]["4"]
-        batches = rewards(1, values=values, steps=2000, size=4)
-        assert low <= (batches == batches[..., :1]).all(axis=2).mean() <= high
-
-
-@pytest.mark.parametrize(
-    "values, verdict",
-    [((0.0, 1.0), SHOWN), ((0.0, 0.1, 1.0), REFUTED), ((0.0, 1.0, 2.0), REFUTED)],
+    "values", [(0.0, 0.1, 1.0), (0.0, 1.0, 2.0), (-1.0, 1.0), (0.0, 0.5)], ids=str
 )
-def test_averages_of_steps_need_the_number_of_rollouts(tmp_path, values, verdict):
-    rows = trl_rows(rewards(values=values, steps=600), per_row=10)
-    run = written(tmp_path, rows, logging_steps=10)
-    assert run.steps_per_row == 10
-    assert binary_evidence(run).verdict in (UNDECIDED, verdict)
-    assert binary_evidence(run, ROLLOUTS).verdict == verdict
+def test_bounds_hold_for_any_rewards(tmp_path, values):
+    run = written(tmp_path, trl_rows(rewards(values=values)))
+    (low, high) = scalar_advice([run], SIZE).numbers["zero_variance_bounds"]["4"]
+    batches = rewards(1, values=values, steps=2000, size=4)
+    assert low <= (batches == batches[..., :1]).all(axis=2).mean() <= high
 
 
 def test_a_run_without_variance_in_its_rewards_shows_nothing(tmp_path):
     run = written(tmp_path, trl_rows(np.zeros((20, 4, 8))))
-    assert binary_evidence(run).verdict == UNDECIDED
     share = zero_variance(run)
     assert share is not None and share.share.estimate == 1
     assert share.share.low < 0.95
@@ -167,19 +138,12 @@ def prime_rows(batches):
 
 def test_prime_rl_shows_its_sizes_and_rewards(tmp_path):
     run = lines_run(tmp_path, prime_rows(rewards()))
-    assert binary_evidence(run).verdict == SHOWN
     numbers = scalar_advice([run]).numbers
     assert numbers["num_generations"] == SIZE
-    assert not numbers["zero_variance_assumes_binary"]
+    assert numbers["zero_variance_assumes_binary"]
     for size in (2, 16):
         low, high = numbers["zero_variance_bounds"][str(size)]
         assert low <= true_share(size) <= high
-
-
-def test_prime_rl_with_other_rewards_has_no_bounds(tmp_path):
-    run = lines_run(tmp_path, prime_rows(rewards(values=(0.0, 0.3, 1.0))))
-    assert binary_evidence(run).verdict == REFUTED
-    assert scalar_advice([run]).numbers["zero_variance_bounds"] == {}
 
 
 def nemo_rows(batches, **more):
@@ -214,13 +178,11 @@ def test_dynamic_sampling_leaves_no_bounds(tmp_path):
     assert "generated 2 batches" in text_of(advice)
 
 
-def test_missing_scalars_of_verl_are_named_with_settings(tmp_path):
+def test_scalars_of_verl_are_read(tmp_path):
     rows = [{"step": step, "data": {"critic/score/mean": 0.5, "actor/grad_norm": float(step > 2)}}
             for step in range(1, 13)]  # fmt: skip
     advice = scalar_advice([lines_run(tmp_path, rows)])
     text = text_of(advice)
-    assert "trainer.rollout_data_dir" in text
-    assert "use_kl_loss=True" in text
     assert "0 in 2 of 12 rows" in text
     assert advice.next.startswith("grpo-ustat advise")
     assert "zero_variance_share" not in advice.numbers
@@ -265,22 +227,6 @@ def test_one_run_of_each_setting_says_nothing_about_seeds(tmp_path):
     sentence = scalar_advice(runs).sentence
     assert "-0.2" in sentence
     assert "the variation between seeds is unknown" in sentence
-
-
-def test_noise_scale_from_two_batch_sizes(tmp_path):
-    """The squared norms have the mean 1 + V / groups with V = 64, so n_c = 8 V = 512 rollouts."""
-    runs = []
-    generator = np.random.default_rng(0)
-    for groups in (16, 128):
-        rows = trl_rows(rewards(groups=groups, steps=40))
-        for row in rows:
-            noise = generator.normal(0, math.sqrt(64 / groups / 400), 400)
-            row["grad_norm"] = float(np.linalg.norm(noise + 1 / 20))
-        runs.append(written(tmp_path, rows, f"n{groups * SIZE}"))
-    advice = scalar_advice(runs, SIZE)
-    (line,) = [line for line in advice.details if line.startswith("The noise scale")]
-    low, high = line.split("[")[1].split("]")[0].split(", ")
-    assert float(low) < 512 < float(high)
 
 
 def test_several_runs_have_a_row_each_within_80_columns(tmp_path):

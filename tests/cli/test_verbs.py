@@ -82,8 +82,7 @@ def test_the_verbs_own_words_reach_it(monkeypatch, capsys, verb):
 
 
 FRAMEWORKS = (
-    "auto, trl, nemo_rl, prime_rl, verifiers, rllm, open_instruct, verl_record, verl, areal, "
-    "ms_swift, slime, skyrl"
+    "auto, trl, nemo_rl, prime_rl, verifiers, open_instruct, verl_record, verl, ms_swift, slime"
 )
 WRONG = {
     "convert": "SRC and DST are missing, as in grpo-ustat convert rollouts/ rollouts.parquet",

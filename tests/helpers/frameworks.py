@@ -1,4 +1,4 @@
-"""What eight frameworks leave on disk, written as their code writes it, and what `convert` makes of
+"""What seven frameworks leave on disk, written as their code writes it, and what `convert` makes of
 it.
 """
 
@@ -116,15 +116,6 @@ def verl(path, seed, step, **changes):
         | {name: values[k] for name, values in changes.items()}
         for k, (_, _, prompt, ids, reward, _) in enumerate(samples(seed))
     ])  # fmt: skip
-
-
-def areal(folder, seed, version=2, **changes):
-    for g, i, prompt, ids, reward, _ in samples(seed):
-        append(folder / f"{version}/{g}.jsonl", [
-            {"task_id": g, "sample_idx": i, "seqlen": 6, "prompt_len": 2, "head_version": version,
-             "tail_version": version, "reward": reward, "prompt": texts(prompt),
-             "completion": texts(ids)} | changes
-        ])  # fmt: skip
 
 
 def trl(path, seed, step, **changes):

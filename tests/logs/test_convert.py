@@ -150,16 +150,6 @@ def verl(folder):
     ])  # fmt: skip
 
 
-def areal(folder):
-    for name in GROUPS:
-        lines(folder / f"rollout/2/{ord(name)}.jsonl", [
-            {"task_id": name, "sample_idx": i, "seqlen": len(prompt) + len(ids),
-             "prompt_len": len(prompt), "head_version": 2, "tail_version": 2, "reward": reward,
-             "prompt": text(prompt), "completion": text(ids)}
-            for other, i, prompt, ids, reward in rows() if other == name
-        ])  # fmt: skip
-
-
 def ms_swift(folder):
     one = list(rows())
     lines(folder / "completions.jsonl", [{
@@ -169,10 +159,9 @@ def ms_swift(folder):
     }])  # fmt: skip
 
 
-TEXTS = {"trl", "verl", "areal", "ms_swift"}  # which write no token ids of their own
+TEXTS = {"trl", "verl", "ms_swift"}  # which write no token ids of their own
 WRITERS = {
-    one.__name__: one
-    for one in (nemo_rl, prime_rl, open_instruct, slime, trl, verl, areal, ms_swift)
+    one.__name__: one for one in (nemo_rl, prime_rl, open_instruct, slime, trl, verl, ms_swift)
 }
 
 
@@ -377,7 +366,6 @@ def test_several_reward_columns_are_asked_for(tmp_path):
         ),
         (["source", "o.parquet", "--group-size", "0"], "--group-size 0 is below 1"),
         (["source", "o.parquet", "--group-size", "-4"], "--group-size -4 is below 1"),
-        (["source", "o.parquet", "--from", "skyrl"], "source contains no *_training_input.pkl"),
     ],
 )
 def test_wrong_command_lines_end_in_one_line(words, message, tmp_path, monkeypatch, capsys):

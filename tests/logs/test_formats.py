@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from frameworks import (
     append,
-    areal,
     cohort,
     converted,
     episode,
@@ -73,14 +72,6 @@ def verl_(folder):
     last.write_text(2 * last.read_text())
 
 
-def areal_(folder):
-    areal(folder / "t1/rollout", 0)
-    areal(folder / "t2/rollout", 1, version=1)
-    for seed in (2, 3, 3):
-        areal(folder / "t2/rollout", seed)
-    areal(folder / "t2/eval-rollout", 4)
-
-
 def trl_(folder):
     for run, seed, step, policy in (("a", 0, 3, 2), ("b", 1, 1, 0), ("b", 2, 3, 2), ("b", 2, 4, 2)):
         ids = {"prompt_ids": [row[2] for row in samples(seed)],
@@ -103,7 +94,6 @@ TABLE = {
     "open_instruct": (open_instruct_, 75, {COPY: 15, RUN: 15, POLICY: 15, AGAIN: 15}),
     "slime": (slime_, 60, {RUN: 15, POLICY: 15, EVALUATION: 15}),
     "verl": (verl_, 75, {COPY: 15, RUN: 15, POLICY: 15, EVALUATION: 15}),
-    "areal": (areal_, 90, {COPY: 15, RUN: 15, POLICY: 15, AGAIN: 15, EVALUATION: 15}),
     "trl": (trl_, 60, {COPY: 15, RUN: 15, POLICY: 15}),
     "ms_swift": (ms_swift_, 105, {COPY: 15, RUN: 15, POLICY: 15, AGAIN: 30, EVALUATION: 15}),
 }
@@ -128,7 +118,6 @@ def prime_evaluation(folder):
 
 EVALUATIONS = {
     "verl": (lambda folder: verl(folder / "f/val_data/7.jsonl", 0, 7), ["f/val_data", "f"]),
-    "areal": (lambda folder: areal(folder / "log/eval-rollout", 0), ["log/eval-rollout/2", "log"]),
     "prime_rl": (prime_evaluation, ["rollouts/step_7/eval/all", "rollouts/step_7", "."]),
 }
 
@@ -184,19 +173,12 @@ def put_aside(folder, name):
     elif name == "slime":
         slime(folder / "5_old.pt", 0, 5)
         slime(folder / "5.pt", 1, 5)
-    elif name == "areal":
-        areal(folder, 0)
-        for path in (folder / "2").iterdir():
-            path.rename(path.with_stem(f"{path.stem}_old"))
-        areal(folder, 1)
     else:
         for seed, step in enumerate(("5_old", "5")):
             append(cohort(folder, step, subset="effective"), [episode(*x) for x in samples(seed)])
 
 
-@pytest.mark.parametrize(
-    "name, aside", [("trl", 1), ("verl", 1), ("areal", 3), ("prime_rl", 1), ("slime", 1)]
-)
+@pytest.mark.parametrize("name, aside", [("trl", 1), ("verl", 1), ("prime_rl", 1), ("slime", 1)])
 def test_an_attempt_that_was_put_aside_is_not_merged(tmp_path, name, aside):
     put_aside(tmp_path / "run", name)
     conversion, table = converted(tmp_path / "run")

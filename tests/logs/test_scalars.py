@@ -140,7 +140,6 @@ def test_logs_of_one_run_agree(path):
     run, state = only(path), only(STATE)
     assert run.trainer == TRL
     assert run.steps.tolist() == list(range(1, 21))
-    assert run.rollouts == 16
     assert not run.notes
     assert set(state.fields) == set(run.fields)
     for name, values in state.fields.items():

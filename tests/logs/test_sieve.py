@@ -14,7 +14,6 @@ from frameworks import (
     PROMPTS,
     SIZE,
     append,
-    areal,
     cohort,
     converted,
     episode,
@@ -262,17 +261,6 @@ def test_a_file_that_is_written_anew_has_no_attempts(tmp_path):
                                                         for _ in range(SIZE)])  # fmt: skip
     conversion, _ = converted(tmp_path / "a")
     assert (conversion.kept, conversion.groups, conversion.largest) == (15, 2, 10)
-
-
-def test_evaluations_and_tasks_that_were_numbered_anew_in_areal(tmp_path):
-    """A resumed run numbers its tasks from 0 again, and appends to the files of the first."""
-    areal(tmp_path / "log/rollout", 0)
-    areal(tmp_path / "log/rollout", 1)
-    areal(tmp_path / "log/eval-rollout", 2, version=3)
-    conversion, table = converted(tmp_path / "log")
-    assert (conversion.rows, conversion.kept) == (45, 15)
-    assert left_out(conversion, "evaluation") == left_out(conversion, "written again") == 15
-    assert {row["completion"].split()[0] for row in table} == {"21"}
 
 
 def test_a_batch_that_trl_logs_twice_counts_once(tmp_path):

@@ -97,22 +97,12 @@ def test_what_ended_follows_from_the_end_token(tmp_path, exact):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides, cause",
-    [
-        (("model=tiny",), "another checkpoint wrote them, or the prompts were formatted"),
-        (("temperature=0.7",), "at a different temperature: use temperature=1.0"),
-        (("temperature=0.9", "model.dtype=bfloat16"), "temperature: use temperature=1.0"),
-    ],
-)
-def test_rows_that_another_policy_wrote_are_refused(tmp_path, exact, overrides, cause):
+@pytest.mark.parametrize("override", ["model=tiny", "temperature=0.7"])
+def test_rows_that_another_policy_wrote_are_refused(tmp_path, exact, override):
     path = write(tmp_path / "r.parquet", rows_of(*exact[:2]))
-    config = compose("mse", *SMALL, *overrides, f"pool={path}")
-    with pytest.raises(
-        ConfigError, match="differ from the logged ones by 0.*nats per token in 48"
-    ) as refused:
+    config = compose("mse", *SMALL, override, f"pool={path}")
+    with pytest.raises(ConfigError, match="differ from the logged ones by 0.*nats per token in 48"):
         import_pool(config, tmp_path / "pool")
-    assert cause in str(refused.value)
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_gram_and_sketches_are_those_of_summed_scores(tmp_path, model):
          r"the rewards 0\.0 and 1\.0 in row 0 \(from 0\) and row 1 .* write the reward of the "),
         ({"advantage": lambda k, row: 0.5 - k % 2}, r"r\.parquet: rollout trajectory_id=0-0-0 has "
          r"advantage -0\.5 and 0\.5 in its rows, but all turns of a rollout must share one advan"),
-        ({"turn": lambda k, row: 0}, "no column identifies the rollout of a row"),
+        ({"turn": lambda k, row: 0}, "no column numbers them: add a column turn"),
     ],
     ids=["rewards", "advantages", "turns"],
 )  # fmt: skip
@@ -198,35 +198,24 @@ def test_credit_by_turn_is_refused_by_name(tmp_path, model, columns, message):
         read_rollouts(path)
 
 
-def test_only_the_last_turn_may_have_the_reward(tmp_path, model):
-    """SkyRL's step-wise rows: reward 0 until the last step, which a column marks."""
-    marked = {
-        "is_last_step": lambda k, row: k % 2 == 1,
-        "reward": lambda k, row: row["reward"] if k % 2 else 0.0,
-    }
-    path = table(tmp_path / "r.parquet", model[1], SUMMARY, **marked)
+def test_one_turn_may_have_the_reward(tmp_path, model):
+    null = {"reward": lambda k, row: row["reward"] if k % 2 else None}
     (again, expected) = (
-        [x.reward for x in read_rollouts(y)]
-        for y in (path, table(tmp_path / "all.parquet", model[1], SUMMARY))
+        [x.reward for x in read_rollouts(table(tmp_path / f"{i}.parquet", model[1], SUMMARY, **y))]
+        for i, y in enumerate((null, {}))
     )
     assert again == expected
-    null = {"reward": lambda k, row: row["reward"] if k % 2 else None}
-    path = table(tmp_path / "null.parquet", model[1], SUMMARY, **null)
-    assert [x.reward for x in read_rollouts(path)] == expected
 
 
 def test_rows_in_any_order_are_the_same_rollouts(tmp_path, model):
     path = table(tmp_path / "r.parquet", model[1], CONTINUED)
     rows = parquet.read_table(path).to_pylist()
     mixed = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
-    for name, columns in (("numbered", []), ("unnumbered", ["turn"])):
-        other = tmp_path / f"{name}.parquet"
-        parquet.write_table(pyarrow.Table.from_pylist(mixed).drop_columns(columns), other)
-        found = {x.rollout_id: x for x in read_rollouts(other)}
-        for x, (first, second) in zip(
-            read_rollouts(path), product(range(6), repeat=2), strict=False
-        ):
-            assert [y.completion_ids for y in found[x.rollout_id].turns] == [[first], [second]]
+    other = tmp_path / "mixed.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(mixed), other)
+    found = {x.rollout_id: x for x in read_rollouts(other)}
+    for x, (first, second) in zip(read_rollouts(path), product(range(6), repeat=2), strict=False):
+        assert [y.completion_ids for y in found[x.rollout_id].turns] == [[first], [second]]
 
 
 def test_weights_of_tokens_are_those_of_their_turns(tmp_path, model, monkeypatch):
