@@ -139,12 +139,9 @@ def _exit(error: Exception) -> NoReturn:
     Raises:
         Exception: The error itself, if it is neither invalid input nor a system error.
     """
-    code = 2
     if not isinstance(error, ConfigError):
         from grpo_ustat.launch.run import ONE_LINE_ERRORS
-        from grpo_ustat.launch.torchrun import RanksFailed
 
-        code = 1 if isinstance(error, RanksFailed) else 2
         if not isinstance(error, ONE_LINE_ERRORS):
             line = fault_line(error)
             if line is None:
@@ -159,4 +156,4 @@ def _exit(error: Exception) -> NoReturn:
         # If another rank exited first, the launcher would end rank 0 before rank 0 prints the
         # error.
         barrier()
-    raise SystemExit(code)
+    raise SystemExit(2)

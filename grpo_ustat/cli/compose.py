@@ -40,9 +40,8 @@ from grpo_ustat.config.model import EMBEDDED
 from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed.ranks import RefusedByRank, world
+from grpo_ustat.distributed.ranks import RefusedByRank, check_ranks, world
 from grpo_ustat.estimators.baselines import BASELINES, plugin_baselines
-from grpo_ustat.launch.sharding import check_ranks
 
 # Imports that are not needed for the help or for refused command lines are local.
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
                 _check_packages(planned.config)
                 check_ranks(planned.config, tasks)
                 if "SlurmLauncher" in launcher["_target_"] and not planned.config.only_shows:
-                    _check_slurm(launcher.signal_delay_s, planned.config.launch.grace_seconds)
+                    _check_slurm()
                 planned_runs.append(planned)
             except ConfigError as error:
                 errors.append(error)
@@ -427,19 +426,8 @@ def check_cuda(config: Any, is_submitted: bool) -> None:
         )
 
 
-def _check_slurm(warning: int, grace: int) -> None:
-    """Refuse a job that SLURM ends before it can save, and a machine without SLURM.
-
-    Args:
-        warning: seconds between SLURM's signal and the time limit.
-        grace: seconds that a run may take to save after the signal.
-    """
-    if warning < grace:
-        raise ConfigError(
-            f"hydra.launcher.signal_delay_s={warning} leaves a job less time to save than "
-            f"launch.grace_seconds={grace}: use hydra.launcher.signal_delay_s={grace + 60} or "
-            "lower launch.grace_seconds"
-        )
+def _check_slurm() -> None:
+    """Refuse a machine without SLURM."""
     import shutil
 
     if shutil.which("sbatch") is None:

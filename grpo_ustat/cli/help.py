@@ -39,7 +39,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "What is kept": "eval_steps eval.num_generations save_steps monitor.gradient_mse_every "
         "output_root on_existing logger",
         "The run": "experiment debug dry_run seed launch.device launch.num_processes "
-        "launch.accelerate rollout",
+        "launch.fsdp2 rollout",
     },
     "gap": {
         "What is tested": "theorem theorem.rollouts theorem.group_size theorem.baselines "
@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "problem.parameters problem.start problem.reach problem.values problem.slopes "
         "problem.styles problem.curvature",
         "The run": "experiment dry_run seed launch.workers launch.num_processes "
-        "launch.grace_seconds output_root on_existing report.name report.steps logger "
+        "output_root on_existing report.name report.steps logger "
         "logger.project logger.finish_seconds",
     },
 }
@@ -97,8 +97,7 @@ BRIEF = {
     "launch.device": "cpu, cuda, mps ...",
     "launch.num_processes": "processes (ranks) on this machine",
     "launch.workers": "processes that share the work",
-    "launch.accelerate": "how processes share a policy: ddp, fsdp2",
-    "launch.grace_seconds": "seconds that processes have for saving",
+    "launch.fsdp2": "divide the training state among processes",
     "logger": "wandb, tensorboard or trackio",
     "logger.finish_seconds": "seconds to wait for the tracker",
     "rollout": "local or vllm",

@@ -96,7 +96,7 @@ OTHER_VALUES = {
     **dict.fromkeys(("wandb", "use_wandb"), "logger=wandb"),
     **dict.fromkeys(("resume", "resume_from_checkpoint"), "on_existing=resume"),
     **dict.fromkeys(("overwrite", "overwrite_output_dir"), "on_existing=overwrite"),
-    **dict.fromkeys(("fsdp", "deepspeed"), "launch.accelerate=fsdp2"),
+    **dict.fromkeys(("fsdp", "deepspeed"), "launch.fsdp2=true"),
     "fp16": "bf16=true",
     "verbose": "hydra.verbose=true",
     **dict.fromkeys(

@@ -29,11 +29,6 @@ class ProcessConfig:
         "processes",
         positive=True,
     )
-    grace_seconds: int = field(
-        "that ranks have for saving after a signal, before they are killed",
-        "seconds",
-        positive=True,
-    )
 
 
 @dataclass

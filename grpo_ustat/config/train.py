@@ -30,8 +30,6 @@ ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
 DECODINGS = ("sampled", "greedy")
 DEVICES = ("cpu", "cuda")
-# Values of `launch.accelerate`, which are names of files in launch/accelerate/.
-SHARINGS = ("ddp", "fsdp2")
 
 
 @dataclass
@@ -180,10 +178,9 @@ class TrainLaunch(LaunchConfig):
     """Processes and devices of training."""
 
     device: str = field("device; with cuda each rank uses its own GPU", choices=DEVICES)
-    accelerate: str | None = field(
-        "how ranks share a policy: name of a file in grpo_ustat/launch/accelerate/; null: the "
-        "choice of `accelerate launch` if that command is used, otherwise ddp",
-        choices=SHARINGS,
+    fsdp2: bool = field(
+        "divide weights, gradients and the optimizer's state among the ranks (FSDP2); otherwise "
+        "every rank stores all of them (DDP)"
     )
 
 

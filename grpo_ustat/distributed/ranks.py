@@ -17,8 +17,6 @@ from typing import Any
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed.signals import Stopped
 
-# Environment variable with the process id of the command that started the ranks.
-PARENT_VARIABLE = "GRPO_USTAT_PARENT"
 # Environment variable with the number of a local worker.
 WORKER_VARIABLE = "GRPO_USTAT_WORKER"
 # Longest time for which a rank waits for the others. The default of gloo, 30 minutes, is too short.
@@ -55,6 +53,33 @@ def check_environment() -> None:
     if missing and world() > 1:
         raise ConfigError(
             f"RANK={rank()} of WORLD_SIZE={world()} without {' and '.join(missing)}: {fix}"
+        )
+
+
+def check_ranks(config: Any, tasks: int = 1) -> None:
+    """Refuse contradictory numbers of processes, and steps with fewer prompts than processes.
+
+    Args:
+        config: configuration of the run.
+        tasks: number of processes that a scheduler will start for this run.
+    """
+    num_processes, others = config.launch.num_processes, max(world(), tasks)
+    if num_processes > 1 and (tasks > 1 or ("RANK" in os.environ and num_processes != others)):
+        raise RefusedByRank(
+            f"launch.num_processes={num_processes}, but a launcher sets the number of processes "
+            f"to {others}: set launch.num_processes=1, or do not use a launcher"
+        )
+    ranks = max(num_processes, others)
+    if ranks == 1 and getattr(config.launch, "fsdp2", False):
+        raise RefusedByRank(
+            "launch.fsdp2=true needs several processes: set launch.num_processes=2 or more"
+        )
+    prompts = getattr(config, "prompts_per_step", ranks)
+    if prompts < ranks:
+        raise RefusedByRank(
+            f"{prompts} prompts per step (budget.rollouts / group_size) for {ranks} processes, "
+            "which need at least one each: raise budget.rollouts, or lower group_size or the "
+            "number of processes"
         )
 
 

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 # Exit code of a stopped run, which the same command continues. It is EX_TEMPFAIL of sysexits.h.
 EXIT_CODE = 75
@@ -37,7 +37,7 @@ class StopRequest:
         # Number of the last stop signal; 0 if there was none.
         self.received = 0
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         self._outer, self._before = StopRequest._inner, {}
         StopRequest._inner = self
         # Python allows only the main thread to set handlers.

@@ -16,13 +16,12 @@ from typing import Any
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import slurm
-from grpo_ustat.distributed.ranks import is_main, world
+from grpo_ustat.distributed.ranks import check_ranks, is_main, world
 from grpo_ustat.distributed.signals import StopRequest, stop_if_requested
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.launch.command import Command, without_garbage_collection
-from grpo_ustat.launch.sharding import check_ranks, export_sharing
-from grpo_ustat.launch.torchrun import RanksFailed, run_ranks
+from grpo_ustat.launch.torchrun import run_ranks
 from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
@@ -31,10 +30,10 @@ from grpo_ustat.terminal.progress import waiting
 from grpo_ustat.terminal.streams import tell
 
 # Errors that are shown by their message alone, without a traceback.
-ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, RanksFailed, UnfitRewards)
+ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, UnfitRewards)
 
 
-def run(command: Command, config: Any, folder: RunFolder) -> float | None:
+def run(command: Command, config: Any, folder: RunFolder) -> None:
     """Execute a run, or continue it if its folder contains a part of it.
 
     Args:
@@ -42,12 +41,10 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
         config: checked configuration of the run.
         folder: folder of the run.
 
-    Returns:
-        Number that a sweep shows for the run; None if there is none.
-
     Raises:
-        FloatingPointError, NotSaved, RanksFailed, UnfitRewards: the run failed. As for a
-            ConfigError, the message explains the failure without a traceback.
+        FloatingPointError, NotSaved, UnfitRewards: the run failed. As for a ConfigError, the
+            message explains the failure without a traceback.
+        SystemExit: a rank failed or was lost.
         Stopped: a signal requested a stop, and finished work is saved.
     """
     with StopRequest():
@@ -57,26 +54,20 @@ def run(command: Command, config: Any, folder: RunFolder) -> float | None:
         join_tasks()
         check_ranks(config)
         if world() > 1 or config.launch.num_processes == 1:
-            return run_here(command, config, folder)
-        try:
-            return run_ranks(command.name, config, folder)
-        except RanksFailed as error:
-            note_failed_ranks(folder, error)
-            raise
+            run_here(command, config, folder)
+        else:
+            run_ranks(command.name, config, folder)
 
 
-def run_here(command: Command, config: Any, folder: RunFolder) -> float | None:
+def run_here(command: Command, config: Any, folder: RunFolder) -> None:
     """Execute a run in this process, which may be one of several ranks; see `run`."""
-    if world() > 1 and getattr(config.launch, "accelerate", None) is not None:
-        export_sharing(config.launch.accelerate)
     if is_main() and slurm.job_id() is not None:
         where = f"SLURM job {slurm.address()} on {socket.gethostname()}"
         tell(f"{where}, restart {slurm.restart_count()}", file=sys.stderr)
     folder.start_tracking = Tracking
-    value = make_run(command, config, folder)
+    make_run(command, config, folder)
     if is_main():
         history.note_done(folder.path)
-    return value
 
 
 def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
@@ -96,9 +87,3 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
         with waiting("starting", visible=is_main()), without_garbage_collection():
             run_command = command.load_run()
         return run_command(config, folder)
-
-
-def note_failed_ranks(folder: RunFolder, error: RanksFailed) -> None:
-    """Record in the run folder why ranks failed, in case rank 0 could not do this itself."""
-    if folder.path.is_dir():
-        history.append(folder.path, history.end_row(error) | {"config_hash": folder.config_hash})

@@ -314,7 +314,7 @@ class RunFolder:
             self.note(**end)
         self._open = False
         if self._tracking:
-            self._tracking.finish(end["outcome"], self.config.launch.grace_seconds)
+            self._tracking.finish(end["outcome"], 120)
         if held_lock:
             held_lock.release()
 

@@ -12,8 +12,8 @@ bf16=true, autocast computes linear layers in bfloat16, so the full copy stores 
 bfloat16. Work that needs the exact weights, such as checkpoints, gathers them for its duration
 (`exact_full_copy`).
 
-Sharding uses torch's `fully_shard`, on CPUs and GPUs. Accelerate starts the ranks and reads the
-options of FSDP, but accelerate's own sharding is not used, because it does not work on a CPU.
+Sharding uses torch's `fully_shard`, on CPUs and GPUs. Accelerate's own sharding is not used,
+because it does not work on a CPU. `launch.fsdp2=true` or accelerate's configuration turns it on.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ from grpo_ustat.train.micro_batches import Result, plan
 def is_configured(accelerator: Accelerator) -> bool:
     """Return True if accelerate launched this run with FSDP2.
 
-    An error is raised if options differ from those in grpo_ustat/launch/accelerate/fsdp2.yaml in a
-    way that is not supported.
+    An error is raised if accelerate's configuration has options that are not supported.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or not dist.is_initialized():
         return False
@@ -62,9 +61,8 @@ def is_configured(accelerator: Accelerator) -> bool:
     ):
         if value != required:
             raise RefusedByRank(
-                f"accelerate's {name}={value} is not supported: use {required}, as "
-                "grpo_ustat/launch/accelerate/fsdp2.yaml does (for activation checkpointing set "
-                "gradient_checkpointing=true)"
+                f"accelerate's {name}={value} is not supported: use {required} (for activation "
+                "checkpointing set gradient_checkpointing=true)"
             )
     return True
 
@@ -82,7 +80,7 @@ def shard(policy: Policy, device: torch.device) -> Policy:
     if not layers:
         raise RefusedByRank(
             f"FSDP2 finds no layers in {type(policy.model).__name__} to gather one at a time: "
-            "use grpo_ustat/launch/accelerate/ddp.yaml"
+            "train without FSDP2"
         )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*layers, model):

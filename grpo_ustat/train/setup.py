@@ -60,12 +60,12 @@ def set_up(config: TrainConfig, folder: RunFolder) -> TrainContext:
 
     policy = _trained_policy(config, device, tokenizer)
     sharded_policy = None
-    if fsdp2.is_configured(accelerator):
+    if config.launch.fsdp2 or fsdp2.is_configured(accelerator):
         if config.objective.top_entropy_quantile < 1:
             raise RefusedByRank(
                 f"objective.top_entropy_quantile={config.objective.top_entropy_quantile} under "
                 "FSDP2: entropies are read from the full policy before each update, but FSDP2 "
-                "keeps shards: use launch.accelerate=ddp, or objective.top_entropy_quantile=1"
+                "keeps shards: use launch.fsdp2=false, or objective.top_entropy_quantile=1"
             )
         sharded_policy = fsdp2.shard(policy, accelerator.device)
     optimizer, scheduler = make_optimizer(config, sharded_policy or policy)
@@ -115,8 +115,8 @@ def join_ranks(config: TrainConfig) -> Accelerator:
     check_device(config.launch.device)
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RefusedByRank(
-            "accelerate is configured for DeepSpeed, which is not supported: use fsdp2 "
-            "(launch.accelerate=fsdp2), which shards weights, gradients and the optimizer's state"
+            "accelerate is configured for DeepSpeed, which is not supported: use launch.fsdp2=true "
+            "to shard weights, gradients and the optimizer's state"
         )
     patience = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
     accelerator = Accelerator(cpu=config.launch.device == "cpu", kwargs_handlers=[patience])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from typing import Any
@@ -14,8 +13,7 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.reward_funcs import reward_names
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.distributed import slurm
-from grpo_ustat.distributed.ranks import PARENT_VARIABLE, is_main, main_only, name_lost_ranks
+from grpo_ustat.distributed.ranks import is_main, main_only, name_lost_ranks
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.baselines import advantages
@@ -30,7 +28,7 @@ from grpo_ustat.runs.faults import NotSaved
 from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.log import RunLog, attempt
 from grpo_ustat.runs.result import TrainResult
-from grpo_ustat.terminal.console import Console, warn
+from grpo_ustat.terminal.console import Console
 from grpo_ustat.terminal.progress import TrainingBar, listening, waiting
 from grpo_ustat.terminal.streams import tell, wrapped
 from grpo_ustat.train import fsdp2
@@ -168,7 +166,7 @@ def loop(
         Stopped: If any rank received a signal. A checkpoint is written first.
         NotSaved: If the last checkpoint could not be written.
     """
-    config, saved_step, grace_known, row = run.config, progress.step, False, {}
+    config, saved_step = run.config, progress.step
     while True:
         last = progress.step == config.max_steps
         if (last or progress.step % config.eval_steps == 0) and not stop_requested(run, stop):
@@ -176,10 +174,7 @@ def loop(
         stopping = stop_requested(run, stop)
         due = last or progress.step % config.save_steps == 0
         if progress.step > saved_step and (stopping or due) and save_checkpoint(run, progress, log):
-            if log and not (grace_known or stopping):
-                seconds_step, grace_seconds = row["step_time"], config.launch.grace_seconds
-                report_grace(seconds_step, progress.seconds_save, grace_seconds)
-            saved_step, grace_known = progress.step, True
+            saved_step = progress.step
         if log and saved_step == progress.step > 0:
             drop_old(run, saved_step)
         if stopping:
@@ -351,36 +346,3 @@ def train_result(
         versions=versions(),
         left_out=left_out,
     )
-
-
-def report_grace(seconds_step: float, seconds_save: float, grace_seconds: int) -> None:
-    """Print how long a run takes to stop, and how much time SLURM or the parent process allows.
-
-    After a signal, the run finishes its step and writes a checkpoint. If the allowed time is too
-    short for this, the process is killed and loses steps, so the line is a warning. Without SLURM
-    and without a parent process, there is no limit, and nothing is printed. The time after
-    `scancel` causes no warning, because a cancelled job does not continue.
-
-    Args:
-        seconds_step, seconds_save: durations of the latest step and of its checkpoint, in seconds.
-        grace_seconds: time that the parent process allows (`launch.grace_seconds`).
-    """
-    cluster, limits = slurm.grace(), {}
-    if PARENT_VARIABLE in os.environ:
-        limits["from the parent process (launch.grace_seconds)"] = float(grace_seconds)
-    if cluster.preempted:
-        # A GraceTime of 0 is left out. It is SLURM's default, also if jobs are never preempted.
-        limits["after a preemption (GraceTime)"] = cluster.preempted
-    waits = [f"{seconds:g} s {event}" for event, seconds in limits.items()]
-    if cluster.killed is not None:
-        waits.append(f"{cluster.killed:g} s after scancel (KillWait)")
-    if not waits:
-        return
-    text = (
-        f"to stop, this run needs up to one step ({seconds_step:.1f} s) and one checkpoint "
-        f"({seconds_save:.1f} s); before it is killed, it has {', '.join(waits)}"
-    )
-    if seconds_step + seconds_save <= min(limits.values(), default=math.inf):
-        tell(text, file=sys.stderr)
-    else:
-        warn(f"{text}: a kill loses the steps since the last checkpoint, so lower save_steps")

@@ -59,9 +59,6 @@ TRAIN = {
     ("bf16=3",): "bf16=3: true or false is needed, such as bf16=false",
     ("bf16=maybe",): "bf16=maybe: true or false is needed, such as bf16=false",
     ("launch=3",): "launch=3: it has fields of its own, see --help launch",
-    ("launch.grace_seconds=long",): (
-        "launch.grace_seconds=long: a whole number is needed, such as launch.grace_seconds=120"
-    ),
     ("eval.decoding=[sampled,", "greedy]"): (
         "eval.decoding=[sampled,: a list of words is needed, such as eval.decoding=[sampled]"
     ),

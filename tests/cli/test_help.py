@@ -22,9 +22,7 @@ from grpo_ustat.config.baseline import OPTIONS
 from grpo_ustat.config.load import CONF, SCHEMAS, all_fields, kinds_of
 from grpo_ustat.config.run import Shared
 from grpo_ustat.config.schema import ConfigError, fields_of
-from grpo_ustat.config.train import SHARINGS
 from grpo_ustat.estimators.baselines import BASELINES
-from grpo_ustat.launch.sharding import ACCELERATE_FOLDER
 
 RUNS = [entry for entry, schema in SCHEMAS.items() if issubclass(schema, Shared)]
 
@@ -102,10 +100,6 @@ def _accepted(config, key):
         found = set(listed[1].split(", ")) if listed else set()
         return found - ONLY_TRAINS if key.path == "baselines" else found
     return set()
-
-
-def test_ways_to_share_are_the_files_that_there_are():
-    assert set(SHARINGS) == {file.stem for file in ACCELERATE_FOLDER.glob("*.yaml")}
 
 
 @pytest.mark.parametrize("entry", RUNS)
@@ -231,7 +225,7 @@ def test_the_page_of_60_lines_has_the_usual_fields_with_their_values(entry, caps
     assert len(lines) <= 60 and all(len(line) <= 80 and line == line.rstrip() for line in lines)
     said = re.findall(r"^  ([a-z][\w.]*)=(\S+)", text, re.MULTILINE)
     assert [name for name, _ in said] == names_of(entry)
-    assert 30 <= len(said) == len(dict(said)) <= 45
+    assert 29 <= len(said) == len(dict(said)) <= 45
     composed = page(entry)
     values = {field.key.path: field.value for field in composed.fields}
     values |= {group.name: group.chosen or "NAME" for group in composed.groups}

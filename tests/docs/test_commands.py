@@ -53,7 +53,7 @@ RUN_BY = {  # commands of other kinds, and the file that runs them
 }
 # The picture of a page.
 LINKED = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
-PROGRAMS = ("./scripts/run", "grpo-ustat")  # the same command, in a checkout and installed
+PROGRAMS = ("./scripts/run", "grpo-ustat", "grpo_ustat")  # in a checkout, installed, by torchrun
 INSTALLS = ("python3 -m venv", "uv venv", "pip install", ".venv/bin/pip install")  # by setup.sh
 SMALL = {
     "mse": ["study.questions=8", "budget.pool_completions=8", "launch.workers=1"],
@@ -68,8 +68,6 @@ def of_entry(words):
     if words[0] == "sbatch":
         return "train", words[2:]
     for at, word in enumerate(words):
-        if word in ("grpo_ustat.train", "grpo_ustat.mse", "grpo_ustat.gap"):  # by torchrun
-            return word.partition(".")[2], words[at + 1 :]
         if word.endswith(PROGRAMS) and words[at + 1] in ("train", "mse", "gap"):
             return words[at + 1], words[at + 2 :]
     return None

@@ -206,5 +206,5 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path):
 def test_ranks_that_are_configured_for_deepspeed_are_refused(monkeypatch):
     """`accelerate launch` with a configuration of one's own; unrefused, it would shard nothing."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigError, match=naming("DeepSpeed", "launch.accelerate=fsdp2")):
+    with pytest.raises(ConfigError, match=naming("DeepSpeed", "launch.fsdp2=true")):
         join_ranks(config_of())

@@ -431,12 +431,12 @@ def test_what_ranks_cannot_do_is_refused(tmp_path, environment, overrides, match
 
 
 def launched(name, folder, *overrides):
+    """On CPUs, only `--multi_gpu` makes accelerate start several processes."""
     root = Path(__file__).parents[2]
     command = [
-        sys.executable, "-m", "accelerate.commands.launch",
-        "--config_file", str(root / f"grpo_ustat/launch/accelerate/{name}.yaml"),
-        "--num_processes=2",
-        "-m", "grpo_ustat.train", *BASE, *SMALL, *overrides, f"hydra.run.dir={folder / name}",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
+        "--main_process_port=0", "-m", "grpo_ustat", "train", *BASE, *SMALL, *overrides,
+        f"launch.fsdp2={str(name == 'fsdp2').lower()}", f"hydra.run.dir={folder / name}",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(root)}
     return subprocess.run(
@@ -445,7 +445,7 @@ def launched(name, folder, *overrides):
 
 
 @pytest.mark.parametrize("name", nightly_but(["fsdp2"], ["ddp", "fsdp2"]))
-def test_the_shipped_configurations_launch(tmp_path, alone, name):
+def test_accelerate_launch_starts_ranks(tmp_path, alone, name):
     """The float64 models of a fresh process have float32 norms, so only rewards are compared."""
     done = launched(name, tmp_path)
     assert done.returncode == 0, done.stderr
