@@ -10,24 +10,29 @@ The first of these cases that applies decides:
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
+from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import slurm
-from grpo_ustat.distributed.ranks import check_ranks, is_main, world
-from grpo_ustat.distributed.signals import StopRequest, stop_if_requested
+from grpo_ustat.distributed.ranks import RefusedByRank, barrier, check_ranks, is_main, world
+from grpo_ustat.distributed.signals import Stopped, StopRequest, stop_if_requested
 from grpo_ustat.distributed.slurm import join_tasks
 from grpo_ustat.estimators.baselines import UnfitRewards
-from grpo_ustat.launch.command import Command, without_garbage_collection
-from grpo_ustat.launch.torchrun import run_ranks
+from grpo_ustat.launch.command import Command, load_command, without_garbage_collection
+from grpo_ustat.launch.torchrun import RUN_VARIABLE, run_ranks
 from grpo_ustat.runs import history
 from grpo_ustat.runs.faults import NotSaved, faults_of
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.trackers import Tracking
 from grpo_ustat.terminal.progress import waiting
-from grpo_ustat.terminal.streams import tell
+from grpo_ustat.terminal.streams import lasting_output, tell
 
 # Errors that are shown by their message alone, without a traceback.
 ONE_LINE_ERRORS = (ConfigError, FloatingPointError, NotSaved, UnfitRewards)
@@ -87,3 +92,34 @@ def make_run(command: Command, config: Any, folder: RunFolder) -> float | None:
         with waiting("starting", visible=is_main()), without_garbage_collection():
             run_command = command.load_run()
         return run_command(config, folder)
+
+
+def main() -> None:
+    """Execute the run of `launch.torchrun` in this process, which is a rank."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    name, path, values = json.loads(os.environ.pop(RUN_VARIABLE))
+    config = build_config(values, SCHEMAS[name])
+    with lasting_output(), StopRequest():
+        try:
+            run_here(load_command(name), config, RunFolder(Path(path), config))
+        except Stopped:
+            # The parent reads the reason from the history of the folder.
+            return
+        except ONE_LINE_ERRORS as error:
+            if is_main() or not isinstance(error, RefusedByRank):
+                tell(f"error: {error}", file=sys.stderr)
+            if isinstance(error, RefusedByRank):
+                # All ranks raise this error. If one exited first, torchrun could end rank 0 before
+                # rank 0 prints the error.
+                barrier()
+            raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """End this process when the pipe from the parent is closed."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

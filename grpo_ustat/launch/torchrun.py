@@ -1,9 +1,9 @@
 """Start of the processes (ranks) of a run on this machine with torchrun.
 
-torchrun starts this module once for each rank. A rank takes the checked configuration from an
-environment variable, so that it does not need Hydra. The process that starts torchrun, the parent,
-forwards stop signals to the ranks but not to torchrun. The ranks can then save and end by
-themselves, and torchrun reports no failure. If the parent ends, the ranks end too.
+torchrun starts `python -m grpo_ustat.launch.run` once for each rank. A rank takes the checked
+configuration from an environment variable, so that it does not need Hydra. The process that starts
+torchrun, the parent, forwards stop signals to the ranks but not to torchrun. The ranks can then
+save and end by themselves, and torchrun reports no failure. If the parent ends, the ranks end too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from grpo_ustat.config.load import SCHEMAS, build_config
-from grpo_ustat.distributed.ranks import RefusedByRank, barrier, is_main
 from grpo_ustat.distributed.signals import STOPPING, Stopped, StopRequest
-from grpo_ustat.launch.command import load_command
 from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.terminal.streams import lasting_output, tell
 
 # Environment variable with the command, the folder and the configuration of the run of a rank.
 RUN_VARIABLE = "GRPO_USTAT_RUN"
@@ -46,7 +40,7 @@ def run_ranks(name: str, config: Any, folder: RunFolder) -> None:
         SystemExit: a rank failed; its message is on standard error.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={config.launch.num_processes}", "-m", __name__]
+    command += [f"--nproc_per_node={config.launch.num_processes}", "-m", "grpo_ustat.launch.run"]
     run = json.dumps([name, str(folder.path.absolute()), asdict(config)])
     before = history.launches(folder.path)[-1:]
     with SignalRelay() as relay:
@@ -101,37 +95,3 @@ class SignalRelay(StopRequest):
 def _ignore_stopping() -> None:
     for number in (*STOPPING, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-def main() -> None:
-    """Execute the run in this rank."""
-    # Imported here, because `launch.run` imports this module.
-    from grpo_ustat.launch.run import ONE_LINE_ERRORS, run_here
-
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    name, path, values = json.loads(os.environ.pop(RUN_VARIABLE))
-    config = build_config(values, SCHEMAS[name])
-    with lasting_output(), StopRequest():
-        try:
-            run_here(load_command(name), config, RunFolder(Path(path), config))
-        except Stopped:
-            # The parent reads the reason from the history of the folder.
-            return
-        except ONE_LINE_ERRORS as error:
-            if is_main() or not isinstance(error, RefusedByRank):
-                tell(f"error: {error}", file=sys.stderr)
-            if isinstance(error, RefusedByRank):
-                # All ranks raise this error. If one exited first, torchrun could end rank 0 before
-                # rank 0 prints the error.
-                barrier()
-            raise SystemExit(1) from None
-
-
-def _end_with_parent() -> None:
-    """End this process when the pipe from the parent is closed."""
-    os.read(0, 1)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
