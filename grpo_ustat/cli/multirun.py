@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_ustat.cli.compose import Invocation
 from grpo_ustat.distributed import slurm
-from grpo_ustat.distributed.lock import peek
+from grpo_ustat.distributed.lock import owner
 from grpo_ustat.distributed.ranks import RefusedByRank, is_main
 from grpo_ustat.distributed.signals import Stopped, StopRequest
 from grpo_ustat.launch.command import load_command, load_sweep_report
@@ -119,7 +119,7 @@ def _report_failure(folder: RunFolder, error: BaseException, before: list[dict])
             tell(f"error: {folder.path}: {text}", file=sys.stderr)
     else:
         traceback.print_exc()
-    if is_main() and peek(folder.path) is None:
+    if is_main() and owner(folder.path) is None:
         history.note_failure(folder.path, error, folder.config_hash, before)
 
 

@@ -22,7 +22,6 @@ from typing import Any, cast
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.distributed import server
-from grpo_ustat.distributed.lock import check_own
 from grpo_ustat.distributed.processes import end_with_parent
 from grpo_ustat.distributed.ranks import (
     WORKER_VARIABLE,
@@ -139,7 +138,6 @@ def share(
         returns the same.
 
     Raises:
-        Held: another process took over the folder.
         Stopped: a signal requested a stop. Files that workers have written are kept.
         RuntimeError: a worker failed. The message contains its traceback.
     """
@@ -176,7 +174,6 @@ def _collect(events: Iterator[tuple[int, Any]], meter: Meter) -> tuple[list[Any]
     """Return the results of the workers of this rank, in the workers' order, and the total cost."""
     results, cost, noticed = defaultdict(list), WorkCost(), False
     for worker, event in events:
-        check_own()
         stop_if_requested()
         if isinstance(event, WorkCost):
             cost += event

@@ -341,8 +341,6 @@ def check_disk(folder: Path) -> Finding:
 
 def check_locks(folder: Path) -> Finding:
     """Test the file lock of run folders, flock, from a second process and after a kill."""
-    from grpo_ustat.distributed.lock import DEAD_AFTER_SECONDS
-
     place = _nearest_folder(folder)
     remedy = f"mount it with working flock (Lustre: -o flock), or {OTHER_FOLDER}"
     try:
@@ -361,8 +359,8 @@ def check_locks(folder: Path) -> Finding:
         return failed(f"{place} cannot be locked: {error.strerror or error}", OTHER_FOLDER)
     if not owns:
         return warning(
-            f"the file system of {place} has no file locks (flock): a run touches its lock file "
-            f"instead, and after a kill its folder stays locked for {DEAD_AFTER_SECONDS:g} s",
+            f"the file system of {place} has no file locks (flock), so a second run in the same "
+            "folder is not refused",
             remedy,
         )
     if second_owns:

@@ -142,21 +142,17 @@ class RunFolder:
             )
 
     def check_free(self) -> None:
-        """Refuse a folder if another process is known to be running in it.
-
-        Raises:
-            Held: another process is running in the folder; the message names it.
-        """
-        holder = lock.peek(self.path) if is_main() else None
-        if holder and holder.certain:
-            raise lock.Held(lock.in_use(self.path, str(holder)))
+        """Refuse a folder in which another process is running; the message names it."""
+        owner = lock.owner(self.path) if is_main() else None
+        if owner:
+            raise ConfigError(lock.in_use(self.path, owner))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the folder against all other processes; rank 0 takes the lock for all ranks.
 
         Raises:
-            Held: another process is running in the folder; all ranks raise this error.
+            ConfigError: another process is running in the folder; all ranks raise this error.
         """
         main_only(self._take_lock)
         try:
@@ -166,15 +162,6 @@ class RunFolder:
             raise
         self._release(history.end_row(None))
 
-    def check_lock(self) -> None:
-        """Verify before a write that this process still holds the lock.
-
-        Raises:
-            Held: another process has taken over the folder.
-        """
-        if self._lock:
-            self._lock.check()
-
     def open(self) -> None:
         """Create the folder, or empty it if overwriting, and write the files that identify the run.
 
@@ -182,7 +169,6 @@ class RunFolder:
         """
         if not is_main():
             return
-        self.check_lock()
         self.check()
         tell(self.config.plan, file=sys.stderr)
         if self.mode == "overwrite":
@@ -273,7 +259,6 @@ class RunFolder:
         target = self.path / name
         if not is_main():
             return target
-        self.check_lock()
         write_whole(target, text)
         return target
 
@@ -310,7 +295,7 @@ class RunFolder:
     def _release(self, end: dict[str, Any]) -> None:
         """Record the end of the work if it had begun, end the tracker, and release the lock."""
         held_lock, self._lock = self._lock, None
-        if held_lock and self._open and held_lock.is_own():
+        if held_lock and self._open:
             self.note(**end)
         self._open = False
         if self._tracking:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_baselines, operational_keys
 from grpo_ustat.config.schema import flatten
-from grpo_ustat.distributed.lock import peek
+from grpo_ustat.distributed.lock import owner
 from grpo_ustat.runs import contents, history
 from grpo_ustat.runs.contents import command_of, row_interval
 from grpo_ustat.runs.files import CODE, CONFIG, RESULT, csv_rows, read_rows
@@ -318,9 +318,9 @@ class RunRecord:
                 f"max_steps={completed_steps} or more"
             )
             return RunState(PAST_MAX_STEPS, text, **progress)
-        owner = peek(self.folder)
-        if owner is not None:
-            return RunState(RUNNING, f"{owner.host}, process {owner.pid}", **progress)
+        running = owner(self.folder)
+        if running is not None:
+            return RunState(RUNNING, running, **progress)
         if failed:
             return RunState(FAILED, str(last.get("error", "")), **progress)
         if not self.launches:

@@ -191,7 +191,6 @@ def loop(
             break
         row, completions = train_step(run, progress)
         if log:
-            run.folder.check_lock()
             row |= {"seconds_save": progress.seconds_save}
             log.write(row, completions)
             run.folder.track(row, completions)
@@ -206,12 +205,7 @@ def loop(
 
 
 def stop_requested(run: TrainContext, stop: StopRequest) -> bool:
-    """Return True on all ranks if any rank has received a signal to stop.
-
-    Raises:
-        Held: If another process has taken over the run folder.
-    """
-    main_only(run.folder.check_lock)
+    """Return True on all ranks if any rank has received a signal to stop."""
     return bool(run.all_ranks_sum(np.array([stop.received])).any())
 
 

@@ -158,7 +158,7 @@ def test_a_point_that_another_process_runs_is_left_to_it(typed, tmp_path):
     code, out, err = typed("seed=0,1,2")
     lock.release()
     assert code == 1 and starts(tmp_path) == {0: 1, 1: 1, 2: 2}
-    assert f"seed=1, {lock.owner.host}, process" in out
+    assert "seed=1, process " in out
     assert len(err.splitlines()) == 1 and "seed=1" in err
     assert typed("seed=0,1,2")[0] == 0 and starts(tmp_path) == {0: 1, 1: 2, 2: 2}
 

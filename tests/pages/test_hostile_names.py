@@ -33,7 +33,7 @@ NAMES = list(hostile.NAMES.values())
 RUN_BY_A_SHEET = ("=", "+", "-", "@", "\t", "\r")
 OWN_PRINTS = {  # modules that print what no name is in, or bytes as they are
     "__main__.py", "advise/__main__.py", "cli/full_help.py", "cli/help.py", "cli/parser.py",
-    "distributed/lock.py", "doctor/__main__.py", "doctor/checks.py", "launch/torchrun.py",
+    "doctor/__main__.py", "doctor/checks.py",
     "runs/log.py", "terminal/console.py", "terminal/streams.py", "integrations/verl_record.py",
 }  # fmt: skip
 

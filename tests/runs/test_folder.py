@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from commands import compose
 from folders import completed
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed.lock import Held
 from grpo_ustat.runs.contents import content_digest
 from grpo_ustat.runs.folder import RunFolder, changed_files, remove_empty
 from grpo_ustat.runs.log import MetricsLog
@@ -180,16 +178,6 @@ def test_a_kill_while_overwriting_leaves_no_result_and_the_same_command_goes_on(
     assert not (tmp_path / "result.json").exists() and (tmp_path / "code.json").exists()
     again.open()
     assert not (tmp_path / "pool").exists() and not (tmp_path / "curves.csv").exists()
-
-
-@pytest.mark.parametrize("act", [lambda path: path.rename(path.with_name("moved")), shutil.rmtree])
-def test_moved_or_removed_folder_ends_its_run(tmp_path, act):
-    folder = RunFolder(tmp_path / "run", compose("mse", "debug=mse"))
-    with pytest.raises(Held, match=str(folder.path)), folder.lock():
-        folder.open()
-        act(folder.path)
-        folder.write("curves.csv", "paid for")
-    assert not folder.path.exists()
 
 
 @pytest.mark.parametrize(
