@@ -210,7 +210,7 @@ def refusal(verb, words, composing=compose):
     """The line that refuses a configuration; it names a key or a value that was typed."""
     with pytest.raises(ConfigError) as caught:
         config = composing(verb, *words)
-        theorem(config.theorem.kind).check(config)
+        theorem(config.theorem.kind).check(config.theorem)
     line = str(caught.value)
     assert "\n" not in line, words
     assert any(name in line for word in words for name in re.findall(r"[\w/]+", word)), words

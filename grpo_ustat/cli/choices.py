@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 import yaml
 
+from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.config.load import CONF, SCHEMAS, kinds_of
 from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
@@ -38,7 +39,7 @@ def top_names(schema: type) -> set[str]:
 
 def is_choice(group: str, name: str, schema: type) -> bool:
     """Return True if a built-in config group has this choice and the command accepts it."""
-    if name in {"baseline": BASELINES, "objective": PRESETS}.get(group, ()):
+    if name in {"baseline": BASELINES, "objective": PRESETS, "theorem": THEOREMS}.get(group, ()):
         return group in top_names(schema)
     file = CONF / group / f"{name}.yaml"
     return file.is_file() and fits(file, schema)
@@ -53,7 +54,7 @@ def choices_of(group: str, schema: type, *, fitting: bool = True) -> list[str]:
         fitting: True to return only the choices that the command accepts.
     """
     files = [file for file in (CONF / group).glob("*.yaml") if not fitting or fits(file, schema)]
-    ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, ())
+    ours = {"baseline": BASELINES, "objective": PRESETS, "theorem": THEOREMS}.get(group, ())
     return sorted({*ours, *(file.stem for file in files)})
 
 
@@ -85,6 +86,8 @@ def fits(file: Path, schema: type) -> bool:
     # The file defines no sweep.
     except (yaml.YAMLError, LookupError, TypeError, ValueError):
         return True
+    if not {name.partition(".")[0].partition("/")[0] for name in params} <= top_names(schema):
+        return False
     others = [
         file.parent.parent / group / f"{choice}.yaml"
         for group, choices in params.items()

@@ -34,6 +34,7 @@ from grpo_ustat.cli.hydra_api import (
 )
 from grpo_ustat.config.baseline import baseline_choice
 from grpo_ustat.config.command_line import command_line, install_line, is_installed
+from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
 from grpo_ustat.config.model import EMBEDDED
@@ -201,6 +202,8 @@ def register(entry: str) -> None:
     ConfigStore.instance().store(name=f"{entry}_schema", node=schema)
     if entry in ("mse", "train"):
         _store_choices()
+    if entry == "gap":
+        store_group("theorem", {name: partial(asdict, x) for name, x in THEOREMS.items()})
     if entry == "mse":
         # The options form a single node, because a defaults list with one file per baseline would
         # take 0.2 s.

@@ -42,11 +42,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "launch.fsdp2 rollout",
     },
     "gap": {
-        "What is tested": "theorem theorem.rollouts theorem.group_size theorem.baselines "
-        "theorem.steps theorem.replicates theorem.constant_rates theorem.decaying_rate "
-        "theorem.offset problem "
-        "problem.parameters problem.start problem.reach problem.values problem.slopes "
-        "problem.styles problem.curvature",
+        "What is tested": "theorem theorem.problem theorem.rollouts theorem.group_size "
+        "theorem.baselines theorem.steps theorem.replicates theorem.constant_rates "
+        "theorem.decaying_rate theorem.offset",
         "The run": "experiment dry_run seed launch.workers launch.num_processes "
         "output_root on_existing report.name report.steps logger "
         "logger.project logger.finish_seconds",
@@ -104,13 +102,12 @@ BRIEF = {
     "output_root": "folder for all outputs",
     "on_existing": "resume, error or overwrite",
     "seed": "seed of all random choices",
-    "problem": "the test problem: a small policy",
-    "problem.parameters": "D, number of parameters theta",
-    "problem.start": "u of the initial policy",
-    "problem.values": "probability of a right answer",
-    "problem.slopes": "slopes in u of this probability",
-    "problem.styles": "slopes in u of choices without reward",
-    "problem.reach": "largest gap J* - J that is tested",
+    "theorem.problem": "the test problem: a small policy",
+    "theorem.group_size": "completions per group, G",
+    "theorem.steps": "steps of each run, T",
+    "theorem.constant_rates": "constant learning rates",
+    "theorem.decaying_rate": "c of the falling rate c / (t + offset)",
+    "theorem.offset": "steps added to t in the falling rate",
 }
 # Field that is shown even if the selected data set does not have it, because other data sets do.
 OF_ROWS = "dataset.path"

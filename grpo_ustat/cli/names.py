@@ -17,7 +17,7 @@ from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_typ
 # there are several of our names, the first that the command has is used.
 MEANT = {
     "policy actor checkpoint llm model_name model_name_or_path base_model "
-    "pretrained": "model problem",
+    "pretrained": "model theorem.problem",
     "data data_set dataset_name train_dataset train_files task env environment "
     "benchmark": "dataset",
     "data_path data_file train_file": "dataset.path",
@@ -74,7 +74,7 @@ MEANT = {
     "dry dryrun": "dry_run",
     "num_questions n_questions num_prompts P": "study.questions",
     "lemma result proposition corollary": "theorem",
-    "bandit mdp": "problem",
+    "bandit mdp problem": "theorem.problem",
     "exp figure table": "experiment",
     "paths source sources inputs": "runs",
 }

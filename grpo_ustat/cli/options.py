@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_ustat.cli.choices import fits
 from grpo_ustat.config.baseline import BaselineConfig
 from grpo_ustat.config.command_line import program
+from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.config.load import CONF, KIND_SCHEMAS, SCHEMAS, default_values, kinds_of
 from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.run import Shared
@@ -25,7 +26,7 @@ from grpo_ustat.estimators.baselines import BASELINES
 LAUNCHER = "hydra/launcher"
 # Descriptions of config groups that set fields of several nodes, or whose name is not a node.
 GROUP_MEANINGS = {
-    "theorem": "the paper's result to test, with a problem",
+    "theorem": "the paper's result to test",
     "experiment": "all settings of a figure, table or check",
     "debug": "a run that ends in seconds",
     LAUNCHER: "where a sweep (-m) starts its runs",
@@ -108,7 +109,7 @@ def command_options(entry: str, words: Namespace) -> CommandOptions:
         for group in reversed(dict.fromkeys(names)):
             files = [file for file in _files(group, folders) if fits(file, schema)]
             words_of = {file.stem: first_comment(file) for file in files}
-            ours = {"baseline": BASELINES, "objective": PRESETS}.get(group, {})
+            ours = {"baseline": BASELINES, "objective": PRESETS, "theorem": THEOREMS}.get(group, {})
             words_of = {name: short(choice.words) for name, choice in ours.items()} | words_of
             choices = tuple(Choice(name, words_of[name]) for name in sorted(words_of))
             meaning = _group_meaning(group, nodes)

@@ -102,7 +102,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     >>> drop_neutral_keys({"objective": {"minibatch_size": 8, "num_minibatches": 4}})
     {'objective': {'minibatch_size': 8}}
     """
-    if "problem" in keys:
+    if "theorem" in keys:
         return keys
     keys = dict(keys)
     if "model" in keys:

@@ -17,10 +17,9 @@ import yaml
 
 from grpo_ustat.config.baseline import BaselineConfig, baseline_choice, complete_plugin_options
 from grpo_ustat.config.data import DATASETS
-from grpo_ustat.config.gap import THEOREMS, GapConfig
+from grpo_ustat.config.gap import KINDS, THEOREMS, GapConfig
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.presets import PRESETS
-from grpo_ustat.config.problems import PROBLEMS
 from grpo_ustat.config.run import ReportEntry
 from grpo_ustat.config.schema import (
     ConfigError,
@@ -44,10 +43,9 @@ CONF = next(c for c in (PACKAGE / "conf", PACKAGE.parent / "conf") if (c / "mse.
 # Schemas of the nodes whose fields depend on their field `kind`, keyed by node and by kind.
 KIND_SCHEMAS: dict[str, Mapping[str, type]] = {
     "dataset": DATASETS,
-    "problem": PROBLEMS,
-    "theorem": THEOREMS,
+    "theorem": KINDS,
 }
-NODE_NOUNS = {"dataset": "data set", "problem": "test problem", "theorem": "theorem"}
+NODE_NOUNS = {"dataset": "data set", "theorem": "theorem"}
 SCHEMAS = {"mse": MseConfig, "train": TrainConfig, "gap": GapConfig, "report": ReportEntry}
 
 
@@ -161,6 +159,8 @@ def _chosen(group: str, choice: str | None, schema: type) -> dict[str, Any]:
         return {group: asdict(baseline_choice(choice))}
     if group == "objective":
         return {group: asdict(PRESETS[choice].objective)}
+    if group == "theorem":
+        return {group: asdict(THEOREMS[choice])}
     if "# @package _global_" not in (CONF / group / f"{choice}.yaml").read_text():
         return {group: values_of(group, choice, schema)}
     content = _content(CONF / group / f"{choice}.yaml")
@@ -211,7 +211,7 @@ def kinds_of(schema: type) -> dict[str, Mapping[str, type]]:
     """Return the nodes whose fields depend on their kind, with the schema of each kind.
 
     >>> list(kinds_of(TrainConfig)), list(kinds_of(GapConfig))
-    (['dataset'], ['problem', 'theorem'])
+    (['dataset'], ['theorem'])
     """
     hints = get_type_hints(schema)
     return {name: kinds for name, kinds in KIND_SCHEMAS.items() if hints.get(name) is Any}

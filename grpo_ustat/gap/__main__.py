@@ -20,7 +20,7 @@ def load_run() -> Run:
 
 
 def show_costs(points: Sequence[PlannedRun]) -> None:
-    """Print the expected costs of planned runs."""
+    """Print the number of completions of planned runs."""
     from grpo_ustat.gap.run import show_plan
 
     show_plan(points)

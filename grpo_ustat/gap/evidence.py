@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_ustat.config.gap import Experiment, TheoryConfig
-from grpo_ustat.runs.claims import correct_family, worst_verdict
+from grpo_ustat.config.gap import GapConfig
+from grpo_ustat.runs.claims import agreement, correct_family, worst_verdict
 from grpo_ustat.runs.result import Claim
 
 Points = Sequence[float] | np.ndarray
@@ -81,10 +81,6 @@ class Evidence:
     panels: Sequence[Panel]
     # Rows of curves.csv. They contain the values in the panels and further values.
     rows: Sequence[Mapping[str, Any]]
-    # Result of the test in a few sentences.
-    answer: str
-    # Limitations, unexpected results and explanations, one per entry.
-    notes: Sequence[str] = ()
     # Facts about the test problem, keyed by their names on the page.
     problem: Mapping[str, float | str] = field(default_factory=dict)
     # Number of completions drawn; 0 if everything was enumerated.
@@ -98,29 +94,26 @@ class Evidence:
         """Verdict of the whole test: the worst verdict of its claims, from `worst_verdict`."""
         return worst_verdict(self.claims)
 
+    @property
+    def answer(self) -> str:
+        """Result of the test in a sentence."""
+        return f"{agreement(self.claims)} claims agree with the measurement."
+
 
 @dataclass(frozen=True)
 class Theorem:
     """Theorem of the paper with its test; each theorem's module defines one as `THEOREM`."""
 
-    # Schema of the configuration. It contains the title and the kinds of test problem that the test
-    # accepts.
-    schema: type[TheoryConfig]
     # The paper's claim in a few sentences.
     statement: str
     # Function that runs the test.
-    run: Callable[[Experiment], Evidence]
-    # Function that is called before any work. It raises ConfigError if the settings violate the
-    # theorem's assumptions.
-    check: Callable[[Experiment], None]
-    # Function that returns the number of completions that the test will draw; 0 for a test that
-    # enumerates all outcomes.
-    completions: Callable[[Experiment], int] = lambda experiment: 0
-
-    @property
-    def title(self) -> str:
-        """Title of the page, the figure and the table."""
-        return self.schema.title
+    run: Callable[[GapConfig], Evidence]
+    # Function that is called with the theorem's settings before any work. It raises ConfigError if
+    # they violate the theorem's assumptions.
+    check: Callable[[Any], None] = lambda theorem: None
+    # Function of the theorem's settings that returns the number of completions that the test will
+    # draw; 0 for a test that enumerates all outcomes.
+    completions: Callable[[Any], int] = lambda theorem: 0
 
 
 def theorem(kind: str) -> Theorem:

@@ -14,7 +14,6 @@ from grpo_ustat.pages.figures import (
     figure_fonts,
     line_style,
     log_sizes,
-    note,
     pyplot,
     save,
 )
@@ -31,11 +30,11 @@ PANEL_INCHES = (4.6, 3.8)
 
 
 def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
-    """Write all panels, with the answer below them, to `figure.{pdf,svg,png}`."""
+    """Write all panels to `figure.{pdf,svg,png}`."""
     panels = evidence.panels
     columns = min(PANELS_ACROSS, len(panels))
     rows = -(-len(panels) // columns)
-    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.6)
+    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.3)
     with figure_fonts():
         figure, axes = pyplot().subplots(
             rows, columns, figsize=size, squeeze=False, layout="constrained"
@@ -44,8 +43,7 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
             draw(place, panel)
         for place in axes.flat[len(panels) :]:
             place.set_visible(False)
-        figure.suptitle(f"{title}: {evidence.verdict}", fontsize=10, x=0.02, ha="left")
-        note(figure, [evidence.answer], size[0])
+        figure.suptitle(f"{title}: {evidence.answer}", fontsize=10, x=0.02, ha="left")
         save(figure, folder, "figure")
 
 

@@ -1,333 +1,214 @@
-r"""Lemma 11: exact comparison of the normalised estimator N with a U-statistic U for large groups.
+r"""Lemma 11: the normalised estimator N against the U-statistic U, for rewards of 0 and 1.
 
-The lemma says that `N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)` tends to U, the
-U-statistic with kernel h / sigma(x). The test computes the rate of convergence and compares N - U
-with the variance of U. It uses the formulas in `grpo_ustat.gap.normalised`, which define all
-symbols, and draws no samples.
+Completion i of a prompt has the score s_i (the gradient of its log-probability) and the reward z_i,
+and zbar_{-i} is the mean reward of the group's other completions. The two estimates are
+
+    N = 1/G sum_i s_i (z_i - zbar_{-i}) / (std + epsilon)
+    U = 1/G sum_i s_i (z_i - zbar_{-i}) / sigma
+
+N divides by std, the standard deviation of the group's rewards with divisor G-1. U divides by the
+exact sigma, with `sigma^2 = v = V (1 - V)`, and is the U-statistic with kernel h / sigma.
+
+A group with n right answers has `std^2 = n (G-n) / (G (G-1))`. Given n, the scores are independent.
+The score of a right answer has mean g / V and covariance trace t_1. The score of a wrong answer has
+mean -g / (1-V) and covariance trace t_0. All moments are therefore sums over n:
+
+    E[sigma U | n] = std^2 g / sigma^2
+    tr Cov(sigma U | n) = ( (G-n)^2 n t_1 + n^2 (G-n) t_0 ) / (G (G-1))^2
+
+At epsilon = 0 the following limits hold as G grows:
+
+    G Var U -> within + 4 shift      within = ( (1-V)^2 V t_1 + V^2 (1-V) t_0 ) / v
+    G Var N -> within +   shift      shift  = ||g||^2 (1 - 4v) / (4 v^2)
+    G E||N - U||^2 ->     shift
+    G (E N - g/sigma) -> -g (1 - 4v) / (8 v^(3/2))
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
-from grpo_ustat.config.gap import Experiment, Lemma11Config
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.gap import GapConfig
 from grpo_ustat.gap.claims import at_infinity, enumerated_claim, enumeration_converges, limit_claim
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
-from grpo_ustat.gap.normalised import (
-    NormalisedMoments,
-    RightAndWrong,
-    normalised_moments,
-    right_and_wrong,
-)
-from grpo_ustat.gap.problems import build_problem
+from grpo_ustat.gap.problems import PROBLEMS
+from grpo_ustat.records import Array
 from grpo_ustat.runs.claims import Claim, comma_list
 from grpo_ustat.terminal.streams import percentage
 
 SLOPE_TOLERANCE, TOLERANCE = 0.05, 0.01
 # Group sizes from which limits are extrapolated.
 LIMIT_SIZES = (2**14, 2**15, 2**16)
-# Largest number of prompts that get a curve in the figure.
-MAX_CURVES = 6
-
 STATEMENT = (
     "Lemma 11 compares two gradient estimates. N divides advantages by the standard deviation of "
     "the group's rewards. U is the U-statistic with kernel h / sigma(x), which divides them by the "
     "exact standard deviation sigma(x). As the group grows, N tends to U."
 )
+HOW = (
+    f"exact values at G = {comma_list(LIMIT_SIZES)} and epsilon = 0, averaged over prompts and "
+    f"extrapolated in 1/G; agrees if within {percentage(TOLERANCE)} of the delta-method value, "
+    "otherwise undecided if the values approach it"
+)
 
 
-@dataclass(frozen=True)
-class ExactValues:
-    """Exact moments at every group size."""
-
-    # Moments of each prompt's scores and rewards.
-    moments: RightAndWrong
-    # Group sizes in ascending order.
-    sizes: Sequence[int]
-    # Constant added to the group's standard deviation.
-    epsilon: float
-    # Moments of N and U with `epsilon`, at each group size.
-    with_epsilon: Sequence[NormalisedMoments]
-    # Moments of N and U with epsilon = 0, as in the lemma, at each group size.
-    without: Sequence[NormalisedMoments]
-    # Moments at the group sizes `LIMIT_SIZES`, first with `epsilon` and then with epsilon = 0.
-    far_with_epsilon: Sequence[NormalisedMoments]
-    far_without: Sequence[NormalisedMoments]
-
-    @property
-    def u_variance(self) -> float:
-        """Mean over prompts of the limit of G Var U."""
-        return float((self.moments.within + 4 * self.moments.shift).mean())
-
-    @property
-    def first_order(self) -> bool:
-        """True if E||N - U||^2 has a term of order 1/G."""
-        return bool(self.moments.shift.mean() > 1e-9 * self.u_variance)
-
-    def far(self, name: str) -> np.ndarray:
-        """Return G times a moment at epsilon = 0 for each of the three `LIMIT_SIZES`, [3, P].
-
-        Args:
-            name: field of `NormalisedMoments`.
-        """
-        pairs = zip(LIMIT_SIZES, self.far_without, strict=True)
-        return np.array([size * getattr(values, name) for size, values in pairs])
+def by_prompt(law_PY: Array, score_PYK: Array, reward_PY: Array) -> tuple[Array, ...]:
+    """Return V, ||g||^2, t_1 and t_0, each [P]."""
+    value_P, traces = (law_PY * reward_PY).sum(axis=1), list[Array]()
+    g_PK = np.einsum("py,pyk->pk", law_PY * reward_PY, score_PYK)
+    for mask_PY, chance_P in ((reward_PY, value_P), (1 - reward_PY, 1 - value_P)):
+        given_PY = law_PY * mask_PY / chance_P[:, None]
+        centred_PYK = score_PYK - np.einsum("py,pyk->pk", given_PY, score_PYK)[:, None]
+        traces.append((given_PY * np.square(centred_PYK).sum(axis=2)).sum(axis=1))
+    return value_P, np.square(g_PK).sum(axis=1), *traces
 
 
-def mean_by_size(values: Sequence[NormalisedMoments], name: str) -> np.ndarray:
-    """Return the mean over prompts of one field of `NormalisedMoments` at every group size."""
-    return np.array([getattr(at_size, name).mean() for at_size in values])
+def mean_weight(value: Array, group_size: int, epsilon: float) -> Array:
+    """Return the factor w in `E N = w grad V`, the expectation of the normalised estimate.
+
+    The factor is `w = E[ std^2 / (std + epsilon) ] / sigma^2` and depends only on V.
+
+    Args:
+        value: expected rewards V, as an array of any shape.
+        group_size: number of completions per prompt, G >= 2.
+        epsilon: constant added to std.
+
+    >>> float(mean_weight(np.array(0.5), 4096, 0.0).round(2))  # 1 / sigma
+    2.0
+    """
+    n = np.arange(1, group_size)
+    std_n = np.sqrt(n * (group_size - n) / (group_size * (group_size - 1)))
+    law = np.asarray(stats.binom.pmf(n, group_size, value[..., None]))
+    return (law * std_n**2 / (std_n + epsilon)).sum(axis=-1) / (value * (1 - value))
+
+
+def moments(prompts: tuple[Array, ...], size: int, epsilon: float) -> dict[str, Array]:
+    """Return E||N - U||^2, Var N, Var U and the bias of N along g, each [P].
+
+    Args:
+        prompts: result of `by_prompt`.
+        size: number of completions per prompt, G >= 2.
+        epsilon: constant added to std.
+
+    >>> coin = tuple(np.array([x]) for x in (0.5, 0.25, 0.0, 0.0))
+    >>> pair = moments(coin, 2, 0.0)  # s = +-1; U is 0 or 2, N 0 or sqrt 2
+    >>> [round(float(x[0]), 4) for x in pair.values()]
+    [0.1716, 0.5, 1.0, -0.2929]
+    """
+    value_P, g_sq_P, right_P, wrong_P = prompts
+    n, sigma_P = np.arange(size + 1.0), np.sqrt(value_P * (1 - value_P))
+    law_Pn = np.asarray(stats.binom.pmf(n, size, value_P[:, None]))
+    var_n = n * (size - n) / (size * (size - 1))
+    own_n = np.where(var_n > 0, 1 / (np.sqrt(np.where(var_n > 0, var_n, 1)) + epsilon), 0)
+    noise_Pn = (size - n) ** 2 * n * right_P[:, None] + n**2 * (size - n) * wrong_P[:, None]
+    mean_sq_Pn = g_sq_P[:, None] * (var_n / sigma_P[:, None] ** 2) ** 2
+    second_Pn = mean_sq_Pn + noise_Pn / (size * (size - 1)) ** 2
+
+    def second(factor_Pn: Array) -> Array:
+        return (law_Pn * factor_Pn**2 * second_Pn).sum(axis=1)
+
+    mean_P = np.sqrt(g_sq_P) * mean_weight(value_P, size, epsilon)
+    return {
+        "difference": second(own_n - 1 / sigma_P[:, None]),
+        "variance": second(own_n) - mean_P**2,
+        "u_statistic_variance": second(1 / sigma_P[:, None]) - g_sq_P / sigma_P**2,
+        "bias": mean_P - np.sqrt(g_sq_P) / sigma_P,
+    }
+
+
+def limits(prompts: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """Return within, shift and the limit of `G ||E N - g/sigma||` at epsilon = 0, each [P]."""
+    p, g_sq, right, wrong = prompts
+    v = p * (1 - p)
+    bias = np.sqrt(g_sq) * (1 - 4 * v) / (8 * v**1.5)
+    return (1 - p) * right + p * wrong, g_sq * (1 - 4 * v) / (4 * v**2), bias
 
 
 def lemma11(
-    probability_PY: np.ndarray,
-    score_PYK: np.ndarray,
-    reward_PY: np.ndarray,
-    group_sizes: Sequence[int],
-    epsilon: float,
+    law_PY: Array, score_PYK: Array, reward_PY: Array, group_sizes: Sequence[int], epsilon: float
 ) -> Evidence:
-    """Compute E||N - U||^2, both variances and the bias of N exactly at every group size.
+    """Compare the exact moments of N and U with their limits.
 
     Args:
-        probability_PY: probabilities of the outcomes of an enumerable policy.
-        score_PYK: scores (gradients of the log-probability) of the Y outcomes, for K parameters.
-        reward_PY: rewards of the outcomes, each 0 or 1.
-        group_sizes: at least three group sizes, for the curves and the rate of convergence. The
-            limits as G grows are instead extrapolated from `LIMIT_SIZES`.
-        epsilon: constant added to the group's standard deviation.
+        law_PY: probability of each of the Y outcomes (possible completions) of a prompt.
+        score_PYK: score of each outcome, for K parameters.
+        reward_PY: reward of each outcome, 0 or 1. Both occur for every prompt.
+        group_sizes: three or more group sizes, G.
+        epsilon: constant added to std.
     """
-    sizes = sorted(set(group_sizes))
-    try:
-        moments = right_and_wrong(probability_PY, score_PYK, reward_PY)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    exact = ExactValues(
-        moments,
-        sizes,
-        epsilon,
-        with_epsilon=[normalised_moments(moments, size, epsilon) for size in sizes],
-        without=[normalised_moments(moments, size, 0.0) for size in sizes],
-        far_with_epsilon=[normalised_moments(moments, size, epsilon) for size in LIMIT_SIZES],
-        far_without=[normalised_moments(moments, size, 0.0) for size in LIMIT_SIZES],
-    )
-    return Evidence(
-        problem={
-            "prompts": len(moments.value),
-            "outcomes": reward_PY.shape[1],
-            "smallest V": float(moments.value.min()),
-            "largest V": float(moments.value.max()),
-            "epsilon": epsilon,
-            "largest group": sizes[-1],
-        },
-        claims=_claims(exact),
-        panels=_panels(exact),
-        rows=_rows(exact),
-        answer=_answer(exact),
-        notes=_notes(exact),
-    )
-
-
-def _claims(exact: ExactValues) -> list[Claim]:
-    """Make claims about the rate of convergence, the limits, the bound 1/4 and epsilon."""
-    moments, u_variance = exact.moments, exact.u_variance
-    shift = float(moments.shift.mean())
-    names = ("difference", "plain_variance", "variance", "bias")
-    difference, plain, variance, bias = (exact.far(name).mean(axis=1) for name in names)
-    ratio = float((moments.within + moments.shift).mean() / u_variance)
-    share_P = at_infinity(exact.far("difference") / exact.far("plain_variance"))
-    largest = float(share_P.max())
-    claims = [
-        _rate_claim(exact),
-        _limit_claim("limit of G E||N - U||^2", shift, difference, u_variance),
-        _limit_claim("limit of E||N - U||^2 / Var U", shift / u_variance, difference / plain, 1.0),
-        enumerated_claim(
-            "limit of E||N - U||^2 / Var U, largest over prompts",
-            "<= 0.25",
-            largest,
-            largest <= 0.25 + TOLERANCE**2,
-            f"exact values, extrapolated in 1/G; largest value over {len(share_P)} prompts",
-        ),
-        _limit_claim("limit of Var N / Var U", ratio, variance / plain, 1.0),
-        _limit_claim(
-            "limit of G ||E N - g/sigma||", float(moments.bias.mean()), -bias, u_variance**0.5
-        ),
+    prompts, sizes = by_prompt(law_PY, score_PYK, reward_PY), sorted(group_sizes)
+    (within, shift, bias), (p, g_sq, *_) = limits(prompts), prompts
+    u_variance, sigma = float((within + 4 * shift).mean()), np.sqrt(p * (1 - p))
+    rows = [
+        {"group_size": size} | {k: float(x.mean()) for k, x in moments(prompts, size, 0.0).items()}
+        for size in sizes
     ]
-    if exact.epsilon > 0:
-        floor = float(moments.floor(exact.epsilon).mean())
-        limit = float(at_infinity(mean_by_size(exact.far_with_epsilon, "difference")))
+    far = [moments(prompts, size, 0.0) for size in LIMIT_SIZES]
+    far_nP = {
+        name: np.array([n * x[name] for n, x in zip(LIMIT_SIZES, far, strict=True)])
+        for name in far[0]
+    }
+    difference, variance, plain, bias_n = (x.mean(axis=1) for x in far_nP.values())
+    last, logs = np.log([row["difference"] for row in rows[-3:]]), np.log(sizes[-3:])
+    slope, slopes = float(np.polyfit(logs, last, 1)[0]), np.diff(last) / np.diff(logs)
+    # Without the part of order 1/G, the next one decides.
+    steep = -1.0 if shift.mean() > 1e-9 * u_variance else -2.0
+    before, after = np.abs(slopes - steep).tolist()
+    near = abs(slope - steep) <= SLOPE_TOLERANCE
+    agrees = near or enumeration_converges(after, before, 0.0)
+    share = float(at_infinity(far_nP["difference"] / far_nP["u_statistic_variance"]).max())
+
+    def limit(what: str, predicted: float, values: Array, scale: float) -> Claim:
+        tolerance = TOLERANCE * abs(predicted) + 1e-6 * scale
+        return limit_claim(what, float(predicted), values, tolerance, HOW)
+
+    claims = [
+        enumerated_claim(
+            "slope of log E||N - U||^2 on log G, mean over prompts", steep, slope, agrees,
+            f"exact values at G = {comma_list(sizes[-3:])} and epsilon = 0, fitted by least "
+            f"squares; agrees if within {SLOPE_TOLERANCE} of the prediction, otherwise undecided "
+            "if the slopes approach the prediction",
+        ),
+        limit("limit of G E||N - U||^2", shift.mean(), difference, u_variance),
+        limit("limit of E||N - U||^2 / Var U", shift.mean() / u_variance, difference / plain, 1.0),
+        enumerated_claim(
+            "limit of E||N - U||^2 / Var U, largest over prompts", "<= 0.25", share,
+            share <= 0.25 + TOLERANCE**2,
+            f"exact values, extrapolated in 1/G; largest value over {len(p)} prompts",
+        ),
+        limit(
+            "limit of Var N / Var U", (within + shift).mean() / u_variance, variance / plain, 1.0
+        ),
+        limit("limit of G ||E N - g/sigma||", bias.mean(), -bias_n, u_variance**0.5),
+    ]  # fmt: skip
+    if epsilon > 0:
+        floor = float((g_sq * (1 / (sigma + epsilon) - 1 / sigma) ** 2).mean())
+        means = [moments(prompts, size, epsilon)["difference"].mean() for size in LIMIT_SIZES]
+        value = float(at_infinity(np.array(means)))
         claims.append(
             enumerated_claim(
-                "limit of E||N - U||^2 with epsilon",
-                floor,
-                limit,
-                abs(limit - floor) <= TOLERANCE * floor + 1e-12,
-                f"exact values at epsilon = {exact.epsilon:g}, extrapolated in 1/G; agrees if "
-                f"within {percentage(TOLERANCE)} of the prediction",
+                "limit of E||N - U||^2 with epsilon", floor, value,
+                abs(value - floor) <= TOLERANCE * floor + 1e-12,
+                f"exact values at epsilon = {epsilon:g}, extrapolated in 1/G; agrees if within "
+                f"{percentage(TOLERANCE)} of the prediction",
             )
-        )
-    return claims
+        )  # fmt: skip
+    lines = [PlotLine(k.replace("_", " "), sizes, [abs(x[k]) for x in rows]) for k in far[0]]
+    lines.append(PlotLine("difference", sizes, shift.mean() / np.array(sizes), predicted=True))
+    panel = Panel("N and U at epsilon = 0", "group size G", "mean over prompts", lines, "xy")
+    facts = {"prompts": len(p), "smallest V": float(p.min()), "largest V": float(p.max())}
+    return Evidence(claims, [panel], rows, facts)
 
 
-def _rate_claim(exact: ExactValues) -> Claim:
-    """Make a claim about the rate at which E||N - U||^2 falls with G.
-
-    On log-log axes the predicted slope is -1 if there is a term of order 1/G, and -2 otherwise.
-    """
-    sizes, values = np.array(exact.sizes[-3:]), mean_by_size(exact.without, "difference")[-3:]
-    predicted = -1.0 if exact.first_order else -2.0
-    slope = float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
-    distances = np.abs(np.diff(np.log(values)) / np.diff(np.log(sizes)) - predicted)
-    agrees = abs(slope - predicted) <= SLOPE_TOLERANCE
-    agrees = agrees or enumeration_converges(distances[1], distances[0], 0.0)
-    how = (
-        f"exact values at G = {comma_list(sizes)} and epsilon = 0, fitted by least squares; agrees "
-        f"if within {SLOPE_TOLERANCE} of the prediction, otherwise undecided if the slopes "
-        "approach the prediction"
-    )
-    what = "slope of log E||N - U||^2 on log G, mean over prompts"
-    return enumerated_claim(what, predicted, slope, agrees, how)
-
-
-def _limit_claim(what: str, predicted: float, values: np.ndarray, scale: float) -> Claim:
-    """Make a claim that the limit extrapolated from `LIMIT_SIZES` equals the delta-method value."""
-    how = (
-        f"exact values at G = {comma_list(LIMIT_SIZES)} and epsilon = 0, averaged over prompts and "
-        f"extrapolated in 1/G; agrees if within {percentage(TOLERANCE)} of the delta-method value, "
-        "otherwise undecided if the values approach it"
-    )
-    tolerance = TOLERANCE * abs(predicted) + 1e-6 * scale
-    return limit_claim(what, predicted, values, tolerance, how)
-
-
-def _panels(exact: ExactValues) -> list[Panel]:
-    """Return three panels: E||N - U||^2 and both variances, their ratio by prompt, and the bias."""
-    moments, sizes = exact.moments, np.array(exact.sizes, dtype=float)
-    limits = {
-        "E||N - U||^2": ("difference", moments.shift, moments.floor(exact.epsilon).mean()),
-        "Var U": ("plain_variance", moments.within + 4 * moments.shift, 0.0),
-        "Var N": ("variance", moments.within + moments.shift, 0.0),
-    }
-    errors = [
-        PlotLine(label, sizes, mean_by_size(exact.with_epsilon, name))
-        for label, (name, _, _) in limits.items()
-    ]
-    errors += [
-        PlotLine(label, sizes, limit.mean() / sizes + floor, predicted=True)
-        for label, (_, limit, floor) in limits.items()
-    ]
-    shares = []
-    share_P = moments.shift / (moments.within + 4 * moments.shift)
-    for prompt in np.argsort(moments.value)[:: -(-len(moments.value) // MAX_CURVES)]:
-        label = f"V = {moments.value[prompt]:.3g}"
-        share = np.array([x.difference[prompt] / x.plain_variance[prompt] for x in exact.without])
-        shares.append(PlotLine(label, exact.sizes, share))
-        limit = np.full(len(share), share_P[prompt])
-        shares.append(PlotLine(label, exact.sizes, limit, predicted=True))
-    bias = PlotLine("||E N - g/sigma||", sizes, -mean_by_size(exact.without, "bias"))
-    limit = PlotLine(bias.label, sizes, moments.bias.mean() / sizes, predicted=True)
-    size = "group size G"
-    return [
-        Panel("Difference and both variances", size, "mean over prompts", errors, "xy"),
-        Panel("Difference relative to Var U", size, "E||N - U||^2 / Var U", shares, "x"),
-        Panel("Bias of N, epsilon = 0", size, "mean over prompts", [bias, limit], "xy"),
-    ]
-
-
-def _rows(exact: ExactValues) -> list[dict[str, float]]:
-    """Return one row per group size and prompt."""
-    moments, floor_P = exact.moments, exact.moments.floor(exact.epsilon)
-    return [
-        {
-            "group_size": size,
-            "prompt": prompt,
-            "value": float(moments.value[prompt]),
-            "difference": float(values.difference[prompt]),
-            "difference_without_epsilon": float(without.difference[prompt]),
-            "difference_predicted": float(moments.shift[prompt] / size + floor_P[prompt]),
-            "variance": float(values.variance[prompt]),
-            "u_statistic_variance": float(values.plain_variance[prompt]),
-            "bias": float(values.bias[prompt]),
-        }
-        for size, values, without in zip(
-            exact.sizes, exact.with_epsilon, exact.without, strict=True
-        )
-        for prompt in range(len(moments.value))
-    ]
-
-
-def _answer(exact: ExactValues) -> str:
-    """Return sentences that say in which sense the lemma holds."""
-    if not exact.first_order:
-        return (
-            "On this policy N and U agree for large G even after multiplication by sqrt(G), which "
-            "keeps their noise at a constant size. Every prompt has V = 1/2 or g = 0, so the "
-            "squared difference E||N - U||^2 falls like 1/G^2."
-        )
-    moments, u_variance = exact.moments, exact.u_variance
-    share, ratio = (
-        moments.shift.mean() / u_variance,
-        (moments.within + moments.shift).mean() / u_variance,
-    )
-    return (
-        "The lemma holds in the sense of consistency: the normalised estimate N and the "
-        "U-statistic U both tend to g/sigma. After multiplication by sqrt(G), which keeps their "
-        "noise at a constant size, N and U still differ for large G, because the squared "
-        "difference E||N - U||^2 falls only as 1/G. As G grows, the ratio of the squared "
-        "difference to the variance of "
-        f"U tends to {percentage(share, 1)}. The ratio of the variance of N to the variance of U "
-        f"tends to {percentage(ratio, 1)}."
-    )
-
-
-def _notes(exact: ExactValues) -> list[str]:
-    """Return notes on the difference between N and U and on the effect of epsilon."""
-    moments = exact.moments
-    fast = moments.shift <= 1e-9 * (moments.within + 4 * moments.shift)
-    notes = [
-        "At epsilon = 0, N - U has one part of order 1/sqrt(G): the expectation of U times the "
-        "noise of the group's standard deviation. G times the mean square of this part tends to "
-        "||g||^2 (mu4 - sigma^4)/(4 sigma^6) for each prompt.",
-        "The noise of the standard deviation cancels part of the noise of U. A part of the "
-        "variance of U is due to the random number of right answers in a group; only a quarter of "
-        "this part remains in N. For large G, N therefore has a smaller variance than U if V is "
-        "not 1/2 and g is not 0.",
-        "With 0/1 rewards the squared difference E||N - U||^2 is, in the limit, at most a quarter "
-        "of the variance of U. It equals a quarter if the scores depend only on the reward.",
-        "If the baseline is the mean of the whole group, as in most code, N is multiplied by "
-        "(G-1)/G. The limits above stay the same; only the bias of N at finite G changes, by "
-        "-g/(sigma G).",
-    ]
-    if fast.any():
-        notes.append(
-            f"{fast.sum()} of {len(fast)} prompts have V = 1/2 or g = 0. For these prompts the "
-            "squared difference falls like 1/G^2, so that N and U agree for large G even after "
-            "multiplication by sqrt(G)."
-        )
-    if exact.epsilon and exact.first_order:
-        floor = float(moments.floor(exact.epsilon).mean())
-        notes.append(
-            "With a fixed epsilon the difference between N and U does not vanish as G grows. At "
-            f"epsilon = {exact.epsilon:g} the squared difference tends to {floor:.3g}. The term of "
-            f"order 1/G is as large as this limit at G = {moments.shift.mean() / floor:.3g}."
-        )
-    return notes
-
-
-def run(experiment: Experiment) -> Evidence:
+def run(config: GapConfig) -> Evidence:
     """Run `lemma11` on the test problem's initial policy."""
-    problem, design = build_problem(experiment.problem), experiment.theorem
-    probability_PYR, score_PYKR = problem.law(problem.start_K[:, None])
-    law = probability_PYR[..., 0], score_PYKR[..., 0], problem.rewards_PY
-    return lemma11(*law, design.group_sizes, design.epsilon)
+    problem, design = PROBLEMS[config.theorem.problem], config.theorem
+    law_PYR, score_PYKR = problem.law(problem.start_K[:, None])
+    return lemma11(
+        law_PYR[..., 0], score_PYKR[..., 0], problem.rewards_PY, design.group_sizes, design.epsilon
+    )
 
 
-def check(experiment: Experiment) -> None:
-    """Raise ConfigError if the problem is invalid; see `build_problem`."""
-    build_problem(experiment.problem)
-
-
-THEOREM = Theorem(Lemma11Config, STATEMENT, run, check)
+THEOREM = Theorem(STATEMENT, run)

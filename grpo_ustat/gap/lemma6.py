@@ -11,22 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.config.gap import Experiment, Lemma6Config
+from grpo_ustat.config.gap import Lemma6Config
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, mean_p_value
 from grpo_ustat.gap.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, line_of
 from grpo_ustat.gap.exact import largest_error, noise, noise_everywhere
-from grpo_ustat.gap.problems import CoinProblem, Problem, build_problem
-from grpo_ustat.gap.simulate import (
-    Estimator,
-    Simulation,
-    Trajectories,
-    exits_text,
-    log_spaced_steps,
-)
-from grpo_ustat.gap.simulated import check_rates, learning_rates, simulated
-from grpo_ustat.runs.claims import Claim, agreement
+from grpo_ustat.gap.problems import CoinProblem, Problem
+from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, log_spaced_steps
+from grpo_ustat.gap.simulated import learning_rates, simulated
+from grpo_ustat.runs.claims import Claim
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
@@ -85,12 +79,6 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
         claims=claims,
         panels=[_panel(rate, rows) for rate in dict.fromkeys(row["rate"] for row in rows)],
         rows=rows,
-        answer=f"{agreement(claims)} predictions of the recursion and its bounds agree.",
-        notes=[
-            f"{exits_text(runs)}. All means include these replicates.",
-            "s2 is the largest mean squared error of the gradient on the sublevel set. The bounds "
-            "are therefore loose where the gradient's error is smaller than s2.",
-        ],
     )
 
 
@@ -212,14 +200,4 @@ def _panel(rate: str, rows: list[dict]) -> Panel:
     return Panel(rate, "step T", label, curves, "xy")
 
 
-def check(experiment: Experiment) -> None:
-    """Refuse learning rates that violate the lemma's assumptions.
-
-    The conditions are those of `check_rates`, with the constant mu of the Polyak-Lojasiewicz
-    inequality.
-    """
-    problem = build_problem(experiment.problem)
-    check_rates(experiment, problem, problem.constants[0])
-
-
-THEOREM = simulated(Lemma6Config, STATEMENT, plan, judge, check)
+THEOREM = simulated(STATEMENT, plan, judge)

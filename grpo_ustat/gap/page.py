@@ -19,7 +19,7 @@ MAX_ROWS = 200
 
 def title(run: RunRecord) -> str:
     """Return a title that names the theorem, the test problem and the seed."""
-    kind, problem = str(run.value("theorem.kind")), run.value("problem.name")
+    kind, problem = str(run.value("theorem.kind")), run.value("theorem.problem")
     return f"{TITLES.get(kind, kind)}, on {problem}, seed {run.value('seed')}"
 
 
@@ -65,9 +65,8 @@ def tables(run: RunRecord) -> list[Table]:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """Return the theorem's statement, followed by the notes of its test."""
-    result = run.result or {}
-    return [*filter(None, [result.get("statement")]), *result.get("notes", [])]
+    """Return the theorem's statement."""
+    return [run.result["statement"]] if run.result else []
 
 
 VIEW = RunView(

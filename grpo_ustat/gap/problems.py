@@ -15,15 +15,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from grpo_ustat.config.problems import CoinsConfig, RidgeCoinsConfig, SoftmaxConfig
-from grpo_ustat.config.schema import ConfigError
-
-# Smallest probability that a side of a coin may have within the box (see `Problem.box_K`).
-MIN_PROBABILITY = 0.02
 # Number of points of the grid in `Problem.sublevel_grid` along each coordinate.
 GRID_POINTS = 41
 
@@ -172,18 +167,6 @@ class CoinProblem(Problem):
     # Curvatures, lambda.
     lambda_K: np.ndarray
 
-    def __post_init__(self):
-        if np.abs(self.slope_PK.mean(axis=0)).max() > 1e-12:
-            raise ValueError(f"slopes {self.slope_PK.tolist()} must have mean 0 over prompts")
-        corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        # Probabilities are concave or linear in u, so their minimum is at a corner of the box.
-        probability = self.law(corners_KR)[0]
-        if probability.min() < MIN_PROBABILITY**2:
-            raise ValueError(
-                f"reach={self.reach} gives a smallest probability of {probability.min():.3g}: "
-                "lower reach"
-            )
-
     @property
     def box_K(self) -> np.ndarray:
         """Half-widths of the smallest box that contains the sublevel set."""
@@ -238,24 +221,6 @@ class RidgeCoinProblem(Problem):
     spread: float
     # Largest allowed |w|, enforced by projection.
     width: float
-
-    def __post_init__(self):
-        if abs(self.slope_P.mean()) > 1e-12:
-            raise ValueError(f"slopes {self.slope_P.tolist()} must have mean 0 over prompts")
-        if self.least_curvature <= 0:
-            raise ValueError(
-                f"bend={self.bend} with width={self.width} makes the curvature zero or negative: "
-                "lower one of them"
-            )
-        corners_KR = np.array(list(product(*([-b, b] for b in self.box_K)))).T
-        # Probabilities are concave or linear in v and in w, so their minimum is at a corner of the
-        # box.
-        probability = self.law(corners_KR)[0]
-        if probability.min() < MIN_PROBABILITY**2:
-            raise ValueError(
-                f"reach={self.reach} and width={self.width} give a smallest probability of "
-                f"{probability.min():.3g}: lower them"
-            )
 
     @property
     def curved(self) -> int:
@@ -336,6 +301,11 @@ def _two_coins(answer: tuple, style: tuple) -> tuple[np.ndarray, np.ndarray]:
     return probability, np.stack(scores, axis=1)
 
 
+def _coin_rewards(prompts: int) -> np.ndarray:
+    """Return the rewards of the four joint outcomes, [P, 4]."""
+    return np.tile([1.0, 1.0, 0.0, 0.0], (prompts, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxProblem(Problem):
     r"""Test problem with the softmax policy `pi(y|x)` proportional to `exp( phi_y' u + o_xy )`.
@@ -369,62 +339,45 @@ class SoftmaxProblem(Problem):
         return -np.einsum("py,pyk,pyl->kl", weight_PY, score, score) / len(self.rewards_PY)
 
 
-def build_problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
-    """Return the test problem for a configuration.
-
-    Raises:
-        ConfigError: If the problem is invalid, has no finite maximiser or starts outside the
-            sublevel set.
-    """
-    try:
-        problem = _problem(config)
-        start_gap = float(problem.gap(problem.start_K[:, None])[0])
-        least_curvature = problem.least_curvature
-    except (ValueError, np.linalg.LinAlgError) as error:
-        raise ConfigError(f"problem={config.name}: {error}") from error
-    if not np.isfinite(start_gap) or least_curvature <= 0:
-        raise ConfigError(
-            f"problem={config.name} has no finite maximum (curvature {least_curvature:.3g} where "
-            "the gradient vanishes): move its prompts closer together or change its rewards"
-        )
-    if start_gap > problem.reach:
-        raise ConfigError(
-            f"problem.start={config.start} is {start_gap:.4g} below the maximum, more than "
-            f"problem.reach={config.reach}: start nearer or raise problem.reach"
-        )
-    return problem
+def _softmax() -> SoftmaxProblem:
+    features = np.array([[2.0, 0.0], [-2.0, 0.0], [0.0, 2.0], [0.0, -2.0], [0.0, 0.0]])
+    # Points u at which all outcomes of a prompt have equal probability.
+    centres = np.array([[0.4, 0.0], [-0.4, 0.0], [0.0, 0.3], [0.0, -0.3]])
+    return SoftmaxProblem(
+        rewards_PY=np.tile([0.0, 0.0, 0.0, 0.0, 1.0], (4, 1)), parameters=8,
+        start_K=np.array([0.25, 0.2]), reach=0.05,
+        feature_YK=features, offset_PY=-centres @ features.T,
+    )  # fmt: skip
 
 
-def _problem(config: CoinsConfig | RidgeCoinsConfig | SoftmaxConfig) -> Problem:
-    """Return the test problem for a configuration without checking that it has a maximum."""
-    plane: dict[str, Any] = {
-        "parameters": config.parameters,
-        "start_K": np.array(config.start, dtype=float),
-        "reach": config.reach,
-    }
-    if isinstance(config, SoftmaxConfig):
-        features, rewards = np.array(config.features), np.array(config.rewards)
-        offset_PY = -np.array(config.centres) @ features.T
-        return SoftmaxProblem(rewards_PY=rewards, feature_YK=features, offset_PY=offset_PY, **plane)
-    coin_rewards_PY = np.tile([1.0, 1.0, 0.0, 0.0], (len(config.values), 1))
-    if isinstance(config, CoinsConfig):
-        return CoinProblem(
-            rewards_PY=coin_rewards_PY,
-            value_P=np.array(config.values),
-            slope_PK=np.array(config.slopes),
-            style_PK=np.array(config.styles),
-            lambda_K=np.array(config.curvature),
-            **plane,
-        )
-    return RidgeCoinProblem(
-        rewards_PY=coin_rewards_PY,
-        value_P=np.array(config.values),
-        slope_P=np.array(config.slopes),
-        style_P=np.array(config.styles),
-        along_P=np.array(config.along),
-        curvature=config.curvature,
-        bend=config.bend,
-        spread=config.spread,
-        width=config.width,
-        **plane,
-    )
+# Choices of `theorem.problem=`, except `sequences`, which is in `gap.sequences`.
+PROBLEMS: dict[str, Problem] = {
+    # J is exactly quadratic, and Assumption 2 holds at its maximiser.
+    "coins": CoinProblem(
+        rewards_PY=_coin_rewards(4), parameters=8, start_K=np.array([0.2, 0.2]), reach=0.1,
+        value_P=np.full(4, 0.5), lambda_K=np.array([1.0, 0.6]),
+        slope_PK=np.array([[0.25, 0.125], [-0.25, 0.125], [0.125, -0.25], [-0.125, 0.0]]),
+        style_PK=np.array([[0.63, 0.09], [-0.63, 0.09], [0.63, -0.09], [-0.63, -0.09]]),
+    ),
+    # An easy and a hard prompt, whose gradients have opposite directions.
+    "unequal_coins": CoinProblem(
+        rewards_PY=_coin_rewards(2), parameters=4, start_K=np.array([0.1]), reach=0.1,
+        value_P=np.array([0.5, 0.88]), lambda_K=np.array([1.0]),
+        slope_PK=np.array([[0.15], [-0.15]]), style_PK=np.zeros((2, 1)),
+    ),
+    # The noise is large where J curves little. The best G depends on T and the learning rate.
+    "uneven_coins": CoinProblem(
+        rewards_PY=_coin_rewards(2), parameters=8, start_K=np.zeros(2), reach=0.02,
+        value_P=np.full(2, 0.5), lambda_K=np.array([1.0, 0.1]),
+        slope_PK=np.array([[0.3, 0.0], [-0.3, 0.0]]), style_PK=np.array([[0.0, 0.7], [0.0, -0.7]]),
+    ),
+    # The styles cause noise along v, and `along` causes noise along w. They are uncorrelated.
+    "ridge_coins": RidgeCoinProblem(
+        rewards_PY=_coin_rewards(4), parameters=8, start_K=np.array([0.1, 0.0]), reach=0.012,
+        value_P=np.full(4, 0.5), slope_P=np.array([0.1, -0.1, 0.1, -0.1]),
+        style_P=np.array([0.4, 0.4, -0.4, -0.4]), along_P=np.array([0.6, -0.6, -0.6, 0.6]),
+        curvature=1.0, bend=0.8, spread=1.8, width=0.5,
+    ),
+    # Four prompts share two coordinates but have different optima. Assumption 2 is violated.
+    "softmax": _softmax(),
+}  # fmt: skip

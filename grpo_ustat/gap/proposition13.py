@@ -24,17 +24,16 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from grpo_ustat.config.gap import Experiment, Proposition13Config
-from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.config.gap import Proposition13Config
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
-from grpo_ustat.gap.normalised import mean_weight
-from grpo_ustat.gap.problems import Problem, build_problem
+from grpo_ustat.gap.lemma11 import mean_weight
+from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, reference_law
-from grpo_ustat.gap.simulated import check_rates, learning_rates, simulated
+from grpo_ustat.gap.simulated import learning_rates, simulated
 from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
-from grpo_ustat.runs.result import AGREES, DISAGREES, Claim
+from grpo_ustat.runs.result import Claim
 from grpo_ustat.terminal.streams import percentage
 
 # A limit agrees with the prediction if their distance is at most this fraction of the distance
@@ -149,12 +148,6 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
         claims=claims,
         panels=_panels(problem, ends),
         rows=rows,
-        answer=_answer(claims, ends),
-        notes=_notes(ends),
-        problem={
-            "u that maximises J": float(problem.best_K[0]),
-            "u that maximises E[2 arcsin sqrt V]": ends[1].maximiser,
-        },
     )
 
 
@@ -166,7 +159,7 @@ def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estima
 
 def kl_term(design: Proposition13Config) -> dict[str, Any]:
     """Return the KL term's entries for the data class `Estimator`, as keyword arguments."""
-    return {"beta": design.beta, "reference": tuple(design.reference)}
+    return {"beta": design.beta, "reference": (design.reference,)}
 
 
 def variant(estimator: Estimator) -> str:
@@ -281,72 +274,6 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
     return limit_claim(what, limit, roots, TOLERANCE * distance, how)
 
 
-def _answer(claims: Sequence[Claim], ends: list[EndPoint]) -> str:
-    """Summarise the claims about the maximisers that the paper states.
-
-    Args:
-        claims: claims about the maximisers, one for each end point in the order of `ends`, followed
-            by all other claims.
-        ends: end points of training.
-    """
-    verdict = {end.name: claim.verdict for end, claim in zip(ends, claims, strict=False)}
-    grpo, *by_size = (end for end in ends if not variant(end.estimator))
-    variants = [end for end in ends if variant(end.estimator)]
-    disagreeing = [end for end in by_size if verdict[end.name] == DISAGREES]
-    agreeing = [end for end in by_size if verdict[end.name] == AGREES]
-    sentences = []
-    if disagreeing:
-        at = ", ".join(f"{end.measured.estimate:.4f}" for end in disagreeing)
-        sizes = comma_list(end.estimator.group_size for end in disagreeing)
-        sentences.append(
-            f"At fixed G training does not end at the maximiser of E[2 arcsin sqrt V], "
-            f"u = {by_size[0].maximiser:.4f}; for G = {sizes} it ends at u = {at}"
-        )
-    if agreeing:
-        sizes = comma_list(end.estimator.group_size for end in agreeing)
-        sentences.append(
-            f"at G = {sizes} the end point does not differ significantly from the maximiser"
-        )
-    limit = next(claim for claim in claims if claim.what.startswith("as G grows"))
-    if limit.verdict == AGREES:
-        sentences.append("as G grows the end point tends to the maximiser of E[2 arcsin sqrt V]")
-    if variants:
-        count = sum(verdict[end.name] == DISAGREES for end in variants)
-        sentences.append(
-            f"of {len(variants)} variants with a KL term or minibatches, {count} end significantly "
-            "away from the paper's maximiser"
-        )
-    sentences.append(
-        f"GRPO without normalisation ends at {grpo.measured.estimate:.4f}, and the maximiser of J "
-        f"is {grpo.maximiser:.4f}"
-    )
-    return "; ".join(sentences) + "."
-
-
-def _notes(ends: list[EndPoint]) -> list[str]:
-    """Return notes on the roots and on the estimator's variants."""
-    plain = [end for end in ends[1:] if not variant(end.estimator)]
-    roots = ", ".join(f"{end.root:.4f} at {end.estimator.group_size}" for end in plain)
-    lines = [
-        "At a fixed G the expectation of the normalised estimator is the mean over prompts of "
-        "w_G(V) grad V, where the factor w_G is enumerated over the number of right answers. "
-        "Training ends where this expectation is 0, at a root. The roots by group size are "
-        f"{roots}. The maximiser of E[2 arcsin sqrt V] is {plain[0].maximiser:.4f}. More steps, "
-        "more prompts or a smaller learning rate do not move a root.",
-        "Without a KL term, the roots are the same if the baseline is the mean of the whole group "
-        "instead of the mean of the other completions. The other baseline only multiplies the "
-        "expectation by (G-1)/G.",
-    ]
-    if any(variant(end.estimator) for end in ends):
-        lines.append(
-            "For an on-policy completion the KL term (pi_ref/pi - 1) s has expectation -grad "
-            "KL(pi_ref || pi). The predicted end point is therefore the maximiser of E[2 arcsin "
-            "sqrt V] - beta KL(pi_ref || pi). Minibatches with importance ratios have "
-            "the same roots, since pi_old tends to pi_theta as c/t falls."
-        )
-    return lines
-
-
 def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
     """Return panels of the end points by group size, of the variants, and of the two objectives."""
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
@@ -388,21 +315,4 @@ def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
     return [PlotLine(label, x, y, low, high), PlotLine(label, x, roots, predicted=True)]
 
 
-def check(experiment: Experiment) -> None:
-    """Refuse problems with several coordinates, references out of range, and too small rates."""
-    problem, design = build_problem(experiment.problem), experiment.theorem
-    if len(problem.start_K) != 1:
-        raise ConfigError(
-            f"theorem=proposition13 needs one coordinate, but problem.start has "
-            f"{len(problem.start_K)}: use a problem with one coordinate"
-        )
-    reference, half = design.reference, half_width(problem)
-    if len(reference) != 1 or not abs(reference[0] - problem.best_K[0]) <= half:
-        raise ConfigError(
-            f"theorem.reference={reference} on problem={experiment.problem.name}: use one number "
-            f"within {half:.3g} of {problem.best_K[0] + 0.0:.3g}"
-        )
-    check_rates(experiment, problem, problem.least_curvature)
-
-
-THEOREM = simulated(Proposition13Config, STATEMENT, plan, judge, check)
+THEOREM = simulated(STATEMENT, plan, judge)

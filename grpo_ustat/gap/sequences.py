@@ -18,16 +18,12 @@ from functools import cached_property
 import numpy as np
 from scipy.special import logsumexp
 
-from grpo_ustat.config.problems import MAX_COMPLETIONS, SequencesConfig
 from grpo_ustat.draws import generator
 
 
 @dataclass(frozen=True)
 class SequencePolicy:
     """Policy over completions of L tokens from a vocabulary of V tokens.
-
-    Raises:
-        ValueError: If V^L exceeds `MAX_COMPLETIONS`.
 
     >>> policy = SequencePolicy(np.zeros((2, 2, 2)), np.zeros((1, 2)))
     >>> policy.completions_YL.tolist(), policy.probabilities_PY.tolist()
@@ -42,16 +38,6 @@ class SequencePolicy:
     theta_LVV: np.ndarray
     # Constant that each prompt adds to the logit of each token.
     offset_PV: np.ndarray
-
-    def __post_init__(self):
-        length, size, _ = self.theta_LVV.shape
-        assert self.theta_LVV.shape == (length, size, size) and self.offset_PV.shape[1] == size
-        assert self.theta_LVV.dtype == self.offset_PV.dtype == np.float64
-        if size**length > MAX_COMPLETIONS:
-            raise ValueError(
-                f"{size} tokens at {length} positions make {size**length} completions, more than "
-                f"{MAX_COMPLETIONS}: use a smaller vocabulary or length"
-            )
 
     def at(self, theta_D: np.ndarray) -> SequencePolicy:
         """Return the same policy with the parameters theta_D."""
@@ -109,15 +95,6 @@ class SequencePolicy:
         """Return the gradient of the expected reward V(x), which is `E[s z | x]`."""
         return _mean(self.probabilities_PY * reward_PY, self.scores_PYD)
 
-    def kl_from_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return the gradient of KL(reference || policy) over completions, `-E_reference[s]`."""
-        return -_mean(reference.probabilities_PY, self.scores_PYD)
-
-    def kl_to_gradient_PD(self, reference: SequencePolicy) -> np.ndarray:
-        """Return the gradient of KL(policy || reference), `E[s log(policy / reference)]`."""
-        log_ratio_PY = (self.logprob_PYL - reference.logprob_PYL).sum(axis=-1)
-        return _mean(self.probabilities_PY * log_ratio_PY, self.scores_PYD)
-
     def token_kl_gradient_PD(self, reference: SequencePolicy, prefix_PY: np.ndarray) -> np.ndarray:
         """Return the gradient of the token-level KL divergence, summed over positions.
 
@@ -160,27 +137,20 @@ class SequencePolicy:
         return rows.reshape(prompts, count, -1)
 
 
-def build_sequences(problem: SequencesConfig) -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
-    """Draw a policy, a reference policy and rewards [P, Y] from the configuration's seed.
+def build_sequences() -> tuple[SequencePolicy, SequencePolicy, np.ndarray]:
+    """Draw a policy, a reference policy and 0/1 rewards [P, Y] of four prompts, easy to hard.
 
-    The Y completions of each prompt get random ranks r = 0 ... Y-1. With K reward levels, the
-    reward of a completion is `floor(K (r/Y)^difficulty) / (K-1)`. A larger difficulty therefore
-    leaves fewer completions with a high reward.
+    A completion has five tokens from a vocabulary of two. Each prompt's 32 completions get random
+    ranks r = 0 ... 31. Those with `(r/32)^difficulty >= 1/2` are right. 16, 9, 6 and 5 completions
+    of the four prompts are right.
     """
-    draw, shape = (
-        generator(problem.seed, "sequences"),
-        (problem.length, problem.vocabulary, problem.vocabulary),
-    )
-    theta, offsets = (
-        draw.normal(size=shape),
-        draw.normal(size=(problem.prompts, problem.vocabulary)),
-    )
-    policy = SequencePolicy(problem.spread * theta, problem.spread * offsets / 2)
-    reference_D = policy.theta_D + problem.apart * draw.normal(size=policy.theta_D.shape)
-    count, power_P1 = problem.vocabulary**problem.length, np.array(problem.difficulties)[:, None]
-    rank_PY = draw.random((problem.prompts, count)).argsort(axis=1).argsort(axis=1)
-    level_PY = np.floor(problem.reward_levels * (rank_PY / count) ** power_P1)
-    return policy, policy.at(reference_D), level_PY / (problem.reward_levels - 1)
+    draw, length, size, prompts = generator(0, "sequences"), 5, 2, 4
+    theta = draw.normal(size=(length, size, size))
+    policy = SequencePolicy(theta, draw.normal(size=(prompts, size)) / 2)
+    reference_D = policy.theta_D + 0.33 * draw.normal(size=policy.theta_D.shape)
+    count, difficulty_P1 = size**length, np.array([[1.0], [2.0], [3.0], [4.0]])
+    rank_PY = draw.random((prompts, count)).argsort(axis=1).argsort(axis=1)
+    return policy, policy.at(reference_D), np.floor(2 * (rank_PY / count) ** difficulty_P1)
 
 
 def _mean(law_PY: np.ndarray, vectors_PYD: np.ndarray) -> np.ndarray:

@@ -357,12 +357,6 @@ def run_simulations(
     return trajectories, total
 
 
-def exits_text(runs: Sequence[Trajectories]) -> str:
-    """Say how many replicates left the sublevel set, as a sentence without its period."""
-    exit_N = np.concatenate([run.exit_R for run in runs])
-    return f"{(exit_N > 0).sum()} of {exit_N.size} replicates left the sublevel set at least once"
-
-
 def _simulate_blocks(
     items: list[tuple[int, range]], simulations: list[Simulation], problem: Problem, seed: int
 ) -> Iterator:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_ustat.config.gap import Experiment, SimulatedConfig
+from grpo_ustat.config.gap import GapConfig, SimulatedConfig
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.gap.evidence import Evidence, Theorem
 from grpo_ustat.gap.exact import problem_facts
-from grpo_ustat.gap.problems import Problem, build_problem
+from grpo_ustat.gap.problems import PROBLEMS, Problem
 from grpo_ustat.gap.simulate import Rate, Simulation, Trajectories, run_simulations
 
 Plan = Callable[[Any], list[Simulation]]
@@ -31,67 +31,49 @@ def learning_rates(theorem: SimulatedConfig) -> list[Rate]:
     return [*constant, Rate("decaying", theorem.decaying_rate, theorem.offset)]
 
 
-def check_rates(experiment: Experiment, problem: Problem, curvature: float) -> None:
+def check_rates(theorem: SimulatedConfig) -> None:
     """Refuse learning rates that violate the theorem's assumptions.
 
     A constant rate eta must be below 2/L. The c of the decaying rate c/t must satisfy 2 mu c > 1.
-
-    Args:
-        experiment: experiment that defines the learning rates.
-        problem: test problem, which defines the smoothness constant L.
-        curvature: the constant mu.
+    Lemma 6 needs the constant mu of the Polyak-Lojasiewicz inequality, and the theorems about the
+    limit as T grows need the smallest curvature at the maximisers.
     """
-    smoothness, least = problem.constants[1], 0.5 / curvature
-    for rate in getattr(experiment.theorem, "constant_rates", []):
-        if rate >= 2 / smoothness:
+    problem = PROBLEMS[theorem.problem]
+    curvature = problem.constants[0] if theorem.kind == "lemma6" else problem.least_curvature
+    highest, least = 2 / problem.constants[1], 0.5 / curvature
+    for rate in getattr(theorem, "constant_rates", []):
+        if rate >= highest:
             raise ConfigError(
-                f"theorem.constant_rates contains {rate}, but L of "
-                f"problem={experiment.problem.name} is {smoothness:.4g}: use rates below "
-                f"2/L = {2 / smoothness:.4g}"
+                f"theorem.constant_rates contains {rate} on {theorem.problem}: use rates below "
+                f"2/L = {highest:.4g}"
             )
-    if experiment.theorem.decaying_rate <= least:
+    if theorem.decaying_rate <= least:
         raise ConfigError(
-            f"theorem.decaying_rate={experiment.theorem.decaying_rate} on "
-            f"problem={experiment.problem.name} gives 2 mu c <= 1: use a rate above {least:.4g}"
+            f"theorem.decaying_rate={theorem.decaying_rate} on {theorem.problem} gives "
+            f"2 mu c <= 1: use a rate above {least:.4g}"
         )
 
 
-def check_limit_rates(experiment: Experiment) -> None:
-    """Refuse learning rates that violate the assumptions of theorems about the limit as T grows.
-
-    In the condition 2 mu c > 1 of `check_rates`, mu is the smallest curvature at the maximisers.
-    """
-    problem = build_problem(experiment.problem)
-    check_rates(experiment, problem, problem.least_curvature)
-
-
-def simulated(
-    schema: type[SimulatedConfig],
-    statement: str,
-    plan: Plan,
-    judge: Judge,
-    check: Callable[[Experiment], None] = check_limit_rates,
-) -> Theorem:
+def simulated(statement: str, plan: Plan, judge: Judge) -> Theorem:
     """Return a theorem whose test runs the simulations of `plan` and evaluates them with `judge`.
 
     Args:
-        schema, statement, check: see `Theorem`.
-        plan: function that returns the simulations for an instance of `schema`.
+        statement: see `Theorem`.
+        plan: function that returns the simulations for a theorem's settings.
         judge: function that turns the trajectories, in the order of the plan, into evidence.
             `run_and_judge` adds facts about the test problem and the number of completions.
     """
 
-    def run(experiment: Experiment) -> Evidence:
-        problem = build_problem(experiment.problem)
+    def run(config: GapConfig) -> Evidence:
+        problem = PROBLEMS[config.theorem.problem]
         return run_and_judge(
-            plan, judge, problem, experiment.theorem, experiment.seed, experiment.workers
+            plan, judge, problem, config.theorem, config.seed, config.launch.workers
         )
 
-    def completions(experiment: Experiment) -> int:
-        of_a_replicate = sum(simulation.work for simulation in plan(experiment.theorem))
-        return experiment.theorem.replicates * of_a_replicate
+    def completions(theorem: SimulatedConfig) -> int:
+        return theorem.replicates * sum(simulation.work for simulation in plan(theorem))
 
-    return Theorem(schema, statement, run, check, completions)
+    return Theorem(statement, run, check_rates, completions)
 
 
 def run_and_judge(
@@ -100,6 +82,4 @@ def run_and_judge(
     """Run the planned simulations on a test problem and evaluate them; see `simulated`."""
     runs, rollouts = run_simulations(plan(design), problem, design.replicates, seed, workers)
     evidence = judge(problem, design, runs)
-    return replace(
-        evidence, problem={**problem_facts(problem), **evidence.problem}, rollouts=rollouts
-    )
+    return replace(evidence, problem=problem_facts(problem), rollouts=rollouts)

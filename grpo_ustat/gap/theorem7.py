@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -15,7 +14,7 @@ from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
 from grpo_ustat.gap.convergence import quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, line_of
-from grpo_ustat.gap.exact import limit_weighting, noise, scaling_at
+from grpo_ustat.gap.exact import noise, scaling_at
 from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
 from grpo_ustat.gap.simulated import learning_rates, simulated
@@ -75,13 +74,7 @@ def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]
     for total, rate in product(design.totals, rates):
         claims.append(total_claim(total, rate, cells, theories, design.steps))
     rows = [row for point in cells for row in _rows(problem, point, cells, best, theories)]
-    return Evidence(
-        claims=claims,
-        panels=_panels(rows, design),
-        rows=rows,
-        answer=_answer(claims),
-        notes=_notes(problem, rates, best),
-    )
+    return Evidence(claims, _panels(rows, design), rows)
 
 
 def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
@@ -324,54 +317,6 @@ def _rows(
     return rows
 
 
-def _answer(claims: list[Claim]) -> str:
-    """Say at which group sizes the bounds and the mean gap are smallest."""
-    paper, ours = claims[:2]
-    hits = {
-        kind: f"{claim.measured:.0f} of {str(claim.predicted).split()[-1]}"
-        for kind, words in CHOICE_MEANINGS.items()
-        for claim in claims
-        if claim.what.endswith(f"the {words}")
-    }
-    sizes = next((f" {x.what}." for x in claims if x.what.startswith("group sizes")), "")
-    return (
-        "A cell is a combination of n, T and learning rate. In every cell the paper's bounds are "
-        f"smallest at G* = {paper.measured:.3g}, and the bounds with the exact last term at "
-        f"{ours.measured:.3g}. The mean gap itself may be smallest at the G nearest to the paper's "
-        f"G* in {hits['paper']} cells, at the G nearest to the exact G* in {hits['bounds']} cells, "
-        f"and at the best G of our quadratic recursion in {hits['recursion']} cells;{sizes}"
-    )
-
-
-def _notes(problem: Problem, rates: Sequence[Rate], best: dict[GridPoint, set[int]]) -> list[str]:
-    """Return notes on the bounds, on G* during training and on the best G in each cell."""
-    start, end = (scaling_at(problem, u).best_size() for u in (problem.start_K, problem.best_K))
-    notes = [
-        "The theorem gives the G that minimises the bounds. It suggests that the same G minimises "
-        "the gap itself, which is tested as well.",
-        f"The exact G*, computed from C1 and C3, is {start:.3g} at the start of training and "
-        f"{end:.3g} at the maximum of J.",
-        "In the bounds, noise counts equally in all directions. In the gap, it counts more in "
-        "directions with larger curvature. The G with the smallest gap can therefore depend on the "
-        "learning rate.",
-    ]
-    for rate in rates:
-        if rate.kind == "decaying":
-            law = scaling_at(
-                problem, problem.best_K, limit_weighting(problem.curvature_KK, rate.value)
-            )
-            notes.append(
-                f"If noise counts by its effect on the limit of the gap with {rate.name}, the "
-                f"exact G* is {law.best_size():.3g}."
-            )
-    counts = Counter(comma_list(sorted(sizes)) for sizes in best.values())
-    parts = [
-        f"G = {sizes} in {count} of {len(best)} cells" for sizes, count in counts.most_common()
-    ]
-    notes.append(f"Group sizes that are not significantly worse than the best: {'; '.join(parts)}.")
-    return notes
-
-
 def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
     """Return panels of the gap against G, one for each learning rate and each T, or each total."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
@@ -391,4 +336,4 @@ def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
     return panels
 
 
-THEOREM = simulated(Theorem7Config, STATEMENT, plan, judge)
+THEOREM = simulated(STATEMENT, plan, judge)

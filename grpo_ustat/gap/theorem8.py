@@ -17,9 +17,9 @@ from grpo_ustat.gap.convergence import limit_weights, mixture_cdf, mixture_quant
 from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
 from grpo_ustat.gap.exact import noise_everywhere
 from grpo_ustat.gap.problems import Problem
-from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories, exits_text
+from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
 from grpo_ustat.gap.simulated import learning_rates, simulated
-from grpo_ustat.runs.claims import Claim, agreement
+from grpo_ustat.runs.claims import Claim
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
@@ -70,17 +70,7 @@ def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]
         if weights_KR.shape[1] > 1:
             claims.append(_trend_claim(problem, run, weights_KR))
         panels.append(_panel(run, weights_KR))
-    return Evidence(
-        claims=claims,
-        panels=panels,
-        rows=rows,
-        answer=f"{agreement(claims)} comparisons with the limit agree at T = {design.steps[-1]}.",
-        notes=[
-            f"{exits_text(runs)}.",
-            f"The gap is scaled by T + {design.offset}, which gives the same limit as T.",
-            "The distribution function of the mixture is computed with gx2 by Ruben's method.",
-        ],
-    )
+    return Evidence(claims, panels, rows)
 
 
 def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
@@ -342,4 +332,4 @@ def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:
     return np.interp(QUANTILES, cdf, grid)
 
 
-THEOREM = simulated(Theorem8Config, STATEMENT, plan, judge)
+THEOREM = simulated(STATEMENT, plan, judge)

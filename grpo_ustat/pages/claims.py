@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_ustat.config.gap import THEOREMS
+from grpo_ustat.config.gap import KINDS
 from grpo_ustat.pages.tables import number_text
 from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN
 
@@ -25,7 +25,7 @@ VERDICT_WORDS = {
     DISAGREES: "Theory and measurement disagree in at least one claim.",
     OPEN: "There is not enough data to decide whether theory and measurement agree in every claim.",
 }
-TITLES = {kind: schema.title for kind, schema in THEOREMS.items()}
+TITLES = {kind: schema.title for kind, schema in KINDS.items()}
 
 
 def claim_cells(claim: dict[str, Any]) -> list[str]:

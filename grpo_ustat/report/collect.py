@@ -21,7 +21,7 @@ CONFIG_KEYS = {
     "train": ("model.name", "prompt.name", "dataset.name", "group_size", "budget.rollouts",
               "eval.decoding", "max_steps", "seed"),
     "mse": ("model.name", "prompt.name", "dataset.name", "group_sizes", "seed"),
-    "gap": ("theorem.kind", "problem.name", "seed"),
+    "gap": ("theorem.kind", "theorem.problem", "seed"),
 }  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def _identities(tested: Sequence[RunRecord]) -> list[dict[str, Any]]:
                 "result": TITLES.get(kind, kind),
                 "theorem": kind,
                 "problem": run.policy,
-                "differs_in": key_label(run.keys, [key for key in keys if key != "problem.name"]),
+                "differs_in": key_label(run.keys, [x for x in keys if x != "theorem.problem"]),
                 "run": run.label,
             }
         )

@@ -470,17 +470,17 @@ def _short(value: Any) -> str:
 def command_of(config: dict[str, Any]) -> str:
     """Return the command of a configuration: `train`, `mse` or `gap`.
 
-    >>> [command_of(x) for x in ({"max_steps": 80}, {"problem": {}}, {"study": {}})]
+    >>> [command_of(x) for x in ({"max_steps": 80}, {"theorem": {}}, {"study": {}})]
     ['train', 'gap', 'mse']
     """
-    return "train" if "max_steps" in config else "gap" if "problem" in config else "mse"
+    return "train" if "max_steps" in config else "gap" if "theorem" in config else "mse"
 
 
 CONFIGURATION: Shape = {
     "model": {"name": str, "model_name_or_path": str}, "dataset": {"name": str},
-    "problem": {"name": str}, "prompt": {"name": str, "shots": NumberOrNull},
+    "prompt": {"name": str, "shots": NumberOrNull},
     "baseline": {"name": str}, "objective": {"name": str}, "rollout": {"name": str},
-    "theorem": {"kind": str}, "study": {"methods": list[str]},
+    "theorem": {"kind": str, "problem": str}, "study": {"methods": list[str]},
     "seed": Count, "group_size": Size, "max_steps": Count, "group_sizes": list[Size],
     "budget": {"rollouts": Size}, "baselines": list[str], "temperature": float,
     "reward_funcs": list[str], "pool": str | None, "eval": {"decoding": list[str]}, "launch": {},

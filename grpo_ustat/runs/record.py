@@ -258,7 +258,7 @@ class RunRecord:
         prompts.
         """
         if self.command == "gap":
-            return self.config["problem"]["name"]
+            return self.config["theorem"]["problem"]
         if self._pool_file:
             return self.config["model"]["name"]
         prompt = self.config["prompt"]

@@ -171,7 +171,6 @@ class TheoremResult(RunResult):
     problem: Mapping[str, float | str]
     claims: list[Claim]
     answer: str
-    notes: list[str]
     # Joint verdict on all claims.
     verdict: Verdict
     cost: TheoremCost

@@ -152,8 +152,8 @@ GAP = {
     ("theorem.constant_rates=0.5",): (
         "theorem.constant_rates=0.5: a list is needed: theorem.constant_rates=[0.5]"
     ),
-    ("problem.parameters=true",): (
-        "problem.parameters=true: a whole number is needed, such as problem.parameters=8"
+    ("theorem.steps=true",): (
+        "theorem.steps=true: a whole number is needed, such as theorem.steps=1000"
     ),
     ("study=lemma6",): "study=lemma6: write theorem=lemma6",
     ("baselines=oracle",): (
@@ -164,9 +164,9 @@ GAP = {
         "theorem=lemma6,theorem7 has several values: add -m for one run per value, as in "
         "grpo-ustat gap -m theorem=lemma6,theorem7"
     ),
-    ("problem.kind=coin",): (
-        "unknown problem.kind 'coin': did you mean coins? "
-        "choose from coins, ridge_coins, softmax, sequences"
+    ("theorem.problem=coin",): (
+        "unknown theorem.problem 'coin': did you mean coins? "
+        "choose from coins, uneven_coins, unequal_coins, softmax"
     ),
 }
 REPORT = {

@@ -13,7 +13,7 @@ from grpo_ustat.config.load import CONF, SCHEMAS
 from grpo_ustat.config.schema import ConfigError
 
 FILES = {  # file: the entries that know all it sets
-    "theorem/lemma6": {"gap"}, "experiment/figure4": {"mse"},
+    "experiment/figure4": {"mse"},
     "debug/train": {"train"}, "budget/study_smoke": {"mse", "gap"},
     "experiment/theorems": {"gap"}, "experiment/smollm2": {"mse"},
     "experiment/table2_math": {"train"}, "logger/wandb": {"mse", "train", "gap"},
@@ -37,9 +37,6 @@ def test_a_readers_own_file_may_say_anything(text, tmp_path):
 
 
 MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of it
-    "In 'theorem/lemma6': Could not override 'problem'. No match in the defaults list.": (
-        "mse", "grpo-ustat mse has no theorem=lemma6; it is a choice of grpo-ustat gap"
-    ),
     "In 'mine/own': Could not override 'problem'. No match in the defaults list.": (
         "mse", "In 'mine/own': Could not override 'problem'. No match in the defaults list."
     ),
@@ -61,8 +58,8 @@ MESSAGES = {  # what Hydra says, the entry that was asked, and what is said of i
     "Could not override 'nme'. Key 'nme' is not in struct": (
         "report", "unknown key nme: did you mean name?"
     ),
-    "Could not find 'problem/x' Available options in 'problem': coins none softmax Config s": (
-        "gap", "unknown problem 'x': choose from coins, none, softmax"
+    "Could not find 'theorem/x' Available options in 'theorem': lemma6 none theorem7 Config s": (
+        "gap", "unknown theorem 'x': choose from lemma6, none, theorem7"
     ),
     "Could not find 'experiment/x' Available options in 'experiment': figure4 theorems Config s": (
         "gap", "unknown experiment 'x': choose from theorems"

@@ -19,7 +19,7 @@ from grpo_ustat.config.schema import ConfigError
 WRITE = {  # a line: what to type
     "mse policy=tiny": "model=tiny",
     "train policy=Qwen/Qwen2.5-0.5B": "model=Qwen/Qwen2.5-0.5B",
-    "gap policy=softmax": "problem=softmax",
+    "gap policy=softmax": "theorem.problem=softmax",
     "mse polcy=tiny": "model=tiny",
     "train algo=grpo": "objective=grpo",
     "train algo=leave_one_out": "baseline=leave_one_out",

@@ -12,10 +12,7 @@ from commands import compose
 
 from grpo_ustat.cli import app
 from grpo_ustat.config.gap import THEOREMS
-from grpo_ustat.config.load import CONF
-from grpo_ustat.config.problems import PROBLEMS
 from grpo_ustat.gap.evidence import theorem
-from grpo_ustat.gap.problems import build_problem
 from grpo_ustat.launch.command import load_command
 from grpo_ustat.pages.claims import TITLES
 
@@ -47,36 +44,24 @@ def gap(tmp_path, monkeypatch, capsys):
     return command
 
 
-@pytest.mark.slow
-def test_every_theorem_and_every_problem_has_a_file_of_its_name():
-    names = {file.stem for file in (CONF / "theorem").glob("*.yaml")}
-    assert set(THEOREMS) <= names and set(THEOREMS) == set(TITLES)
-    for kind, schema in THEOREMS.items():
-        assert theorem(kind).schema is schema and theorem(kind).title and theorem(kind).statement
-    files = (CONF / "problem").glob("*")
-    problems = [compose("gap", f"problem={f.stem}", *_suits(f.stem)) for f in files]
-    assert {config.problem.kind for config in problems} == set(PROBLEMS)
-    kinds = ("coins", "ridge_coins", "softmax")
-    planes = [config for config in problems if config.problem.kind in kinds]
-    assert len(planes) == 5 and all(
-        0 < build_problem(config.problem).highest < 1 for config in planes
-    )
-
-
-def _suits(problem):
-    suits = {"sequences": "theorem12", "graded_sequences": "theorem12"}
-    suits["ridge_coins"] = "theorem8"
-    return [f"theorem={suits[problem]}"] if problem in suits else []
-
-
-@pytest.mark.parametrize(
-    "name", [*THEOREMS, "theorem7_uneven", "theorem7_total", "theorem8_mixture"]
-)
+@pytest.mark.parametrize("name", THEOREMS)
 def test_every_theorem_composes_on_its_problem(name):
     config = compose("gap", f"theorem={name}")
-    assert config.theorem.kind == name.partition("_")[0] if name not in THEOREMS else name
-    assert config.problem.kind in config.theorem.problems
-    theorem(config.theorem.kind).check(config)
+    assert config.theorem == THEOREMS[name] and name.startswith(config.theorem.kind)
+    assert config.theorem.kind in TITLES and theorem(config.theorem.kind).statement
+    theorem(config.theorem.kind).check(config.theorem)
+
+
+@pytest.mark.parametrize("words", [
+    "lemma6 theorem.steps=3", "theorem7 theorem.steps=[2,3]", "theorem8 theorem.steps=[2,3]",
+    "theorem7_total theorem.totals=[128] theorem.steps=[2,4] theorem.constant_rates=[]",
+    "corollaries9_10 theorem.steps=4", "proposition13 theorem.steps=4", "lemma11",
+])  # fmt: skip
+def test_a_study_draws_as_many_completions_as_a_dry_run_says(words):
+    few = () if words == "lemma11" else ("theorem.replicates=10", "launch.workers=1")
+    config = compose("gap", *f"theorem={words}".split(), *few)
+    record = theorem(config.theorem.kind)
+    assert record.run(config).rollouts == record.completions(config.theorem)
 
 
 @pytest.mark.slow
@@ -108,8 +93,6 @@ def test_a_refused_bed_leaves_no_folder(tmp_path, gap):
 
 
 def test_dry_run_counts_what_a_run_draws(tmp_path, gap):
-    config = compose("gap", *SMALL)
-    assert theorem("lemma6").completions(config) == 20 * 6 * 16 * 6  # T and one step more
     shown = gap("dry_run=true", "theorem=theorem7")
     assert shown.returncode == 0 and "1,433.6 M" in shown.stdout
     assert not list(tmp_path.iterdir())

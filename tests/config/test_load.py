@@ -31,18 +31,8 @@ def test_every_shipped_file_composes(entry, group, name):
     assert isinstance(config, SCHEMAS[entry])
 
 
-# Theorems that are tested on problems of other kinds than the default.
-THEOREM_OF = {
-    "sequences": "theorem12",
-    "graded_sequences": "theorem12",
-    "ridge_coins": "theorem8",
-}
-
-
 def extra(entry, group, name):
     """What a file needs beside it to make a whole configuration."""
-    if group == "problem" and name in THEOREM_OF:
-        return [f"theorem={THEOREM_OF[name]}"]
     if name == "hub" or "smollm2" in name:
         return ["model.model_name_or_path=org/name"]
     needs = {
@@ -299,7 +289,7 @@ def test_a_result_of_another_configuration_is_never_shown(tmp_path):
 @pytest.mark.parametrize("entry, overrides", [
     ("train", ("max_steps=4", "model=tiny_base", "baseline=oracle", "learning_rate=1e-3")),
     ("mse", ("study.questions=5", "group_sizes=[2,4]", "debug=mse")),
-    ("gap", ("theorem=lemma11", "problem=coins", "seed=3")),
+    ("gap", ("theorem=lemma11", "theorem.problem=coins", "seed=3")),
 ])  # fmt: skip
 def test_tests_compose_what_a_command_line_composes(entry, overrides):
     """`commands.compose` composes files once and sets values afterwards."""

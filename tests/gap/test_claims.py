@@ -20,7 +20,7 @@ def claim(p_value, verdict=AGREES, **changes):
 
 
 def evidence(*claims):
-    return Evidence(claims, [], [], "It holds.")
+    return Evidence(claims, [], [])
 
 
 def test_adjusted_p_values_are_those_worked_by_hand():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from problems import coins, softmax
+
+from grpo_ustat.gap.problems import PROBLEMS
 
 SMALL = 1e-6
 
@@ -83,10 +87,12 @@ def test_the_sublevel_set_of_coins_is_its_ellipse():
     assert problem.gap(u_KR).max() <= problem.reach
 
 
-def test_coins_that_are_no_policy_are_refused():
-    with pytest.raises(ValueError, match="must have mean 0 over prompts"):
-        coins(slope_PK=np.array([[0.1, 0.0], [0.2, 0.0]]), style_PK=np.zeros((2, 2)), prompts=2)
-    with pytest.raises(
-        ValueError, match="reach=0.3 gives a smallest probability of .*: lower reach"
-    ):
-        coins(reach=0.3)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_problem_is_a_policy_in_its_box_and_starts_in_its_sublevel_set(name):
+    """Probabilities of coins are concave or linear in u: they are least at a corner of the box."""
+    problem = PROBLEMS[name]
+    assert 0 <= problem.gap(problem.start_K[:, None])[0] <= problem.reach
+    assert problem.least_curvature > 0 and 0 < problem.highest < 1
+    if np.isfinite(problem.box_K).all():
+        corners = np.array(list(product(*([-b, b] for b in problem.box_K)))).T
+        assert problem.law(problem.best_K[:, None] + corners)[0].min() > 4e-4

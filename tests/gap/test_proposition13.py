@@ -13,7 +13,7 @@ from reference import plain_advantages, variance_of
 
 from grpo_ustat.config.gap import Proposition13Config
 from grpo_ustat.gap import proposition13 as thirteen
-from grpo_ustat.gap.normalised import mean_weight
+from grpo_ustat.gap.lemma11 import mean_weight
 from grpo_ustat.gap.proposition13 import field, maximiser, pull_of, root
 from grpo_ustat.gap.simulate import Estimator, gradient, reference_law
 from grpo_ustat.gap.simulated import run_and_judge
@@ -106,10 +106,10 @@ def test_roots_at_fixed_group_sizes_are_not_the_arcsin_maximiser():
 def small(**changes):
     design = {
         "group_sizes": [2, 8], "num_prompts": 4, "epsilon": 0.0, "limit_sizes": [128, 256, 512],
-        "beta": 1.0, "reference": [0.3], "minibatches": 2, "variant_sizes": [2],
+        "beta": 1.0, "reference": 0.3, "minibatches": 2, "variant_sizes": [2],
         "decaying_rate": 4.0, "offset": 20, "steps": 200, "replicates": 400,
     }  # fmt: skip
-    design = Proposition13Config(kind="proposition13", **design | changes)
+    design = Proposition13Config(**design | changes)
     return run_and_judge(thirteen.plan, thirteen.judge, unequal(), design, 0, 1)
 
 

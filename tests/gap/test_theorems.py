@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from problems import coins, ridge, softmax
@@ -21,8 +19,7 @@ from grpo_ustat.gap import lemma6 as lemma
 from grpo_ustat.gap import theorem7 as seven
 from grpo_ustat.gap import theorem8 as eight
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
-from grpo_ustat.gap.problems import CoinProblem
-from grpo_ustat.gap.simulate import Estimator, Rate, run_simulations
+from grpo_ustat.gap.simulate import Estimator, Rate
 from grpo_ustat.gap.simulated import run_and_judge
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
@@ -45,7 +42,7 @@ def small_lemma6(problem, steps=60, **rates):
     """GRPO of four groups of four."""
     rates = {"constant_rates": [0.2], "decaying_rate": 2.5, "offset": 20} | rates
     design = Lemma6Config(
-        kind="lemma6", baselines=["leave_one_out"], rollouts=16, group_size=4,
+        baselines=["leave_one_out"], rollouts=16, group_size=4,
         steps=steps, replicates=400, **rates,
     )  # fmt: skip
     return unsaved_run(lemma, problem, design)
@@ -90,7 +87,7 @@ def test_rows_name_what_stands_behind_them():
 def small_theorem7(group_sizes, steps, replicates, rollouts=(16,), totals=(), seed=0):
     """At the constant learning rate alone."""
     design = Theorem7Config(
-        kind="theorem7", rollouts=list(rollouts), totals=list(totals), group_sizes=group_sizes,
+        rollouts=list(rollouts), totals=list(totals), group_sizes=group_sizes,
         constant_rates=[0.2], decaying_rate=2.5, offset=20, steps=steps, replicates=replicates,
     )  # fmt: skip
     constant = [one for one in seven.plan(design) if one.rate == CONSTANT]
@@ -166,7 +163,7 @@ def test_the_best_are_those_not_significantly_above_any_other(rng):
 def small_theorem8(problem, one, steps, replicates, offset=20):
     """Of one estimator alone."""
     design = Theorem8Config(
-        kind="theorem8", rollouts=one.rollouts, group_sizes=[one.group_size],
+        rollouts=one.rollouts, group_sizes=[one.group_size],
         decaying_rate=2.5, offset=offset, steps=steps, replicates=replicates,
     )  # fmt: skip
     alone = [each for each in eight.plan(design) if each.estimator == one]
@@ -271,7 +268,7 @@ def test_weights_sum_to_the_weighted_noise():
 @pytest.mark.slow
 def test_corollaries_agree_where_assumption_2_holds():
     design = CorollariesConfig(
-        kind="corollaries9_10", rollouts=8, group_sizes=[2, 4],
+        rollouts=8, group_sizes=[2, 4],
         decaying_rate=2.5, offset=20, steps=100, replicates=600,
     )  # fmt: skip
     evidence = unsaved_run(both, coins(), design)
@@ -292,7 +289,7 @@ def test_assumption_2_is_given_each_prompt():
     """Two prompts of V = 0.4 and 0.6: E[S S' (Z - V)] is opposite in them, 0 in the mean, and the
     right shifts of each prompt beat V: tr W E[S S' (Z - V) | x] over tr W E[S S' | x].
     """
-    same = {"prompts": 2, "slope_PK": np.array([[0.3, 0.0], [-0.3, 0.0]])}
+    same = {"rewards_PY": coins().rewards_PY[:2], "slope_PK": np.array([[0.3, 0.0], [-0.3, 0.0]])}
     same |= {"style_PK": np.zeros((2, 2)), "lambda_K": np.array([1.0, 1.0]), "reach": 0.02}
     problem = coins(value_P=np.array([0.4, 0.6]), **same)
     probability, score = (x[..., 0] for x in problem.law(problem.best_K[:, None]))
@@ -327,13 +324,3 @@ def test_a_shifted_baseline_has_the_noise_of_a_constant():
     second = np.einsum("py,pyk,pyl->kl", probability * squared, score, score) / 4
     expected = np.trace(limit_weighting(problem.curvature_KK, 2.5) @ second)
     assert both.shifted_sum(problem, 2.5, 0.1) == pytest.approx(expected, rel=1e-12)
-
-
-# Problems and intervals
-
-
-def test_a_run_says_what_it_stands_on():
-    paths, drawn = run_simulations([], coins(), 10, 0, 1)
-    assert (paths, drawn) == ([], 0)
-    fields = {f.name for f in dataclasses.fields(CoinProblem)}
-    assert {"value_P", "slope_PK", "style_PK", "lambda_K"} <= fields

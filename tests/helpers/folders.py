@@ -230,8 +230,8 @@ def claim(verdict, what="slope of the error", **changes):
 
 def proved(folder, theorem, *claims, problem="coins", seed=0, done=True, answer="It was found."):
     """A run of a theorem, see `claim`; unless `done` killed."""
-    begin(folder, configured("gap", {"seed": seed}, f"theorem={theorem}", f"problem={problem}"),
-          DONE if done else KILLED)  # fmt: skip
+    words = f"theorem={theorem}", f"theorem.problem={problem}"
+    begin(folder, configured("gap", {"seed": seed}, *words), DONE if done else KILLED)
     if not done:
         return folder
     verdicts = [one["verdict"] for one in claims]
@@ -241,7 +241,7 @@ def proved(folder, theorem, *claims, problem="coins", seed=0, done=True, answer=
         "statement": "The paper says so.",
         "problem": {"prompts": 4, "mu": 0.5},
     }
-    result |= {"claims": list(claims), "answer": answer, "notes": ["a note"], "verdict": worst}
+    result |= {"claims": list(claims), "answer": answer, "verdict": worst}
     result |= {"cost": {"rollouts": 3000, "seconds": 7.5}, "summary": f"{theorem}: {answer}"}
     result |= {"versions": {"grpo-ustat": "1"}}
     (folder / "result.json").write_text(json.dumps(completed(TheoremResult, result)))

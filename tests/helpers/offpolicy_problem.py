@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_ustat.gap.offpolicy import Setting
+from grpo_ustat.gap.algorithm2 import Setting
 from grpo_ustat.gap.sequences import SequencePolicy
 
 LENGTH, SIZE, GROUP, BETA = 2, 2, 3, 0.3
@@ -13,13 +13,7 @@ LENGTH, SIZE, GROUP, BETA = 2, 2, 3, 0.3
 def small_setting(rng: np.random.Generator) -> Setting:
     old = SequencePolicy(rng.normal(size=(LENGTH, SIZE, SIZE)), rng.normal(size=(2, SIZE)) / 2)
     reference = old.at(old.theta_D + rng.normal(size=8) / 2)
-    return Setting(old, reference, rng.random((2, 4)), BETA, 1, GROUP)
-
-
-def kl_P(one, other):
-    """KL(one || other) of whole completions, a number for each prompt."""
-    log_ratio_PY = (one.logprob_PYL - other.logprob_PYL).sum(axis=-1)
-    return (one.probabilities_PY * log_ratio_PY).sum(axis=1)
+    return Setting(old, reference, np.array([[0.0, 1, 1, 0], [1, 0, 0, 0]]), BETA, 1, GROUP)
 
 
 def token_kl_P(policy, reference, prefix_PY):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from commands import CONF
 
-from grpo_ustat.config.load import GapConfig
+from grpo_ustat.config.gap import THEOREMS, GapConfig
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.presets import PRESETS
 from grpo_ustat.config.train import TrainConfig
@@ -18,7 +18,7 @@ MODELS = ("budget", "dataset", "debug", "model", "prompt", "rollout")  # a probl
 LOSSES, TRAINING = ("baseline", "objective"), ("optimizer", "schedule", "lora")
 TAKERS = {  # of each group's files, where not all entries take them
     **dict.fromkeys((*MODELS, *LOSSES), ("mse", "train")), **dict.fromkeys(TRAINING, ("train",)),
-    "problem": ("gap",), "theorem": ("gap",), "experiment": ("train",),
+    "theorem": ("gap",), "experiment": ("train",),
 }  # fmt: skip
 OTHER_TAKERS = {  # files that are not as others of their group
     ("experiment", "figure4"): ("mse",), ("experiment", "figure4_offline"): ("mse",),
@@ -41,6 +41,7 @@ def group_files():
     """Each file and baseline with each command that takes it; at push with the first."""
     files = [(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")]
     ours = [("baseline", name) for name in BASELINES] + [("objective", name) for name in PRESETS]
+    ours += [("theorem", name) for name in THEOREMS]
     for group, name in sorted(files + ours):
         for entry in SCHEMAS:
             if entry not in takers(group, name) or name in ("own", "jsonl"):

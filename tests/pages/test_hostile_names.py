@@ -184,7 +184,7 @@ def test_a_report_with_the_name_at_every_place(key, tmp_path, capsys):
     folder = proved(place / "d", "theorem7", claim("agrees", name), answer=name)
     file = folder / ".hydra/config.yaml"
     config = yaml.safe_load(file.read_text())
-    config["problem"]["name"] = name
+    config["theorem"]["problem"] = name
     file.write_text(yaml.safe_dump(config))
     report_runs([str(tmp_path)], tmp_path / "report", None)
     said = capsys.readouterr().out

@@ -13,8 +13,8 @@ from test_run_page import folder_of
 from grpo_ustat.pages.page import render, visible
 
 CONFIG = {
-    "seed": 2, "theorem": {"kind": "theorem8", "steps": [10, 100]},
-    "problem": {"name": "valley", "kind": "softmax"}, "launch": {"workers": 2},
+    "seed": 2, "theorem": {"kind": "theorem8", "problem": "valley", "steps": [10, 100]},
+    "launch": {"workers": 2},
 }  # fmt: skip
 CLAIMS = [
     {"what": "T times the gap", "predicted": 0.123456, "measured": 0.12, "low": 0.1, "high": 0.14,
@@ -26,7 +26,7 @@ CLAIMS = [
 RESULT = {
     "theorem": "theorem8", "statement": "T (J* - J) tends to a weighted sum of chi-squares.",
     "problem": {"prompts": 4, "mu": 0.54321, "assumption 2": "fails"}, "claims": CLAIMS,
-    "answer": "The limit is there, the bound is not.", "notes": ["3 replicates left the set"],
+    "answer": "The limit is there, the bound is not.",
     "verdict": "disagrees", "cost": {"rollouts": 1234567, "seconds": 12.25},
     "summary": "not shown", "versions": {"grpo-ustat": "0.1"}, "config_hash": "0123456789ab",
 }  # fmt: skip
@@ -45,7 +45,7 @@ def test_page_of_a_finished_study(folder):
     assert page.title.startswith("Theorem 8") and page.title.endswith("on valley, seed 2")
     assert "disagree" in page.answer and page.answer.endswith(RESULT["answer"])
     statement = "T (J* - J) tends to a weighted sum of chi-squares."
-    assert page.notes == [statement, "3 replicates left the set"]
+    assert page.notes == [statement]
     facts = dict(page.facts)
     assert facts["Test problem"] == "prompts: 4\nmu: 0.5432\nassumption 2: fails"
     assert (facts["Completions drawn"], facts["Wall time"]) == ("1 234 567", "12 s")
@@ -86,18 +86,16 @@ def test_a_page_before_its_result_is_that_after_it(tmp_path):
 
 
 def test_hostile_claims_show_their_texts(tmp_path):
-    """Claims, answer, notes, statement and facts of the test problem add no tag to the page."""
+    """Claims, answer, statement and facts of the test problem add no tag to the page."""
     texts = [text.replace("\ud800", "") for text in hostile.TEXTS]
     claims = [CLAIMS[1] | {"what": text, "predicted": text, "how": text} for text in texts]
     told = {
         "statement": texts[0],
         "answer": texts[1],
-        "notes": texts,
         "problem": {texts[2]: texts[3]},
     }
     config = CONFIG | {
-        "problem": {"name": texts[4], "kind": "softmax"},
-        "theorem": {"kind": texts[5]},
+        "theorem": {"kind": texts[5], "problem": texts[4]},
     }
     found = Skeleton(
         render(page_of(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))

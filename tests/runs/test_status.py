@@ -274,7 +274,7 @@ def test_the_table_of_a_sweep_of_theorems_counts_verdicts(tmp_path, capsys, monk
 def test_runs_of_several_entries_have_a_table_each(tmp_path, capsys, monkeypatch):
     """One whose configuration is lost is shown beside those that come first."""
     for name, config, result in (
-        ("gap/x", {"problem": {}, "theorem": {}}, OF_THEOREM),
+        ("gap/x", {"theorem": {}}, OF_THEOREM),
         ("mse/x", {"group_sizes": [2], "study": {"rollouts": 64}}, OF_STUDY),
         ("other/x", None, None),
         ("train/x", {"max_steps": 4}, RESULT),
