@@ -246,30 +246,15 @@ def list_not_measured(study: PoolStudy) -> list[NotMeasured]:
 
 
 def curve_tables(rows_by_study: Mapping[Study, list[CurveRow]]) -> list[Table]:
-    """Return tables of errors by G and baseline, and a table with all numbers of each point.
+    """Return a table of errors by G and baseline for each method and way of drawing questions.
 
-    If a column of the second kind of table has the same value in all rows, a note gives this value.
+    `curves.csv` has all numbers of each point.
     """
     ((study, curves),) = rows_by_study.items()
-    rows = [
-        content_of(row)
-        | {"baseline": baseline_word(row.baseline), "mse": closed_interval_text(row.error)}
-        | {"low": None, "high": None}
-        for row in curves
-    ]
-    if not rows:
+    if not curves:
         return []
-    axes = {"baseline", "group_size", "mse"}
-    same = [key for key in rows[0] if key not in axes and len({row[key] for row in rows}) == 1]
-    values = [
-        f"{key.replace('_', ' ')} = {rows[0][key]}" for key in same if rows[0][key] is not None
-    ]
-    differing = [{key: value for key, value in row.items() if key not in same} for row in rows]
-    note = f"In all rows: {', '.join(values)}. Brackets contain 95 % intervals."
-    details = rows_table("Mean squared error of the gradient", differing, note)
     *first, last = (_by_baseline(study, of_kind) for of_kind in _by_kind(curves))
-    last = replace(last, notes=[*last.notes, *_biased_note(curves)])
-    return [*first, last, details]
+    return [*first, replace(last, notes=[*last.notes, *_biased_note(curves)])]
 
 
 def ratio_tables(rows_by_study: Mapping[Study, list[OracleRatio]]) -> list[Table]:

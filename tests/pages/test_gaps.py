@@ -159,7 +159,7 @@ def test_a_missing_error_is_a_gap_and_is_said(tmp_path, monkeypatch):
     error_figures.draw(folder, one)
     assert any([math.isnan(x) for x in line] == [False, True, False] for line in lines)
     assert "no error of vanilla (no baseline) at G = 4" in " ".join(words[0].split())
-    table, _ = errors.curve_tables({one: one.need(errors.CURVES)})
+    (table,) = errors.curve_tables({one: one.need(errors.CURVES)})
     assert any("at G = 4." in note for note in table.notes)
     assert table.rows[1][1] == "-"
 
