@@ -320,7 +320,7 @@ class RunRecord:
             return RunState(PAST_MAX_STEPS, text, **progress)
         running = owner(self.folder)
         if running is not None:
-            return RunState(RUNNING, running, **progress)
+            return RunState(RUNNING, running.partition(", started")[0], **progress)
         if failed:
             return RunState(FAILED, str(last.get("error", "")), **progress)
         if not self.launches:

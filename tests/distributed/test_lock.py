@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 from commands import compose
@@ -203,7 +202,7 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
     def denied(*_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / lock.NAME))
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(fcntl, "flock", denied)
     folder = RunFolder(tmp_path, config_of())
     with pytest.raises(ConfigError, match="cannot be locked .*Permission denied"), folder.lock():
         pass
