@@ -24,7 +24,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "The policy and its questions": "model dataset dataset.path dataset.reward prompt "
         "prompt.shots reward_funcs reward_weights max_completion_length temperature",
         "What is measured": "group_sizes baselines objective baseline objectives objective.beta "
-        "study.rollouts study.questions study.until study.metric study.parameters budget "
+        "study.rollouts study.questions study.until study.parameters budget "
         "budget.pool_completions",
         "Rollouts made elsewhere": "pool study.cut_at study.scored_by study.corrections",
         "The run": "experiment debug dry_run seed launch.device launch.num_processes "
@@ -73,7 +73,6 @@ BRIEF = {
     "theorem.rollouts": "n, completions per step",
     "study.questions": "number of questions; null: all",
     "study.until": "decided: stop when the data decide on G",
-    "study.metric": "euclidean, or adam for AdamW's step",
     "study.parameters": "regular expression for parameter names",
     "study.cut_at": "tokens at which completions were truncated",
     "study.scored_by": "later checkpoint that learns from rollouts",

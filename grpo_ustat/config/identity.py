@@ -90,8 +90,7 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     - paths of local data, whose content is hashed instead
     - `study.part`, which only selects the questions that a job adds to the pool
     - the number of minibatches, if the size of a minibatch is set
-    - settings of AdamW's metric, corrections, verdicts and `study.until`, if the study does not use
-      them
+    - settings of corrections, verdicts and `study.until`, if the study does not use them
     - reward weights that are all 1
 
     The entry `tf32` is True if matrix products of the study use TF32.
@@ -125,8 +124,6 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         keys["reward_funcs"] = local_reward_funcs(keys["reward_funcs"])
     if "study" in keys:
         study = keys["study"] = {k: v for k, v in keys["study"].items() if k != "part"}
-        if study.get("metric") != "adam":
-            study = {k: v for k, v in study.items() if not k.startswith("adam_")}
         if not study.get("merge_adapters"):
             study.pop("merge_adapters", None)
         if not study.get("corrections"):

@@ -132,12 +132,6 @@ class MeasuredLosses:
     def _check_off_policy(self) -> None:
         """Refuse a later policy, a reference or corrections that the study cannot use."""
         study, losses = self.study, self.off_policy
-        if study.metric == "adam":
-            raise ConfigError(
-                f"study.metric=adam with study.scored_by={study.scored_by} "
-                f"reference={study.reference} corrections={study.corrections}: losses with token "
-                "weights are measured only in the Euclidean metric, use study.metric=euclidean"
-            )
         if study.scored_by is not None and self.imports_pool:
             raise ConfigError(
                 f"study.scored_by={study.scored_by} with pool={self.pool}: the later policy must "

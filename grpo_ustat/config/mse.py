@@ -242,7 +242,7 @@ class MseConfig(Common):
                 "one of the lists baselines, group_sizes and study.methods is empty: name at least "
                 "one entry in each"
             )
-        self._check_metric()
+        self._check_parameters()
         self._check_rollout()
         self._check_baselines()
         self._check_losses()
@@ -253,9 +253,9 @@ class MseConfig(Common):
         if not self.imports_pool:
             self._check_counts()
 
-    def _check_metric(self) -> None:
-        """Refuse an invalid regular expression and a metric that cannot be computed."""
-        metric, pattern = self.study.metric, self.study.parameters
+    def _check_parameters(self) -> None:
+        """Refuse an invalid regular expression."""
+        pattern = self.study.parameters
         try:
             re.compile(pattern or "")
         except re.error as error:
@@ -263,36 +263,6 @@ class MseConfig(Common):
                 f"study.parameters={pattern} is not a regular expression ({error}): try attn, mlp "
                 "or embed"
             ) from error
-        if metric == "adam" and self.study.methods != ["closed_form"]:
-            raise ConfigError(
-                f"study.metric=adam with study.methods={self.study.methods}: AdamW's metric is "
-                "computed separately for each half of the questions, which only closed_form "
-                "supports; use study.methods=[closed_form]"
-            )
-        if metric == "adam" and self.imports_pool:
-            raise ConfigError(
-                f"study.metric=adam with pool={self.pool}: AdamW's metric needs a second pass "
-                "over the completions, with the prompts of a data set; use study.metric=euclidean"
-            )
-        if metric == "adam":
-            self._check_second_moments()
-
-    def _check_second_moments(self) -> None:
-        """Refuse settings of AdamW's metric that need more completions than the pool has."""
-        rollouts, size = self.study.adam_rollouts, self.study.adam_group_size
-        if rollouts % size:
-            raise ConfigError(
-                f"study.adam_rollouts={rollouts} is not a multiple of "
-                f"study.adam_group_size={size}: use "
-                f"study.adam_rollouts={max(1, rollouts // size) * size}"
-            )
-        completions = self.budget.pool_completions
-        if completions < 2 * size:
-            raise ConfigError(
-                f"budget.pool_completions={completions} is less than two groups of "
-                f"study.adam_group_size={size} completions: use budget.pool_completions="
-                f"{2 * size} or more, or a smaller study.adam_group_size"
-            )
 
     def _check_rollout(self) -> None:
         """Refuse vLLM on several ranks or with an imported pool."""
@@ -404,11 +374,6 @@ class MseConfig(Common):
                 f"{until} with study.part={self.study.part}: a part has a fixed number of "
                 "questions, use study.until=null, or study.part=null with launch.num_processes=N"
             )
-        if self.study.metric == "adam":
-            raise ConfigError(
-                f"{until} with study.metric=adam: AdamW's metric is computed from all questions "
-                "after sampling, use study.until=null or study.metric=euclidean"
-            )
         # Imported here, because the help and refused command lines do not need it.
         from grpo_ustat.estimators.looks import FIRST_COMPLETIONS, FIRST_QUESTIONS
 
@@ -446,7 +411,7 @@ class MseConfig(Common):
             self.budget.check_monte_carlo()
 
     def check_questions(self, count: int, completions: int | None = None) -> None:
-        """Refuse a pool that is too small for the baselines or the metric.
+        """Refuse a pool that is too small for the baselines.
 
         Args:
             count: number of questions.
@@ -458,11 +423,6 @@ class MseConfig(Common):
             key = f"study.questions, or the number of prompts in {self.pool}"
         for name in self.baselines:
             check_shape(name, count, min(self.group_sizes), key)
-        if self.study.metric == "adam" and count < 8:
-            raise ConfigError(
-                "study.metric=adam needs at least 8 questions (4 per half), but got "
-                f"{count}: raise {key}"
-            )
         for name in self.baselines_by_groups if self.compares_by_groups else ():
             self._check_groups(name, count, completions, key)
 
@@ -480,12 +440,6 @@ class MseConfig(Common):
             raise ConfigError(
                 f"baselines contains {name}, which has no closed form and needs {missing}, but "
                 f"the stored completions do not include {missing}: use study.methods=[monte_carlo]"
-            )
-        if baseline.couples_prompts and self.study.metric == "adam":
-            raise ConfigError(
-                f"baselines contains {name}, whose advantages depend on all questions of an "
-                "update, but study.metric=adam uses a separate metric for each half of the "
-                f"questions: remove {name} or use study.metric=euclidean"
             )
         if count < MIN_QUESTIONS:
             raise ConfigError(

@@ -11,7 +11,6 @@ from grpo_ustat.estimators.group_size import PRIORS
 from grpo_ustat.estimators.token_weights import CORRECTIONS
 
 METHODS = ("closed_form", "monte_carlo")
-METRICS = ("euclidean", "adam")
 DECIDED = "decided"
 
 
@@ -97,21 +96,6 @@ class StudyConfig:
         "weak priors both support it; none: G is recommended only if the data alone support it",
         choices=tuple(PRIORS),
     )
-    metric: str = field(
-        "metric of errors; euclidean: error of the gradient; adam: error of AdamW's step, in "
-        "which each gradient entry is divided by its root mean square over steps of "
-        "adam_rollouts rollouts",
-        choices=METRICS,
-    )
-    adam_rollouts: int = field(
-        "(n) in the step whose squared gradients give AdamW's second moments; the errors at every "
-        "G use the same second moments",
-        "rollouts",
-        positive=True,
-    )
-    adam_group_size: int = field(
-        "per group in the step of adam_rollouts rollouts", "completions", at_least=2
-    )
     verdicts: bool = field(
         "test published claims on this policy; each claim gets numbers with intervals and a verdict"
     )
@@ -160,11 +144,6 @@ class StudyConfig:
         "tokens",
         positive=True,
     )
-
-    @property
-    def adam_prompts(self) -> int:
-        """Number of prompts B in a step with `adam_rollouts` rollouts."""
-        return self.adam_rollouts // self.adam_group_size
 
     @property
     def share(self) -> tuple[int, int]:

@@ -62,8 +62,6 @@ class KeptPool:
     feature_sketch: int
     # Largest number of entries in the sketch of a question's gradient.
     gradient_sketch: int
-    # True if the gradients are computed a second time, in the metric of AdamW's step.
-    in_adams_metric: bool
 
 
 @dataclass(frozen=True)
@@ -171,10 +169,6 @@ def cost(work: Work) -> Cost:
     - 4 N R + 8 R' bytes of sketches, with R = feature_sketch and R' = gradient_sketch entries, but
       at most P. If a sketch has fewer than P entries, each parameter has a random sign of one bit,
       which is kept in memory.
-
-    A study in AdamW's metric needs memory for two more numbers per parameter, a gradient and a
-    factor. On a CPU it instead needs six more, because it keeps three sums of group gradients for
-    each half of the questions. It stores these six sums and a second set of files on disk.
     """
     size, entry, on_cpu = (
         model_size(work.model),
@@ -200,10 +194,6 @@ def cost(work: Work) -> Cost:
         features, gradients = min(pool.feature_sketch, most), min(pool.gradient_sketch, most)
         row = 8 * pool.completions + 4 * features + 4 * length + 17
         disk = pool.questions * int(pool.completions * row + 8 * gradients + HEADER_BYTES)
-        if pool.in_adams_metric:
-            moment = max(entry, NUMBER_BYTES["float32"])
-            disk = _sum([2 * disk, _product(size.parameters, 6 * moment)])
-            weights = _product(size.parameters, entry + (6 if on_cpu else 2) * moment)
         disk_after = disk
         has_signs = most > min(pool.feature_sketch, pool.gradient_sketch)
         signs = _product(size.parameters and -(-size.parameters // 8), int(has_signs))

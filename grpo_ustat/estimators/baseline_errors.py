@@ -69,16 +69,14 @@ def baseline_errors(
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed)
     return {
         (loss.baseline, size): _baseline_error(
-            moments[loss, size], signal_D, pool.metrics, draws_behind(pool, loss, size, draws)
+            moments[loss, size], signal_D, draws_behind(pool, loss, size, draws)
         )
         for loss, sizes in measured.items()
         for size in sizes
     }
 
 
-def _baseline_error(
-    moments: UpdateMoments, signal_D: Array, metrics: int, draws: int | None
-) -> GradientError:
+def _baseline_error(moments: UpdateMoments, signal_D: Array, draws: int | None) -> GradientError:
     mse_D = moments.energy_D - 2 * moments.cross_D + signal_D
     energy, cross, target_sq = (
         float(x_D[0]) for x_D in (moments.energy_D, moments.cross_D, signal_D)
@@ -86,7 +84,7 @@ def _baseline_error(
     variance = energy - float(moments.mean_sq_D[0])
     cosine, best = scale_free(energy, cross, target_sq)
     return GradientError(
-        mse=jackknife_interval(float(mse_D[0]), without(mse_D, metrics), positive=True),
+        mse=jackknife_interval(float(mse_D[0]), without(mse_D), positive=True),
         bias2=float(mse_D[0]) - variance,
         variance=variance,
         cosine=cosine,

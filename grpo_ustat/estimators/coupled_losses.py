@@ -29,12 +29,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
 from grpo_ustat.draws import generator
-from grpo_ustat.estimators.baselines import BASELINES, advantages
+from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.estimators.efficiency import UpdateMoments
 from grpo_ustat.estimators.group_terms import context_of
 from grpo_ustat.estimators.row_weights import (
@@ -43,9 +42,8 @@ from grpo_ustat.estimators.row_weights import (
     RowFilter,
     mixed_groups,
     row_weights,
-    rows_that_count,
 )
-from grpo_ustat.records import Array, BaselineContext, Integers, Mask, ScorePool
+from grpo_ustat.records import Array, Integers, Mask, ScorePool
 
 # A draw requires this many times the B questions of a batch: two batches of B questions, and at
 # least B questions outside both batches.
@@ -161,24 +159,6 @@ def drawn_mixed_batches(
         yield first, second
 
 
-def counted_share(pool: ScorePool, loss: Loss, draws: Sequence[tuple[Batch, Batch]]) -> float:
-    """Return the share of rows that the filter of a loss keeps, averaged over drawn batches.
-
-    `rows_that_count` applies the filter.
-
-    Args:
-        pool: scored pool.
-        loss: loss whose baseline reads only rewards.
-        draws: pairs of batches; see `drawn_batches`.
-    """
-    shares: list[float] = []
-    for batch in chain.from_iterable(draws):
-        rewards_BG = pool.rewards_PN[batch.prompt_B[:, None], batch.place_BG]
-        advantage_BG = advantages(loss.baseline, rewards_BG, BaselineContext(), loss.options)
-        shares.append(float(rows_that_count(loss.rows, rewards_BG, advantage_BG).mean()))
-    return float(np.mean(shares))
-
-
 def coupled_moments(
     pool: ScorePool,
     gradient_PR: Array,
@@ -189,7 +169,7 @@ def coupled_moments(
     """Estimate the moments of the updates of losses that couple prompts, from the same draws.
 
     Args:
-        pool: scored completions with a single metric.
+        pool: scored completions.
         gradient_PR: sketch of each prompt's gradient, estimated from the pool.
         losses: losses that couple prompts.
         additive: moments of the `additive_part` of each loss, for the B and G of the draws.

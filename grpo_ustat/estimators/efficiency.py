@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from grpo_ustat.estimators.group_terms import GroupTerms
 
 # Arrays with suffix D have length 1 + P: first a statistic computed from all P prompts, then the
-# same statistic without each prompt in turn. With K metrics (see `ScorePool.metrics`), suffix h
-# stands for the h = P / K prompts of one metric.
+# same statistic without each prompt in turn.
 
 # Number of prompts whose products are computed at once.
 BLOCK = 256
@@ -124,46 +123,37 @@ class RelativeEfficiency:
     noise: Interval
 
 
-def mean_over_prompts(values_P: Array, metrics: int = 1) -> Array:
+def mean_over_prompts(values_P: Array) -> Array:
     """Return the mean over prompts, then the mean without each prompt in turn, [D].
 
     >>> mean_over_prompts(np.array([0.0, 3.0, 6.0])).tolist()
     [3.0, 4.5, 3.0, 1.5]
     """
-    values_hK = values_P.reshape(-1, metrics)
-    mean, count = values_P.mean(), len(values_hK)
-    without_hK = mean + (values_hK.mean(axis=0) - values_hK) / (count - 1) / metrics
-    return np.concatenate([[mean], without_hK.ravel()])
+    mean = values_P.mean()
+    return np.concatenate([[mean], mean + (mean - values_P) / (len(values_P) - 1)])
 
 
-def product_of_means(left_PR: Array, right_PR: Array, metrics: int = 1) -> Array:
+def product_of_means(left_PR: Array, right_PR: Array) -> Array:
     """Estimate <E left, E right> from pairs of different prompts, [D].
 
     The first value is computed from all prompts, the others without each prompt in turn.
 
     Args:
         left_PR, right_PR: sketches of the prompts' vectors.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
 
     >>> product_of_means(np.array([[1.0], [2.0], [3.0]]), np.array([[1.0], [1.0], [2.0]])).round(3)
     array([2.5, 3.5, 2.5, 1.5])
     """
-    by_metric: list[Array] = []
-    for metric in range(metrics):
-        left_hR, right_hR = left_PR[metric::metrics], right_PR[metric::metrics]
-        left_R, right_R = left_hR.sum(axis=0), right_hR.sum(axis=0)
-        with_others: list[Array] = []
-        for first in range(0, len(left_hR), BLOCK):
-            left, right = left_hR[first : first + BLOCK], right_hR[first : first + BLOCK]
-            both = (right_R - right) * left + (left_R - left) * right
-            with_others.append(both.sum(axis=1) / 2)
-        by_metric.append(np.concatenate(with_others))
-    with_others_hK = np.stack(by_metric, axis=1)
-    count, sums_K = len(with_others_hK), with_others_hK.sum(axis=0)
-    of_metric_K = sums_K / (count * (count - 1))
-    without_hK = (sums_K - 2 * with_others_hK) / ((count - 1) * (count - 2))
-    mean = of_metric_K.mean()
-    return np.concatenate([[mean], (mean + (without_hK - of_metric_K) / metrics).ravel()])
+    left_R, right_R = left_PR.sum(axis=0), right_PR.sum(axis=0)
+    blocks: list[Array] = []
+    for first in range(0, len(left_PR), BLOCK):
+        left, right = left_PR[first : first + BLOCK], right_PR[first : first + BLOCK]
+        both = (right_R - right) * left + (left_R - left) * right
+        blocks.append(both.sum(axis=1) / 2)
+    with_others_P = np.concatenate(blocks)
+    count, total = len(with_others_P), with_others_P.sum()
+    without_P = (total - 2 * with_others_P) / ((count - 1) * (count - 2))
+    return np.concatenate([[total / (count * (count - 1))], without_P])
 
 
 def update_moments(
@@ -171,7 +161,6 @@ def update_moments(
     gradient_PR: Array,
     prompts: float | Array,
     scale: float | None,
-    metrics: int = 1,
 ) -> UpdateMoments:
     """Compute the moments of an update that is a mean of independent terms, one per prompt.
 
@@ -181,30 +170,28 @@ def update_moments(
         prompts: number of prompts in the update, B = n / G, which need not be an integer. An array
             [D] if B is itself estimated from the prompts.
         scale: factor c; see `Loss.scale`.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
     """
-    mean_sq_D = product_of_means(terms.mean_PR, terms.mean_PR, metrics)
-    cross_D = product_of_means(terms.mean_PR, gradient_PR, metrics)
-    energy_D = mean_over_prompts(terms.energy_P, metrics)
+    mean_sq_D = product_of_means(terms.mean_PR, terms.mean_PR)
+    cross_D = product_of_means(terms.mean_PR, gradient_PR)
+    energy_D = mean_over_prompts(terms.energy_P)
     update_scale: float | Array | None = scale
     if terms.kept_P is not None:
-        kept_D = mean_over_prompts(terms.kept_P, metrics)
+        kept_D = mean_over_prompts(terms.kept_P)
         mean_sq_D, cross_D, energy_D = mean_sq_D / kept_D**2, cross_D / kept_D, energy_D / kept_D
         update_scale = None if scale is None else scale / kept_D
     if update_scale is not None:
-        signal_D = product_of_means(gradient_PR, gradient_PR, metrics)
+        signal_D = product_of_means(gradient_PR, gradient_PR)
         mean_sq_D, cross_D = update_scale**2 * signal_D, update_scale * signal_D
     energy_D = mean_sq_D + (energy_D - mean_sq_D) / prompts
     return UpdateMoments(energy_D, mean_sq_D, cross_D, update_scale)
 
 
-def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> LossError:
+def loss_error(moments: UpdateMoments, signal_D: Array) -> LossError:
     """Compute the error of a loss's update.
 
     Args:
         moments: moments of the update.
         signal_D: ||grad J||^2.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
     """
     if moments.scale is not None:
         variance_D = moments.energy_D - moments.mean_sq_D
@@ -215,7 +202,7 @@ def loss_error(moments: UpdateMoments, signal_D: Array, metrics: int = 1) -> Los
             energy_D=moments.energy_D,
             kappa_known=True,
         )
-    kappa = ratio(moments.cross_D, signal_D, metrics)
+    kappa = ratio(moments.cross_D, signal_D)
     with np.errstate(divide="ignore", invalid="ignore"):
         kappa_D = moments.cross_D / signal_D
         error_D = moments.energy_D / kappa_D**2 - signal_D
@@ -236,7 +223,6 @@ def relative_efficiency(
     loss: LossError,
     group_size: int,
     unbiased: Mapping[int, Array],
-    metrics: int = 1,
     level: float = CONFIDENCE,
 ) -> RelativeEfficiency:
     """Estimate the relative efficiency of a loss.
@@ -246,21 +232,20 @@ def relative_efficiency(
         group_size: group size of the loss, G.
         unbiased: errors of the unbiased estimate at n rollouts, [D] each, by group size.
             `group_size` must be among the keys.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
         level: confidence level of each interval.
     """
-    at_same = relative(unbiased[group_size], loss, metrics, level)
-    noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, metrics, level)
+    at_same = relative(unbiased[group_size], loss, level)
+    noise = ratio(loss.energy_D - loss.mean_sq_D, loss.energy_D, level)
     return RelativeEfficiency(
         efficiency_same_g=at_same if loss.kappa_known else UNKNOWN,
-        efficiency_best_g=at_best_size(loss, unbiased, metrics, level),
-        direction=direction(loss, metrics, level),
+        efficiency_best_g=at_best_size(loss, unbiased, level),
+        direction=direction(loss, level),
         noise=Interval(*(min(x, 1.0) for x in noise)),
     )
 
 
 def at_best_size(
-    loss: LossError, unbiased: Mapping[int, Array], metrics: int = 1, level: float = CONFIDENCE
+    loss: LossError, unbiased: Mapping[int, Array], level: float = CONFIDENCE
 ) -> Interval:
     """Estimate the relative efficiency against the unbiased estimate at its best G.
 
@@ -269,18 +254,16 @@ def at_best_size(
     an interval for every G that may be the best, and uses the smallest lower end.
 
     Args:
-        loss, unbiased, metrics, level: see `relative_efficiency`.
+        loss, unbiased, level: see `relative_efficiency`.
     """
     if not loss.kappa_known:
         return UNKNOWN
-    best, others = best_sizes(unbiased, metrics)
-    lows = [relative(unbiased[size], loss, metrics, level).low for size in others]
-    return relative(unbiased[best], loss, metrics, level)._replace(low=min(lows))
+    best, others = best_sizes(unbiased)
+    lows = [relative(unbiased[size], loss, level).low for size in others]
+    return relative(unbiased[best], loss, level)._replace(low=min(lows))
 
 
-def relative(
-    unbiased_D: Array, loss: LossError, metrics: int = 1, level: float = CONFIDENCE
-) -> Interval:
+def relative(unbiased_D: Array, loss: LossError, level: float = CONFIDENCE) -> Interval:
     """Estimate the error of the unbiased estimate divided by the error of a loss.
 
     If kappa is estimated, the jackknife interval misses the true ratio in up to one of five cases.
@@ -294,14 +277,13 @@ def relative(
     Args:
         unbiased_D: error of the unbiased estimate.
         loss: error of the loss.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
         level: confidence level of the interval, and of each one-sided interval of kappa.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        efficiency = positive(unbiased_D / loss.error_D, metrics, level)
+        efficiency = positive(unbiased_D / loss.error_D, level)
     if loss.cross_D is None or loss.signal_D is None:
         return efficiency
-    kappa = ratio(loss.cross_D, loss.signal_D, metrics, max(0.0, 2 * level - 1))
+    kappa = ratio(loss.cross_D, loss.signal_D, max(0.0, 2 * level - 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         most, least = loss.energy_D[0] / np.square(kappa[1:]) - loss.signal_D[0]
     if not least > 0:
@@ -310,9 +292,7 @@ def relative(
     return Interval(efficiency.estimate, min(efficiency.low, low), max(efficiency.high, high))
 
 
-def between_sizes(
-    loss: LossError, smaller: LossError, metrics: int = 1, level: float = CONFIDENCE
-) -> Interval:
+def between_sizes(loss: LossError, smaller: LossError, level: float = CONFIDENCE) -> Interval:
     """Estimate the error of a loss divided by the error of the same loss with smaller groups.
 
     The ratio is the efficiency of the smaller groups relative to the larger groups. The interval is
@@ -328,7 +308,6 @@ def between_sizes(
     Args:
         loss: error of the loss at n rollouts in groups of G.
         smaller: error of the same loss at n rollouts in groups of g.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
         level: confidence level of the interval.
     """
     if not (loss.kappa_known and smaller.kappa_known):
@@ -337,11 +316,11 @@ def between_sizes(
         ratio_D = loss.error_D / smaller.error_D
     if not (np.isfinite(ratio_D).all() and (ratio_D > 0).all()):
         return UNKNOWN
-    variance, dof = effective_variance(ratio_D, metrics)
+    variance, dof = effective_variance(ratio_D)
     return positive_interval(ratio_D[0], variance, dof, level)
 
 
-def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
+def direction(loss: LossError, level: float = CONFIDENCE) -> Interval:
     """Estimate cos^2 of the angle between the mean of a loss's update and the gradient.
 
     The result joins two intervals, because neither is accurate for every direction:
@@ -358,17 +337,16 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
 
     Args:
         loss: moments of the loss.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
         level: confidence level of the interval.
     """
     if not loss.off_direction_sq_D.any():
         return Interval(1.0, 1.0, 1.0)
-    off_share = ratio(loss.off_direction_sq_D, loss.mean_sq_D, metrics, level, UNDRAWN_VARIANCE)
+    off_share = ratio(loss.off_direction_sq_D, loss.mean_sq_D, level, UNDRAWN_VARIANCE)
     with np.errstate(divide="ignore", invalid="ignore"):
         square_D = 1 - loss.off_direction_sq_D / loss.mean_sq_D
     if not (math.isfinite(off_share.estimate) and np.isfinite(square_D).all()):
         return UNKNOWN_DIRECTION
-    variance, dof = effective_variance(square_D, metrics)
+    variance, dof = effective_variance(square_D)
     jackknifed = t_interval(square_D[0], variance, dof, level)
     low = max(0.0, min(1 - off_share.high, jackknifed.low))
     high = min(1.0, max(1 - off_share.low, jackknifed.high))
@@ -377,19 +355,19 @@ def direction(loss: LossError, metrics: int = 1, level: float = CONFIDENCE) -> I
     return Interval(min(1.0, max(0.0, 1 - off_share.estimate)), low, high)
 
 
-def effective_variance(values_D: Array, metrics: int = 1) -> tuple[float, float]:
+def effective_variance(values_D: Array) -> tuple[float, float]:
     """Return the jackknife variance of a statistic and its degrees of freedom.
 
     The degrees of freedom are the effective number of prompts that determine the variance, minus 1,
     and at least 1.
     """
-    values_Kh = without(values_D, metrics)
+    values_Kh = without(values_D)
     variance = float(jackknife_variance(values_Kh, axis=1).sum())
     dof = min(values_Kh.size, tails(values_Kh, [values_Kh]).carriers) - 1
     return variance, max(1.0, dof)
 
 
-def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list[int]]:
+def best_sizes(errors: Mapping[int, Array]) -> tuple[int, list[int]]:
     """Return the G with the smallest error, and all G that are not significantly worse.
 
     A size G is significantly worse if the interval of the paired difference, its error minus the
@@ -398,7 +376,6 @@ def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list
 
     Args:
         errors: error by group size, [D] each.
-        metrics: number of metrics, K; see `ScorePool.metrics`.
     """
     best = min(errors, key=lambda size: errors[size][0])
     level = 1 - 0.05 / max(1, len(errors) - 1)
@@ -406,12 +383,12 @@ def best_sizes(errors: Mapping[int, Array], metrics: int = 1) -> tuple[int, list
     for size, error_D in errors.items():
         if size != best:
             more_D = error_D - errors[best]
-            if not jackknife_interval(more_D[0], without(more_D, metrics), level).low > 0:
+            if not jackknife_interval(more_D[0], without(more_D), level).low > 0:
                 sizes.append(size)
     return best, sorted(sizes)
 
 
-def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> Interval:
+def positive(values_D: Array, level: float = CONFIDENCE) -> Interval:
     """Return a positive statistic with its jackknife interval on the log scale.
 
     The result is `UNKNOWN` unless the statistic is positive and finite for all prompts together and
@@ -419,13 +396,12 @@ def positive(values_D: Array, metrics: int = 1, level: float = CONFIDENCE) -> In
     """
     if not (np.isfinite(values_D).all() and (values_D > 0).all()):
         return UNKNOWN
-    return jackknife_interval(values_D[0], without(values_D, metrics), level, positive=True)
+    return jackknife_interval(values_D[0], without(values_D), level, positive=True)
 
 
 def ratio(
     above_D: Array,
     below_D: Array,
-    metrics: int = 1,
     level: float = CONFIDENCE,
     undrawn: float = 0.0,
 ) -> Interval:
@@ -437,11 +413,11 @@ def ratio(
     if not (np.isfinite(above_D).all() and np.isfinite(below_D).all()):
         return UNKNOWN
     return ratio_interval(
-        above_D[0], below_D[0], without(above_D, metrics), without(below_D, metrics), level,
+        above_D[0], below_D[0], without(above_D), without(below_D), level,
         undrawn=undrawn,
     )  # fmt: skip
 
 
-def without(values_D: Array, metrics: int = 1) -> Array:
-    """Return the values of a statistic without each prompt, ordered by metric, [K, h]."""
-    return values_D[1:].reshape(-1, metrics).T
+def without(values_D: Array) -> Array:
+    """Return the values of a statistic without each prompt, as the one row [1, P] of strata."""
+    return values_D[None, 1:]

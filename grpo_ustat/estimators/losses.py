@@ -57,7 +57,7 @@ class Refusal(NamedTuple):
 
     # Name of the condition in `refusal` that is not satisfied: "questions", "baseline reads more",
     # "baseline remembers", "baseline's groups", "completions", "no multiple", "mixed questions",
-    # "metrics", "micro-batches", "baseline's prompts" or "coupled questions".
+    # "micro-batches", "baseline's prompts" or "coupled questions".
     kind: str
     # One line for users: the reason, and where possible the setting that would avoid it.
     line: str
@@ -134,15 +134,13 @@ def loss_efficiencies(
     for loss, measured_sizes in measured.items():
         if not measured_sizes:
             continue
-        best, others = best_sizes(
-            {x: errors[loss, x].error_D for x in measured_sizes}, pool.metrics
-        )
+        best, others = best_sizes({x: errors[loss, x].error_D for x in measured_sizes})
         rows += [
             LossRow(
                 loss,
                 size,
                 rollouts,
-                relative_efficiency(errors[loss, size], size, unbiased, pool.metrics),
+                relative_efficiency(errors[loss, size], size, unbiased),
                 best=size == best,
                 may_be_best=size in others,
                 kept=kept_share(_pool_of(loss, pool, weighted), size)
@@ -170,9 +168,7 @@ def loss_errors(
         rollouts, draws, seed, weighted: see `loss_efficiencies`.
     """
     moments, signal_D = loss_moments(pool, measured, rollouts, draws, seed, weighted)
-    return {
-        key: loss_error(of_update, signal_D, pool.metrics) for key, of_update in moments.items()
-    }
+    return {key: loss_error(of_update, signal_D) for key, of_update in moments.items()}
 
 
 def loss_moments(
@@ -205,7 +201,7 @@ def loss_moments(
         for size in measured[loss]:
             moments[loss, size] = update_moments(
                 _terms(own_pool, additive_part(loss, size), size, sums, seed, pool), gradient_PR,
-                rollouts / size, None if loss.couples_prompts else loss.scale(size), pool.metrics,
+                rollouts / size, None if loss.couples_prompts else loss.scale(size),
             )  # fmt: skip
     # Losses that can use the same random batches are measured together.
     coupled: dict[tuple[int, bool, TokenWeights | None], list[Loss]] = {}
@@ -220,7 +216,7 @@ def loss_moments(
         parts = [moments[loss, size] for loss in sharing]
         updates = coupled_moments(own_pool, gradient_PR, sharing, parts, list(batches))
         moments |= zip([(loss, size) for loss in sharing], updates, strict=True)
-    return moments, product_of_means(gradient_PR, gradient_PR, pool.metrics)
+    return moments, product_of_means(gradient_PR, gradient_PR)
 
 
 def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refusal | None:
@@ -263,12 +259,6 @@ def refusal(pool: ScorePool, loss: Loss, group_size: int, rollouts: int) -> Refu
             return Refusal("mixed questions", line, MIN_QUESTIONS, mixed)
     if not loss.couples_prompts:
         return None
-    if pool.metrics > 1:
-        line = (
-            "row weights depend on other questions, but the pool has inner products only between "
-            "questions of the same metric"
-        )
-        return Refusal("metrics", line, 1, pool.metrics)
     if loss.micro_batch_size is not None and rollouts % loss.micro_batch_size:
         line = f"{rollouts} rollouts cannot be split into micro-batches of {loss.micro_batch_size}"
         return Refusal("micro-batches", line)

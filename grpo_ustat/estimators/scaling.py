@@ -50,7 +50,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq  # pyright: ignore[reportUnknownVariableType]
 
 from grpo_ustat.estimators.group_size import (
     MIN_RATIO,
@@ -81,8 +80,6 @@ C1, C2, C3, GRAD_SQ = np.eye(4)
 MIN_GSTAR = 1 + math.sqrt(2)
 # Largest group size in the search for the best G.
 MAX_GROUP_SIZE = 1e6
-# Range of log(G - 1) in which `equal_noise_size` searches the ends of its interval.
-MIN_LOG_GAP, MAX_LOG_GAP = math.log(1e-3), math.log(1e6)
 # If an interval has no upper end, the critical value for its lower end is multiplied by this
 # factor, because such intervals occur mostly when the denominator is underestimated.
 ONE_SIDED_FACTOR = 2.0
@@ -592,59 +589,6 @@ class ScalingLaw:
         odds = fieller_set(prompts, completions, (above, mixed, below), critical)
         low, high = (1.0 if math.isinf(x) else x / (1 + x) for x in odds)
         return Interval(share, low, high)
-
-    def equal_noise_size(self, level: float = CONFIDENCE) -> Interval:
-        """Estimate the G at which prompts and completions contribute equal noise.
-
-        At this G, `G C1 = C2 + C3/(G-1)`. The prompts' share of the noise increases with G, so
-        exactly one G > 1 satisfies this equation. It is the larger root of the polynomial
-        `C1 G^2 - (C1 + C2) G + C2 - C3`. The interval follows Fieller's method: it contains the
-        values of G at which this polynomial does not differ significantly from 0.
-
-        Args:
-            level: confidence level. The interval has no upper end if C1 may be 0.
-
-        >>> law = ScalingLaw.exact(1.0, 2.0, 9.0)
-        >>> [round(x, 3) for x in law.equal_noise_size()]  # 4.541 = 2 + 9/3.541
-        [4.541, 4.541, 4.541]
-        """
-        c1, c2, c3 = self.c1, self.c2, self.c3
-        if not (np.isfinite(self.covariance_33).all() and c1 > 0 and c2 + c3 > 0):
-            return UNDETERMINED
-        half = (c1 + c2) / 2
-        size = (half + math.sqrt(max(half**2 - c1 * (c2 - c3), 0.0))) / c1
-        # If the estimate of C3 is negative, the root can be 1 or less, which is not a group size.
-        if not size > 1:
-            return UNDETERMINED
-        critical = t_quantile(self.dof, level)
-
-        def outside(log_gap: float, side: int) -> float:
-            """Return a positive number if G = 1 + exp(log_gap) is outside the interval.
-
-            Args:
-                log_gap: log(G - 1).
-                side: 1 to test whether prompts contribute significantly more noise than
-                    completions at this G, -1 to test whether they contribute significantly less.
-            """
-            gap = math.exp(log_gap)
-            weights_3 = np.array([(1 + gap) * gap, -gap, -1.0])
-            variance = float(weights_3 @ self.covariance_33 @ weights_3)
-            variance += self.undrawn * (gap * c2 + c3) ** 2
-            error = math.sqrt(max(variance, 0.0))
-            return side * float(weights_3 @ self.constants_4[:3]) - critical * error
-
-        ends: list[float] = []
-        for side, far in ((-1, MIN_LOG_GAP), (1, MAX_LOG_GAP)):
-            near = math.log(size - 1)
-            # With exact constants, even the estimate itself counts as outside; it is then the end.
-            if outside(near, side) >= 0:
-                ends.append(size)
-            elif outside(far, side) <= 0:
-                ends.append(1.0 if side < 0 else math.inf)
-            else:
-                root = brentq(outside, min(near, far), max(near, far), (side,))
-                ends.append(1 + math.exp(root))
-        return Interval(size, *ends)
 
     def intervals(self, group_size: int) -> dict[str, Interval]:
         """Return the intervals of all quantities at a group size, keyed by name.

@@ -75,8 +75,8 @@ class PoolStudy:
     # `estimators.closed_form.ClosedForm`.
     population: ClosedForm
     request: Request
-    # Names of the requested measurements that are not made by default.
-    asked: frozenset[str] = frozenset()
+    # True if published claims are tested.
+    verdicts: bool = False
     # `closed_form`, `monte_carlo` or both.
     methods: Sequence[str] = ("closed_form",)
     # Baselines whose errors are compared, in the order of the curves.

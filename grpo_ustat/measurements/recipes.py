@@ -134,7 +134,7 @@ def recipe_efficiencies(
         for name, loss in losses.items():
             size = RECIPES[name].group_size
             efficiency = relative_efficiency(
-                errors[loss, size], size, unbiased, pool.metrics, 1 - CHANCE / measured
+                errors[loss, size], size, unbiased, 1 - CHANCE / measured
             )
             kept = kept_share(pool, size) if loss.rows.replaces else None
             rows[name] = replace(

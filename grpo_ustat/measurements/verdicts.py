@@ -11,22 +11,19 @@ by at most `TOLERANCE`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from grpo_ustat.estimators.advantage_bias import mixed_groups_after
 from grpo_ustat.estimators.closed_form import ClosedForm
-from grpo_ustat.estimators.coupled_losses import counted_share, drawn_batches
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
-from grpo_ustat.estimators.efficiency import LossError, relative, relative_efficiency
+from grpo_ustat.estimators.efficiency import direction, relative
 from grpo_ustat.estimators.group_size import USUAL_SIZE
-from grpo_ustat.estimators.halves import MIN_COMPLETIONS, MIN_PROMPTS, group_error, halves_of
-from grpo_ustat.estimators.intervals import UNDETERMINED, Interval, decide, is_binary
+from grpo_ustat.estimators.intervals import UNDETERMINED, Interval, decide
 from grpo_ustat.estimators.losses import UNBIASED, loss_errors, refusal
-from grpo_ustat.estimators.proxies import corrected_correlation, within_correlation
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
+from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.measurements.base import Joint, Measurement, PoolStudy, Rescored, Study
 from grpo_ustat.pages.tables import Table, interval_text
@@ -60,6 +57,10 @@ NOTE = (
     "verdict), but not several studies. The papers give no thresholds, so we chose the bounds. "
     "Two numbers of rollouts count as equal if they differ by at most 10 %."
 )
+# Claim, source and description of the number.
+Words = tuple[str, str, str]
+# Interval of a number at a confidence level.
+IntervalAt = Callable[[float], Interval]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +88,14 @@ class ClaimVerdict:
     reason: Sometimes[str] = None
 
 
-@dataclass(frozen=True)
-class Judged:
+class Claim(NamedTuple):
     """A claim before Holm's correction; `ClaimVerdict` describes the other fields."""
 
     claim: str
     source: str
     measured: str
-    # Returns the interval of the number at a confidence level; None if the number was not measured.
-    interval_at: Callable[[float], Interval] | None = None
+    # None if the number was not measured.
+    interval_at: IntervalAt | None = None
     least: float = -math.inf
     most: float = math.inf
     beside: str | None = None
@@ -103,29 +103,26 @@ class Judged:
 
 
 def measure(study: PoolStudy) -> list[ClaimVerdict] | None:
-    """Test each claim for new questions; None if the study does not request `verdicts`."""
-    return claim_verdicts(study) if "verdicts" in study.asked else None
+    """Test each claim for new questions; None if the study does not request verdicts."""
+    return claim_verdicts(study) if study.verdicts else None
 
 
 def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
     """Test each claim; losses are compared at the measured G nearest to 8 on a log scale."""
     size = min(study.group_sizes, key=lambda group_size: abs(math.log(group_size / USUAL_SIZE)))
-    judged = [
-        *_of_prompts(study.population, size),
-        *_of_advantages(study.pool, size),
+    claims = [
+        *_of_noise(study.population, size),
         *_of_losses(study, size),
-        *_of_the_step(study.population),
         *(_of_ratios(study.rescored, study, size) if study.rescored else []),
         _of_dynamic_sampling(study.pool, study.population, size),
-        *_of_proxies(study.pool, size),
     ]
     decisions = [
         decide(claim.interval_at, claim.least, claim.most) if claim.interval_at else None
-        for claim in judged
+        for claim in claims
     ]
     holm = iter(holm_adjust([x.p_value for x in decisions if x is not None]))
     rows: list[ClaimVerdict] = []
-    for claim, decision in zip(judged, decisions, strict=True):
+    for claim, decision in zip(claims, decisions, strict=True):
         holm_p, verdict, number = None, UNMEASURED, None
         if decision is not None:
             holm_p, verdict, number = next(holm), UNDECIDED, decision.number
@@ -141,219 +138,201 @@ def claim_verdicts(study: PoolStudy) -> list[ClaimVerdict]:
     return rows
 
 
-def _of_prompts(population: ClosedForm, size: int) -> list[Judged]:
-    """Measure the share of the noise that comes from the choice of prompts."""
-    at = population.law.equal_noise_size()
-    beside = f"the share is 0.5 at G = {_text(at, 1)}" if math.isfinite(at.estimate) else None
-    return [
-        Judged(
+def _of_noise(population: ClosedForm, size: int) -> list[Claim]:
+    """Test claims about the noise of a step and about its split into groups."""
+    law, step = population.law, "arXiv 2510.01135"
+    best, worst = law.best_of(SPLITS), max(SPLITS, key=law.n_mse)
+    splits = {split: f"{STEP // split} x {split}" for split in SPLITS}
+    extra = ", ".join(f"{x}: {_percent(law.extra_error(y, best))}" for y, x in splits.items())
+    of_prompts = [
+        Claim(
             f"the noise is that of a prompt's completions, not of the prompts, G = {group_size}",
             "Critical Batch Size, HiLD at ICML 2026",
             f"share of the noise that comes from the choice of prompts, G = {group_size}",
-            partial(population.law.prompt_share, group_size),
+            partial(law.prompt_share, group_size),
             most=0.5,
-            beside=beside,
         )
         for group_size in (size, LARGE_SIZE)
     ]
-
-
-def _of_advantages(pool: ScorePool, size: int) -> list[Judged]:
-    """Measure the bias in the advantages of hard prompts, which a paper claims are too low."""
-    claim = Judged(
-        "in mixed groups, the advantages of hard prompts are too low",
-        "arXiv 2601.08521",
-        f"mean reward of a mixed group of {size} minus the prompt's success rate, for prompts with "
-        "another group that is all wrong",
-        least=0.0,
-    )
-    if not is_binary(pool.rewards_PN):
-        return [replace(claim, reason="rewards are not 0 or 1")]
-    if pool.rewards_PN.shape[1] // 2 <= size:
-        needed = (
-            f"groups of {size} need {2 * size + 2} completions per question: use "
-            f"budget.pool_completions={2 * size + 2}, or log this number"
-        )
-        return [replace(claim, reason=needed)]
-    bins = mixed_groups_after(pool.rewards_PN, size)
-    if "hard" not in bins:
-        few = "too few prompts have both a mixed group and a group of wrong answers only"
-        return [replace(claim, reason=few)]
-    longer = "; ".join(f"{name} {_text(groups.longer())}" for name, groups in bins.items())
-    beside = (
-        f"the gradients of mixed groups are longer in proportion to the rarity of such groups "
-        f"({longer}), so an update gives each prompt the same weight"
-    )
-    return [replace(claim, interval_at=bins["hard"].shift, beside=beside)]
-
-
-def _of_losses(study: PoolStudy, size: int) -> list[Judged]:
-    """Measure a loss with a reward-variance filter, and a loss with a mean over each completion."""
-    pool, rollouts = study.pool, study.rollouts
-    where = f"n = {rollouts}, G = {size}"
-    claims = {
-        FILTERED: Judged(
-            "a filter by reward variance raises the signal-to-noise ratio",
-            "RAGEN-2, arXiv 2604.06268",
-            "relative efficiency of a sampled rollout if only the groups with "
-            f"{VARIANCE_SHARE} of the reward variance count, {where}",
-            least=1.0,
-        ),
-        BY_MEAN: Judged(
-            "the mean over a completion's tokens lowers the efficiency",
-            "Dr. GRPO, arXiv 2503.20783",
-            f"relative efficiency of a rollout with the mean instead of the sum, {where}",
-            most=1 - TOLERANCE,
-        ),
-    }
-    reasons = {loss: refusal(pool, loss, size, rollouts) for loss in (UNBIASED, *claims)}
-    measured = {loss: [size] for loss, reason in reasons.items() if reason is None}
-    errors: dict[tuple[Loss, int], LossError] = {}
-    if UNBIASED in measured:
-        errors = loss_errors(pool, measured, rollouts, study.draws, study.seed)
-    rows: list[Judged] = []
-    for loss, claim in claims.items():
-        reason = reasons[UNBIASED] or reasons[loss]
-        error = errors.get((loss, size))
-        if reason or error is None or not error.kappa_known:
-            rows.append(replace(claim, reason=reason.line if reason else NO_DIRECTION))
-            continue
-        unbiased = {size: errors[UNBIASED, size].error_D}
-        efficiency = relative_efficiency(error, size, unbiased, pool.metrics)
-        beside = f"cos^2 with the gradient: {_text(efficiency.direction, 3)}"
-        if loss is FILTERED:
-            questions, completions = pool.rewards_PN.shape
-            batches = drawn_batches(
-                questions, completions, rollouts // size, size, study.draws, study.seed
-            )
-            share = counted_share(pool, loss, list(batches))
-            beside += (
-                f"; {share:.2f} of the rollouts count, so the efficiency per counted rollout is "
-                f"{efficiency.efficiency_same_g.estimate / share:.2f}"
-            )
-        at = partial(relative, unbiased[size], error, pool.metrics)
-        rows.append(replace(claim, interval_at=at, beside=beside))
-    return rows
-
-
-def _of_the_step(population: ClosedForm) -> list[Judged]:
-    """Measure the noise of a step of 8192 rollouts and the errors of its splits into groups."""
-    law, source = population.law, "arXiv 2510.01135"
-    best, worst = law.best_of(SPLITS), max(SPLITS, key=law.n_mse)
-    splits = ", ".join(
-        f"{STEP // split} x {split}: {_percent(law.extra_error(split, best))}" for split in SPLITS
-    )
     return [
-        Judged(
+        *of_prompts,
+        Claim(
             f"a step of {STEP} rollouts is about right",
-            source,
+            step,
             f"number of rollouts at which half of a step is noise, n_c at G = {SPLITS[0]}",
             lambda level: law.noise_scale(SPLITS[0], level=level),
             least=STEP / 2,
             most=2 * STEP,
         ),
-        Judged(
-            f"{', '.join(f'{STEP // split} x {split}' for split in SPLITS)} have similar errors",
-            source,
-            f"extra error of {STEP // worst} x {worst} relative to {STEP // best} x {best}",
+        Claim(
+            f"{', '.join(splits.values())} have similar errors",
+            step,
+            f"extra error of {splits[worst]} relative to {splits[best]}",
             lambda level: law.extra_error(worst, best, level),
             most=TOLERANCE,
-            beside=f"extra error relative to the best split: {splits}",
+            beside=f"extra error relative to the best split: {extra}",
         ),
     ]
 
 
-def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Judged]:
-    """Measure the efficiency of rollouts of an earlier policy or another sampler.
+class _Efficiencies:
+    """Relative efficiencies of losses at one G, which are measured on the same pool."""
+
+    def __init__(
+        self,
+        pool: ScorePool,
+        losses: Sequence[Loss],
+        size: int,
+        study: PoolStudy,
+        weighted: Mapping[TokenWeights, ScorePool] | None = None,
+    ):
+        refusals = {x: refusal(pool, x, size, study.rollouts) for x in (UNBIASED, *losses)}
+        self.reasons = {x: reason.line for x, reason in refusals.items() if reason is not None}
+        measured = {x: [size] for x in refusals if x not in self.reasons}
+        errors = {}
+        if UNBIASED in measured:
+            errors = loss_errors(pool, measured, study.rollouts, study.draws, study.seed, weighted)
+        self.errors = {loss: error for (loss, _), error in errors.items()}
+
+    def at(self, loss: Loss, against: Loss = UNBIASED) -> IntervalAt | None:
+        """Return the efficiency of a loss relative to another, or None if it is not known."""
+        both = [self.errors[x] for x in (against, loss) if x in self.errors]
+        if len(both) < 2 or not all(error.kappa_known for error in both):
+            return None
+        return partial(relative, both[0].error_D, both[1])
+
+    def reason(self, loss: Loss, against: Loss = UNBIASED) -> str | None:
+        """Return the reason why `at` returns None; None if there is an efficiency."""
+        if self.at(loss, against) is not None:
+            return None
+        refused = (self.reasons.get(x) for x in (UNBIASED, against, loss))
+        return next(filter(None, refused), NO_DIRECTION)
+
+
+def _of_losses(study: PoolStudy, size: int) -> list[Claim]:
+    """Test claims about a filter by reward variance and about the mean over each completion."""
+    where = f"n = {study.rollouts}, G = {size}"
+    losses = _Efficiencies(study.pool, [FILTERED, BY_MEAN], size, study)
+
+    def claim(loss: Loss, words: Words, least: float = -math.inf, most: float = math.inf) -> Claim:
+        at, beside = losses.at(loss), None
+        if at is not None:
+            beside = f"cos^2 with the gradient: {_text(direction(losses.errors[loss]), 3)}"
+        return Claim(*words, at, least, most, beside, losses.reason(loss))
+
+    return [
+        claim(
+            FILTERED,
+            (
+                "a filter by reward variance raises the signal-to-noise ratio",
+                "RAGEN-2, arXiv 2604.06268",
+                "relative efficiency of a sampled rollout if only the groups with "
+                f"{VARIANCE_SHARE} of the reward variance count, {where}",
+            ),
+            least=1.0,
+        ),
+        claim(
+            BY_MEAN,
+            (
+                "the mean over a completion's tokens lowers the efficiency",
+                "Dr. GRPO, arXiv 2503.20783",
+                f"relative efficiency of a rollout with the mean instead of the sum, {where}",
+            ),
+            most=1 - TOLERANCE,
+        ),
+    ]
+
+
+def _of_ratios(rescored: Rescored, study: PoolStudy, size: int) -> list[Claim]:
+    """Test claims about rollouts of an earlier policy or of another sampler.
 
     The compared losses use no importance ratios, ratios of tokens, or ratios of whole completions.
     """
-    drift = rescored.drift
+    drift, losses = rescored.drift, rescored.judged
+    if not losses:
+        return []
     shares = f"effective share: tokens {_text(drift.tokens)}, completions " + _text(
         drift.completions
     )
     beside = f"{shares}; KL divergence {drift.kl.estimate:.2g} nats per token"
-    losses = rescored.judged
-    if not losses:
-        return []
-    refused = refusal(rescored.compared, UNBIASED, size, study.rollouts)
-    absent = refused.line if refused else NO_DIRECTION
-    errors: dict[tuple[Loss, int], LossError] = {}
-    if refused is None:
-        measured = {loss: [size] for loss in (UNBIASED, *losses.values())}
-        errors = loss_errors(
-            rescored.compared, measured, study.rollouts, study.draws, study.seed, rescored.weighted
-        )
+    measured = _Efficiencies(rescored.compared, [*losses.values()], size, study, rescored.weighted)
 
-    def against(left: Loss, right: Loss) -> Callable[[float], Interval] | None:
-        """Return the relative efficiency, `right` against `left`, as a function of the level."""
-        both = [errors[loss, size] for loss in (left, right) if (loss, size) in errors]
-        if not both or not all(error.kappa_known for error in both):
-            return None
-        return partial(relative, both[0].error_D, both[1], 1)
+    def claim(
+        loss: Loss, against: Loss, words: Words, least: float = -math.inf, most: float = math.inf
+    ) -> Claim:
+        at, reason = measured.at(loss, against), measured.reason(loss, against)
+        return Claim(*words, at, least, most, beside, reason)
 
-    rows: list[Judged] = []
-    words = {"none": "without ratios", "token": "weighted by tokens' ratios"}
-    if rescored.question == "lag":
-        for level, word in words.items():
-            efficiency_at = against(UNBIASED, losses[level])
-            rows.append(
-                Judged(
-                    f"stale rollouts {word} are as efficient as fresh rollouts", "arXiv 2605.17570",
+    if rescored.question == "gap":
+        others = {"sequence": ("truncated", "the truncated ratio of the completion")}
+        rows = [
+            claim(
+                losses["none"],
+                losses["token"],
+                (
+                    "a mismatch between sampler and model must be corrected",
+                    "TRL's vllm_importance_sampling_correction",
+                    "relative efficiency of rollouts without ratios against rollouts weighted by "
+                    f"token ratios, G = {size}",
+                ),
+                most=1 - TOLERANCE,
+            )
+        ]
+    else:
+        others = {
+            "sequence": ("geometric mean", "the geometric mean of the token ratios"),
+            "whole_sequence": ("product", "the product of the token ratios"),
+        }
+        words = {"none": "without ratios", "token": "weighted by tokens' ratios"}
+        rows = [
+            claim(
+                losses[level],
+                UNBIASED,
+                (
+                    f"stale rollouts {word} are as efficient as fresh rollouts",
+                    "arXiv 2605.17570",
                     f"relative efficiency of a stale rollout {word}, G = {size}",
-                    efficiency_at, least=1 - TOLERANCE, beside=beside,
-                    reason=None if efficiency_at else absent,
-                )
-            )  # fmt: skip
-        efficiency_at = against(UNBIASED, losses["token"])
-        joined, reason = None, absent
+                ),
+                least=1 - TOLERANCE,
+            )
+            for level, word in words.items()
+        ]
+        efficiency_at, reason = measured.at(losses["token"]), measured.reason(losses["token"])
+        joined = None
         if efficiency_at is not None and drift.completions.low > 0:
-            joined, reason = partial(_over, efficiency_at, drift.completions_at), None
+            joined = partial(_over, efficiency_at, drift.completions_at)
         elif efficiency_at is not None:
             reason = "the effective share depends on a few completions"
         rows.append(
-            Judged(
+            Claim(
                 "the effective sample size equals the efficiency of stale rollouts",
                 "VCPO, arXiv 2602.17616",
                 "relative efficiency of a stale rollout weighted by token ratios, divided by the "
                 "effective share of completions",
-                joined, least=2 / 3, most=3 / 2, beside=shares, reason=reason,
+                joined,
+                least=2 / 3,
+                most=3 / 2,
+                beside=shares,
+                reason=reason,
             )
-        )  # fmt: skip
-    others = {
-        "sequence": ("geometric mean", "the geometric mean of the token ratios"),
-        "whole_sequence": ("product", "the product of the token ratios"),
-    }
-    if rescored.question == "gap":
-        others = {"sequence": ("truncated", "the truncated ratio of the completion")}
-        efficiency_at = against(losses["token"], losses["none"])
-        rows.append(
-            Judged(
-                "a mismatch between sampler and model must be corrected",
-                "TRL's vllm_importance_sampling_correction",
-                f"relative efficiency of rollouts without ratios against rollouts weighted by "
-                f"token ratios, G = {size}",
-                efficiency_at, most=1 - TOLERANCE, beside=beside,
-                reason=None if efficiency_at else absent,
-            )
-        )  # fmt: skip
-    for level, (word, name) in others.items():
-        efficiency_at = against(losses["token"], losses[level])
-        rows.append(
-            Judged(
+        )
+    return rows + [
+        claim(
+            losses[level],
+            losses["token"],
+            (
                 f"ratios of the sequence ({word}) beat ratios of tokens",
                 "trl#4493, NeMo-RL#2269",
                 f"relative efficiency of rollouts weighted by {name} against rollouts weighted by "
                 f"token ratios, G = {size}",
-                efficiency_at, least=1.0, beside=beside, reason=None if efficiency_at else absent,
-            )
-        )  # fmt: skip
-    return rows
+            ),
+            least=1.0,
+        )
+        for level, (word, name) in others.items()
+    ]
 
 
-def _over(
-    efficiency_at: Callable[[float], Interval], share_at: Callable[[float], Interval], level: float
-) -> Interval:
+def _over(efficiency_at: IntervalAt, share_at: IntervalAt, level: float) -> Interval:
     """Divide an efficiency by a share, with an interval from the ends of both intervals."""
     value, low, high = efficiency_at(_of_two(level))
     share = share_at(_of_two(level))
@@ -367,16 +346,16 @@ def _of_two(level: float) -> float:
     return (1 + level) / 2
 
 
-def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Judged:
-    """Measure by how much the error falls if groups whose rewards are all equal are replaced."""
-    claim = Judged(
+def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> Claim:
+    """Test whether replacing groups whose rewards are all equal reduces the error."""
+    claim = Claim(
         "replacing zero-variance groups saves rollouts",
         "DAPO, arXiv 2503.14476",
         f"relative reduction of the error at the same number of generated rollouts, G = {size}",
         least=TOLERANCE,
     )
     if size > pool.rewards_PN.shape[1]:
-        return replace(claim, reason=f"the pool has fewer than {size} completions per question")
+        return claim._replace(reason=f"the pool has fewer than {size} completions per question")
     zero_variance_P = zero_variance_share(pool.rewards_PN, size)
     most = pool.rewards_PN.shape[1] // size
 
@@ -385,40 +364,7 @@ def _of_dynamic_sampling(pool: ScorePool, population: ClosedForm, size: int) -> 
         return kept_groups(zero_variance_P, size, scale, most, _of_two(level)).break_even
 
     kept = kept_groups(zero_variance_P, size, UNDETERMINED, most).kept
-    beside = f"{_text(kept)} of the groups are kept"
-    return replace(claim, interval_at=saved, beside=beside)
-
-
-def _of_proxies(pool: ScorePool, size: int) -> list[Judged]:
-    """Measure the correlations of the noise with p(1-p) and with the completion length."""
-    count, completions = pool.rewards_PN.shape
-    of_variance = Judged(
-        "the noise of a prompt is proportional to p(1-p)", "VIP, arXiv 2602.01601",
-        f"correlation over prompts between reward variance and the noise of a group of {size}",
-        least=0.9,
-    )  # fmt: skip
-    of_length = Judged(
-        "the noise of a completion increases with its length", "VL-Norm, arXiv 2509.07558",
-        "rank correlation between length and squared score norm within a prompt", least=0.5,
-    )  # fmt: skip
-    if count < MIN_PROMPTS or completions < MIN_COMPLETIONS:
-        few = f"use at least {MIN_PROMPTS} questions with {MIN_COMPLETIONS} completions each"
-        return [replace(claim, reason=few) for claim in (of_variance, of_length)]
-    halves, _ = halves_of(pool)
-    variance_2SP = halves["variance"]
-    noise_2SP = group_error(halves["first"], halves["second"], size)
-    lengths_PN = pool.lengths_PN.astype(float)
-
-    def over_prompts(level: float) -> Interval:
-        return corrected_correlation(variance_2SP, noise_2SP, level)
-
-    def within_a_prompt(level: float) -> Interval:
-        return within_correlation(lengths_PN, pool.sq_norm_PN, level)
-
-    return [
-        replace(of_variance, interval_at=over_prompts),
-        replace(of_length, interval_at=within_a_prompt),
-    ]
+    return claim._replace(interval_at=saved, beside=f"{_text(kept)} of the groups are kept")
 
 
 def _text(interval: Interval, decimals: int = 2) -> str:

@@ -112,7 +112,6 @@ def study_cost(config: MseConfig) -> Cost:
                 completions=count,
                 feature_sketch=budget.feature_sketch,
                 gradient_sketch=budget.gradient_sketch,
-                in_adams_metric=config.study.metric == "adam",
             ),
         )
     )

@@ -21,7 +21,6 @@ from grpo_ustat.measurements.group_size import summary_text
 from grpo_ustat.mse.pool import ModelFacts
 from grpo_ustat.mse.pool_store import scored_with
 from grpo_ustat.mse.sampler import sampler_text
-from grpo_ustat.mse.second_moments import is_uncertain, uncertain_text
 from grpo_ustat.pages.caveats import (
     clipped_warning,
     heavy_warning,
@@ -35,10 +34,6 @@ from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.result import StudyResult
 from grpo_ustat.terminal.streams import percentage
 
-NORMS = {
-    "euclidean": "Euclidean",
-    "adam": "AdamW's step (second moments for steps of {} rollouts in groups of {})",
-}
 # Measured at commit ebbcb118 by scripts/benchmarks/precision.py.
 TF32_ERROR = {"norm": 1e-3, "sum_of_norms": 6e-4}
 
@@ -78,7 +73,6 @@ def study_result(
     facts: ModelFacts,
     pool_cost: WorkCost,
     replicate_cost: WorkCost,
-    moved: float | None,
     left_out: dict[str, int],
     remarks: str,
     measured: Mapping[str, Any],
@@ -89,8 +83,6 @@ def study_result(
     Args:
         study: Pool and settings of the study.
         pool_cost, replicate_cost: Cost of the pool, and cost of Monte Carlo replicates.
-        moved: Change of G* if the shrinkage in AdamW's metric changes (see `second_moments.shift`);
-            None for other metrics.
         left_out: Number of excluded questions by reason.
         remarks: Sentences on the pool to add to the summary.
         measured: Records of all measurements, keyed by name.
@@ -101,7 +93,7 @@ def study_result(
     gap = pool.sampler_gap
     decided = bool(looks) and looks[-1].tolerance is not None
     return StudyResult(
-        metric=_metric(config, pool, facts, population, moved),
+        metric=_metric(config, pool, facts, population),
         precision=precision(config),
         policy=policy_facts(
             config,
@@ -112,7 +104,7 @@ def study_result(
         questions=len(pool.rewards_PN),
         pool_completions=pool.rewards_PN.shape[1],
         summary=summary_text(study)
-        + metric_text(config)
+        + parameters_text(config)
         + tf32_text(config)
         + heavy_warning(population.tails, stops=decided)
         + clipped_warning(
@@ -123,7 +115,6 @@ def study_result(
         + unjudged_warning(total_cost.timeouts, total_cost.failures, total_cost.rollouts)
         + zero_scores_sentence(pool)
         + packages_sentence(pool.packages, scored_with())
-        + ("" if moved is None else uncertain_text(moved, population["gstar"]))
         + remarks
         + ("" if gap is None else sampler_text(config.rollout.name, gap)),
         cost=study_cost(total_cost),
@@ -156,19 +147,9 @@ def precision(config: MseConfig) -> parts.Precision:
     return parts.Precision(weights=config.model.dtype, tf32=config.computes_tf32, tf32_error=error)
 
 
-def metric_text(config: MseConfig) -> str:
-    """Return a space and sentences on the metric if it is not Euclidean over all parameters.
-
-    For the Euclidean metric over all parameters, the result is "".
-    """
+def parameters_text(config: MseConfig) -> str:
+    """Return a space and sentences on the parameters that are measured; "" for all parameters."""
     text = ""
-    if config.study.metric == "adam":
-        text += (
-            " Errors are for AdamW's step, not for the gradient: each gradient entry is divided by "
-            f"its root mean square in steps of {config.study.adam_rollouts} rollouts in groups of "
-            f"{config.study.adam_group_size}. The same divisors are used for every G. Each half of "
-            "the questions uses divisors estimated from the other half."
-        )
     if config.scores_adapters:
         text += (
             " Errors are for the adapter parameters, not for all weights; use "
@@ -199,7 +180,6 @@ def _metric(
     pool: ScorePool,
     facts: ModelFacts,
     population: ClosedForm,
-    moved: float | None,
 ) -> parts.Metric:
     """Return the norm in which gradients were measured, and statistics on large score norms.
 
@@ -207,7 +187,7 @@ def _metric(
     """
     q = np.sort(pool.sq_norm_PN.ravel())[::-1]
     top = q[: max(1, len(q) // 100)].sum()
-    study, pattern = config.study, config.study.parameters
+    pattern = config.study.parameters
     parameters = (
         "the adapters' parameters" if config.scores_adapters else "all trainable parameters"
     )
@@ -215,8 +195,7 @@ def _metric(
     tail_size, variance_carriers = population.tails
     return parts.Metric(
         parameters=facts.parameters,
-        norm=f"{NORMS[study.metric].format(study.adam_rollouts, study.adam_group_size)} over "
-        f"{counted}",
+        norm=f"Euclidean over {counted}",
         between_questions="exact"
         if facts.parameters <= config.budget.gradient_sketch
         else f"unbiased sketch of {config.budget.gradient_sketch} numbers",
@@ -225,8 +204,6 @@ def _metric(
         tail_size=tail_size,
         variance_carriers=variance_carriers,
         heavy_tails=population.tails.heavy,
-        shift=moved,
-        uncertain=None if moved is None else is_uncertain(moved, population["gstar"]),
     )
 
 

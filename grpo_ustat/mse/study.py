@@ -29,7 +29,6 @@ from grpo_ustat.measurements.registry import (
     sentences,
 )
 from grpo_ustat.measurements.study_page import VIEW
-from grpo_ustat.mse.adam_pool import adam_pool
 from grpo_ustat.mse.equal_rewards import equal_rewards_result
 from grpo_ustat.mse.import_rollouts import import_pool, logged_rollouts
 from grpo_ustat.mse.monte_carlo import monte_carlo
@@ -174,7 +173,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
 
     If all rewards are equal, the result contains no measurements.
     """
-    left_out, moved, rollouts, looks = {}, None, None, None
+    left_out, rollouts, looks = {}, None, None
     pool_folder = folder / "pool"
     if config.pool and not config.imports_pool:
         pool_folder = Path(config.pool)
@@ -203,11 +202,6 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
             leave_sample, config.sampling, equal.prompts, pool_folder, folder, config.imports_pool
         )
         return equal_rewards_result(config, equal, left_out)
-    if config.study.metric == "adam":
-        pool, extra_cost, moved = adam_pool(
-            config, prompts, pool, pool_folder, folder / "pool_adam"
-        )
-        pool_cost += extra_cost
     request = closed_form_request(config, pool, facts)
     curves_by_baseline, replicate_cost, rescored = {}, WorkCost(), None
     if "monte_carlo" in config.study.methods:
@@ -228,7 +222,7 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
         losses=config.measured.first_update,
         max_completion_length=config.max_completion_length,
         reward_names=reward_names(config.reward_funcs),
-        asked=frozenset(["verdicts"] * config.study.verdicts),
+        verdicts=config.study.verdicts,
         methods=config.study.methods,
         baselines=config.baselines,
         by_groups=config.baselines_by_groups if config.compares_by_groups else {},
@@ -250,8 +244,8 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
             "inexact."
         )
     return study_result(
-        config, pool_study, facts, pool_cost, replicate_cost, moved=moved, left_out=left_out,
-        remarks=remarks, measured=measured, looks=looks,
+        config, pool_study, facts, pool_cost, replicate_cost, left_out=left_out, remarks=remarks,
+        measured=measured, looks=looks,
     )  # fmt: skip
 
 

@@ -54,7 +54,6 @@ ARTEFACTS = (
     "recipes.*",
     "report.html",
     "pool",
-    "pool_adam",
     "pool_scored_by",
     "pool_weighted",
     TRACKER_FOLDER,

@@ -33,9 +33,6 @@ class Metric:
     tail_size: NumberOrNull
     variance_carriers: NumberOrNull
     heavy_tails: bool
-    # This field and `uncertain` apply only to AdamW's metric; see `mse.second_moments`.
-    shift: Sometimes[NumberOrNull] = None
-    uncertain: Sometimes[bool] = None
 
 
 @dataclass(frozen=True, kw_only=True)

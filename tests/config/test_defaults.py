@@ -100,9 +100,9 @@ def test_only_the_value_that_counts_is_of_the_name_of_a_run(tmp_path):
         replace(config, dataset=replace(config.dataset, max_completion_length=7)),
     )
     assert {folder_name(other) for other in others} == {folder_name(config)}
-    steps, adam = ("study.adam_rollouts=64",), ("study.metric=adam",)
-    of_steps = [folder_name(compose("mse", *words)) for words in ((), steps, adam, (*adam, *steps))]
-    assert of_steps[0] == of_steps[1] and len(set(of_steps)) == 3
+    cap, own = ("study.correction_cap=2",), ("study.parameters=mlp",)
+    of_cap = [folder_name(compose("mse", *words)) for words in ((), cap, own)]
+    assert of_cap[0] == of_cap[1] != of_cap[2]
     assert folder_name(compose("train", "learning_rate=2e-4")) != folder_name(config)
 
 

@@ -65,12 +65,6 @@ def test_the_first_process_of_a_large_study_holds_its_pool(study):
     assert cost_of(small).memory == 580_000_000 + int(2.5 * cost_of(small).disk)
 
 
-def test_adams_metric_keeps_a_second_pool_and_six_numbers_a_parameter(study):
-    plain, adam = cost_of(study), cost_of(replace(study, study=replace(study.study, metric="adam")))
-    assert adam.disk == 2 * plain.disk + 24 * SIZE.parameters
-    assert adam.weights == plain.weights + 8 * SIZE.parameters
-
-
 def test_an_update_holds_one_pass(study):
     """A quarter of its tokens, since answers differ in length."""
     config = compose("train", "micro_batch_tokens=4000", "bf16=true")

@@ -9,7 +9,7 @@ import pytest
 from prompt_pools import whole_pool
 
 from grpo_ustat.estimators import losses
-from grpo_ustat.estimators.losses import UNBIASED, loss_efficiencies, refusal
+from grpo_ustat.estimators.losses import UNBIASED, loss_efficiencies
 from grpo_ustat.estimators.row_weights import Loss, RowFilter
 from grpo_ustat.records import ScorePool
 
@@ -20,7 +20,7 @@ COUPLED = Loss("tokens", "group_std", NORMED, "dapo", 9)
 SCALED = Loss("scaled", "group_mean", {}, "dr_grpo", 9)
 
 
-def a_pool(questions, metrics=1):
+def a_pool(questions):
     """Scores along a common gradient, of which right answers have more."""
     rng = np.random.default_rng(8)
     shape = questions, COMPLETIONS
@@ -34,16 +34,7 @@ def a_pool(questions, metrics=1):
         lengths_PN=rng.integers(1, 9, size=shape),
         features_PNR=scores,
         centred_sums_PR=np.zeros((questions, 4)),
-        metrics=metrics,
     )
-
-
-def test_a_coupled_loss_needs_one_metric_and_an_additive_one_does_not():
-    pool = a_pool(24, metrics=2)
-    refused = refusal(pool, COUPLED, 2, 16)
-    assert refused and (refused.kind, refused.needed, refused.available) == ("metrics", 1, 2)
-    assert refusal(pool, ADDITIVE, 2, 16) is None
-    assert refusal(a_pool(24), COUPLED, 2, 16) is None
 
 
 def test_rows_are_by_loss_as_given_then_by_size_with_those_that_are_refused():

@@ -115,23 +115,3 @@ def test_what_a_result_stores_is_read_back(rng):
     bare = ScalingLaw.stored(**constants)
     assert not bare.has_errors and bare.stored_errors() == {"covariance": None, "dof": None}
     assert np.isnan(bare.extra_error(8, 4)[1:]).all() and bare.best_of([2, 4, 8]) == 4
-
-
-def test_the_prompts_share_is_a_half_at_the_size_of_equal_noise_and_may_be_at_its_ends(rng):
-    constants_4 = np.array([1.0, 20.0, 30.0, 1.0])
-    deviates = rng.normal(size=(4, 40)) * constants_4[:, None] / 20 / np.sqrt(40)
-    deviates -= deviates.mean(axis=1, keepdims=True)
-    law = ScalingLaw.jackknifed(constants_4, (constants_4[:, None] + deviates)[:, None], 40)
-    size, low, high = law.equal_noise_size()
-    assert low < size < high
-    assert law.prompt_share(size).estimate == pytest.approx(0.5)
-    assert law.prompt_share(low).high == pytest.approx(0.5, abs=1e-6)
-    assert law.prompt_share(high).low == pytest.approx(0.5, abs=1e-6)
-    wider = (constants_4[:, None] + 40 * deviates)[:, None]
-    assert ScalingLaw.jackknifed(constants_4, wider, 40).equal_noise_size().high == np.inf
-
-
-def test_no_size_of_equal_noise_is_known_where_c3_came_out_below_0(rng):
-    """C1 G = C2 + C3/(G-1) at C1 = 9, C2 = 2, C3 = -1 has no root above 1."""
-    units = np.array([9.0, 2.0, -1.0, 1.0])[:, None] + 0.1 * rng.standard_normal((4, 20))
-    assert np.isnan(ScalingLaw.of_steps(units, prompts=1).equal_noise_size()).all()

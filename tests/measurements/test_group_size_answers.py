@@ -265,7 +265,6 @@ def test_the_next_command_is_of_the_same_policy_and_can_be_typed(result, overrid
         [
             ["seed=3", "budget.feature_sketch=61", "study.parameters=mlp"],
             ["baselines=[leave_one_out,group_std]", "group_sizes=[2,4]"],
-            ["study.metric=adam", "study.adam_group_size=4"],
             ["reward_funcs=[task,brevity]", "temperature=0.7"],
         ],
     ),

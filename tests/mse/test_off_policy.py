@@ -223,9 +223,6 @@ def test_a_policy_whose_answers_are_all_judged_alike_is_refused(tmp_path, monkey
 
 
 REFUSED = {
-    "another metric": (("study.scored_by=embedded:tiny", "study.metric=adam",
-                        "budget.pool_completions=16"),
-                       "use study.metric=euclidean"),
     "no such checkpoint": (("study.scored_by=./nowhere",),
                            "study.scored_by=./nowhere: there is no folder"),
     "no such name": (("study.scored_by=nothere",), "study.scored_by=nothere: there is no folder"),

@@ -175,7 +175,6 @@ def _plain(config):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["study.metric=adam"], "study.metric=adam"),
         (["study.part=1/2", "pool=outputs/pool"], "study.part=1/2"),
         (["baselines=[batch_std]"], "batch_std"),
         (["study.until=now"], "now"),
