@@ -198,8 +198,6 @@ class ScorePool:
     centred_sums_PFR: Array | None = None
     # Weights of the reward functions in the weighted sum.
     reward_weights_F: Array | None = None
-    # One; see `estimators.closed_form`.
-    metrics: int = 1
     # Kinds of vectors of a completion; see `estimators.token_weights.KINDS`. With several kinds,
     # the axes N of `gram_PNN` and `features_PNR` contain the vectors of the first kind, then the
     # vectors of the other kinds.

@@ -15,11 +15,6 @@ x. For example, the estimate of the squared length of the true gradient is
 
     ||grad J||^2 = 1/m^2 ( sum_x ||g_x||^2 + S )
 
-If a pool has several metrics (see `ScorePool.metrics`), products exist only between questions of
-the same metric. S is then the sum of these products, multiplied by the ratio of the number of all
-pairs to the number of pairs within metrics. Every statistic is a mean over the metrics. The
-questions of different metrics are independent of each other.
-
 Intervals apply to new questions: the jackknife leaves out one question at a time. A bootstrap over
 completions is never used, because duplicate completions turn U-statistics into V-statistics.
 
@@ -146,18 +141,15 @@ def closed_form(pool: ScorePool, request: Request) -> ClosedForm:
     per_question["excess"] = covariance_excess(pool.sq_norm_PN, pool.rewards_PN)
     per_question |= _fixed_baselines(pool, request, moments)
     means = {name: values.mean() for name, values in per_question.items()}
-    with_others_Kh = np.stack([_with_others(pool, k) for k in range(pool.metrics)])
-    count = len(pool.rewards_PN)
-    pairs = (count - 1) / (with_others_Kh.shape[1] - 1) if pool.metrics > 1 else 1
-    between = pairs * with_others_Kh.sum() / count**2
-    estimates = _statistics(means, between, count, count, request)
+    with_others_P, count = _with_others(pool), len(pool.rewards_PN)
+    estimates = _statistics(means, with_others_P.sum() / count**2, count, count, request)
     if count < MIN_QUESTIONS:
         new = [key for x in request.points if x.is_new for key in (x.key, x.ratio_key)]
         new += [*CONSTANTS_AND_GRADIENT, *(name for name in estimates if name.startswith("n_mse/"))]
         estimates |= dict.fromkeys(new, np.full((), np.nan))
         delete_one = dict.fromkeys(estimates, np.full((1, MIN_QUESTIONS), np.nan))
     else:
-        delete_one = _delete_one_question(per_question, with_others_Kh, request)
+        delete_one = _delete_one_question(per_question, with_others_P, request)
     intervals: dict[str, Interval] = {}
     for name, value in estimates.items():
         positive = name.startswith(("mse/", "n_mse/", "ratio/")) and count >= MIN_QUESTIONS
@@ -180,7 +172,7 @@ def closed_form(pool: ScorePool, request: Request) -> ClosedForm:
     intervals["crossover"] = Interval(crossover(estimate), crossover(high), crossover(low))
     norms = pool.sq_norm_PN
     pool_tails = tails(
-        _by_metric(norms.mean(axis=1), pool.metrics) if count > 1 else norms,
+        norms.mean(axis=1)[None] if count > 1 else norms,
         [delete_one[name] for name in ("a0", "a_v", "c3")],
     )
     levels = estimates["grad_sq"], estimates["grad_sq_at_hand"]
@@ -333,10 +325,9 @@ def _point_moments(
     return mse, bias2, variance, variance + shrink**2 * target, shrink * target, target
 
 
-def _with_others(pool: ScorePool, metric: int) -> Array:
-    """Compute <ghat_x, sum_{y != x} ghat_y> for the questions x and y of one metric, [m/K]."""
-    count, step = len(pool.rewards_PN), BLOCK * pool.metrics
-    blocks = [slice(x, x + step, pool.metrics) for x in range(metric, count, step)]
+def _with_others(pool: ScorePool) -> Array:
+    """Compute <ghat_x, sum_{y != x} ghat_y> for each question x, [m]."""
+    blocks = [slice(x, x + BLOCK) for x in range(0, len(pool.rewards_PN), BLOCK)]
     total_R = np.zeros(pool.gradients_of(slice(1)).shape[1])
     for rows in blocks:
         total_R = np.concatenate([total_R[None], pool.gradients_of(rows)]).sum(axis=0)
@@ -347,27 +338,12 @@ def _with_others(pool: ScorePool, metric: int) -> Array:
     return np.concatenate(products)
 
 
-def _by_metric(values_P: Array, metrics: int) -> Array:
-    """Split the values of all questions by metric, [K, m/K, ...]; question x has metric x mod K."""
-    return np.stack([values_P[k::metrics] for k in range(metrics)])
-
-
-def _delete_one_question(per_question: Arrays, with_others_Kh: Array, request: Request) -> Arrays:
-    """Compute every statistic without question x, for each of the K h questions, [K, h].
-
-    K is the number of metrics, and h is the number of questions of one metric. Each statistic is a
-    mean over the metrics. Leaving out x changes only the contribution of the metric of x.
-    """
-    metrics, h = with_others_Kh.shape
-    count = metrics * h
+def _delete_one_question(per_question: Arrays, with_others_P: Array, request: Request) -> Arrays:
+    """Compute every statistic without each question x, as the one row [1, m] of a jackknife."""
+    count = len(with_others_P)
     means: Arrays = {}
     for name, values_P in per_question.items():
-        x_Kh = _by_metric(values_P, metrics)
-        own_K1 = x_Kh.mean(axis=1, keepdims=True)
-        means[name] = values_P.mean() + (own_K1 - x_Kh) / (h - 1) / metrics
-    sums_K1 = with_others_Kh.sum(axis=1, keepdims=True)
-    own_K1 = sums_K1 / (h * (h - 1))
-    without_Kh = (sums_K1 - 2 * with_others_Kh) / ((h - 1) * (h - 2))
-    product_Kh = own_K1.mean() + (without_Kh - own_K1) / metrics
-    between = product_Kh * (count - 2) / (count - 1)
-    return _statistics(means, between, count - 1, count, request)
+        mean = values_P.mean()
+        means[name] = (mean + (mean - values_P) / (count - 1))[None]
+    between_P = (with_others_P.sum() - 2 * with_others_P) / (count - 1) ** 2
+    return _statistics(means, between_P[None], count - 1, count, request)

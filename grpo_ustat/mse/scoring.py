@@ -22,7 +22,6 @@ from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import parameter_sizes
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.check import check_scores
-from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.policy.scores.turns import most_turns, split_turns
@@ -85,7 +84,6 @@ def score_part(
     sampler: SamplerOptions,
     sketches: tuple[Sketch, Sketch],
     cost: WorkCost,
-    metric: Metric | None = None,
 ) -> Part:
     """Score one question's completions.
 
@@ -96,7 +94,6 @@ def score_part(
         rewards_NF: Rewards of the question's completions from all reward functions.
         sketches: Sketches from `score_sketches`.
         cost: Cost of sampling the completions; the cost of scoring is added to it.
-        metric: Metric of the scores; None for the Euclidean metric.
     """
     start = time.perf_counter()
     count = len(rewards_NF)
@@ -109,7 +106,6 @@ def score_part(
         gram=True,
         features=sketches[0],
         pooled=sketches[1],
-        metric=metric,
     )
     # These fields are set because `gram`, `features` and `pooled` were given.
     assert scores.gram_BB is not None

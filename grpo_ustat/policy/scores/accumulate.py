@@ -14,7 +14,6 @@ import torch
 
 from grpo_ustat.policy.logprobs import widen
 from grpo_ustat.policy.precision import full_products, sums_wider, wide_bmm
-from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 
 # Largest size in bytes of the gradients that are computed at a time, by device type.
@@ -42,7 +41,6 @@ class Accumulator:
         gram: True to compute the inner products <s_i, s_j> of the scores.
         features: map that sketches each score; None for no sketches.
         pooled: map that sketches the weighted sums; the sketches then replace the sums.
-        metric: weights of the entries of every gradient; see `metric`. None for Euclidean norms.
     """
 
     def __init__(
@@ -53,13 +51,11 @@ class Accumulator:
         gram: bool = False,
         features: Sketch | None = None,
         pooled: Sketch | None = None,
-        metric: Metric | None = None,
     ):
         def zeros(*shape, dtype=torch.float64):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.batch, self.device, self.features, self.pooled = batch, device, features, pooled
-        self.metric = metric
         self.weights_KB = weights_KB if weights_KB is None else weights_KB.to(device)
         count = 0 if weights_KB is None else len(weights_KB)
         self.names: set[str] = set()
@@ -101,8 +97,6 @@ class Accumulator:
         """
         self.names.add(name)
         flat_NC = widen(flat_NC)
-        if self.metric is not None:
-            flat_NC *= self.metric.of(name, start, start + flat_NC.shape[1])
         self._square(flat_NC)
         if self.weights_KB is not None:
             self._pool(name, shape, self._weights(flat_NC.dtype) @ flat_NC, start)
@@ -121,8 +115,6 @@ class Accumulator:
         """
         if self.features is None and self.pooled is None:
             self.names.add(name)
-            if self.metric is not None:
-                dense_NUD *= self.metric.rows(name, shape, ids_U)
             flat = dense_NUD.flatten(1)
             self._square(flat)
             if self.weights_KB is not None:
@@ -155,11 +147,8 @@ class Accumulator:
         Args:
             name, shape: name and shape of the matrix.
             ids_U: indices of the U rows in which both arrays may be nonzero.
-            first_NUD, second_NUD: these rows of the two arrays; `first_NUD` may be overwritten.
+            first_NUD, second_NUD: these rows of the two arrays.
         """
-        if self.metric is not None:
-            weights_UD = self.metric.rows(name, shape, ids_U)
-            first_NUD.mul_(weights_UD).mul_(weights_UD)
         first_NC, second_NC = first_NUD.flatten(1), second_NUD.flatten(1)
         if self.gram_BB is None:
             self.sq_norm_B += 2 * torch.linalg.vecdot(first_NC, second_NC)

@@ -60,7 +60,6 @@ from grpo_ustat.policy.scores.images import (
     same_positions,
     without_graph,
 )
-from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.one_by_one import one_by_one
 from grpo_ustat.policy.scores.output_layer import add_output_layer
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -97,7 +96,6 @@ def completion_scores(
     *,
     features: Sketch | None = None,
     pooled: Sketch | None = None,
-    metric: Metric | None = None,
     by_layer: bool = False,
     layer_weights: LayerWeights | None = None,
     passes: Sequence[int] | None = None,
@@ -122,8 +120,6 @@ def completion_scores(
         temperature: temperature that divides the logits, as in sampling.
         features: map that sketches each score; None for no sketches.
         pooled: map that sketches the weighted sums; the sketches then replace the sums.
-        metric: weights of gradient entries in norms, inner products and weighted sums; see
-            `metric`. None for Euclidean norms.
         by_layer: True to keep only the layers' inputs and compute each layer twice, which saves
             memory. It has no effect if the model has no layers that can be checkpointed.
         layer_weights: for models whose layers have their weights only at times: function that
@@ -150,7 +146,7 @@ def completion_scores(
     assert not completion_mask_BT[:, 0].any(), "column 0 has no prediction"
     names = {id(parameter): name for name, parameter in trainable(model)}
     batch, device = len(input_ids_BT), input_ids_BT.device
-    totals = Accumulator(batch, device, weights_KB, gram, features, pooled, metric)
+    totals = Accumulator(batch, device, weights_KB, gram, features, pooled)
     with unpacked(model), same_positions(model):
         with _activations_only(model):
             layer_by_layer = LayerByLayer(causal(model), layer_weights) if by_layer else None

@@ -21,7 +21,6 @@ from grpo_ustat.policy.output_layer import body, causal
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.scores.backward import CompletionScores, completion_scores
 from grpo_ustat.policy.scores.by_layer import LayerWeights
-from grpo_ustat.policy.scores.metric import Metric
 from grpo_ustat.policy.scores.sketch import Sketch
 from grpo_ustat.policy.scores.turns import split_turns
 from grpo_ustat.records import Rollouts
@@ -41,7 +40,6 @@ def score_rollouts(
     gram: bool = False,
     features: Sketch | None = None,
     pooled: Sketch | None = None,
-    metric: Metric | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
     layer_weights: LayerWeights | None = None,
     drops: bool = False,
@@ -60,7 +58,7 @@ def score_rollouts(
         index: flat indices p*G + i of completion i of prompt p, [B].
         temperature: temperature that divides the logits.
         token_weights_BT: weights of the tokens' log-probabilities in a score; None for weights 1.
-        weights_KB, gram, features, pooled, metric, drops: see `completion_scores`.
+        weights_KB, gram, features, pooled, drops: see `completion_scores`.
         images: model inputs from the prompt's images; see `completion_scores`. They are allowed
             only if all completions belong to one prompt.
         layer_weights: see `completion_scores`. If given, all completions are read in one pass.
@@ -74,7 +72,7 @@ def score_rollouts(
             policy, rows.rollouts, np.arange(rows.count), temperature,
             token_weights_BT=None if token_weights_BT is None else rows.by_row(token_weights_BT),
             weights_KB=None if weights_KB is None else weights_KB[:, rows.completion_R],
-            gram=True, features=features, pooled=pooled, metric=metric, drops=drops,
+            gram=True, features=features, pooled=pooled, drops=drops,
         )  # fmt: skip
         return rows.summed(scores, len(index))
     size = rollouts.mask_PGT.shape[1]
@@ -97,7 +95,7 @@ def score_rollouts(
     scores = completion_scores(
         policy.model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT,
         weights_KB=None if weights_KB is None else _merged(weights_KB, place_B, len(first)),
-        gram=gram, temperature=temperature, features=features, pooled=pooled, metric=metric,
+        gram=gram, temperature=temperature, features=features, pooled=pooled,
         by_layer=layer_weights is not None
         or _graph_is_large(policy.model, passes, prompt_U, length_U),
         layer_weights=layer_weights, passes=passes, contiguous=can_read_contiguous(policy),
