@@ -28,8 +28,6 @@ Row = tuple[Any, Mapping[str, Any]]
 # Columns and keys that contain the step, in order of preference. TRL logs `train/global_step` to
 # W&B, which is preferred to W&B's own `_step`, a count of logging calls.
 STEP_NAMES = ("train/global_step", "step", "Step", "global_step", "_step")
-# A run file of W&B begins with these bytes and a version.
-WANDB_MAGIC = b":W&B"
 WANDB_BLOCK, WANDB_HEADER = 32_768, 7
 # Layouts for `struct` of the tensor types that may hold a scalar, float and double, by type number.
 TENSOR_TYPES = {1: "<f", 2: "<d"}
