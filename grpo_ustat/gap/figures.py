@@ -34,7 +34,7 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
     panels = evidence.panels
     columns = min(PANELS_ACROSS, len(panels))
     rows = -(-len(panels) // columns)
-    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.3)
+    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.5)
     with figure_fonts():
         figure, axes = pyplot().subplots(
             rows, columns, figsize=size, squeeze=False, layout="constrained"
@@ -43,7 +43,7 @@ def evidence_figure(folder: Path, evidence: Evidence, title: str) -> None:
             draw(place, panel)
         for place in axes.flat[len(panels) :]:
             place.set_visible(False)
-        figure.suptitle(f"{title}: {evidence.answer}", fontsize=10, x=0.02, ha="left")
+        figure.suptitle(f"{title}\n{evidence.answer}", fontsize=10, x=0.02, ha="left")
         save(figure, folder, "figure")
 
 

@@ -195,8 +195,12 @@ def lemma11(
                 f"{percentage(TOLERANCE)} of the prediction",
             )
         )  # fmt: skip
-    lines = [PlotLine(k.replace("_", " "), sizes, [abs(x[k]) for x in rows]) for k in far[0]]
-    lines.append(PlotLine("difference", sizes, shift.mean() / np.array(sizes), predicted=True))
+    labels = ("E||N - U||^2", "Var N", "Var U", "bias of N")
+    lines = [
+        PlotLine(label, sizes, [abs(row[name]) for row in rows])
+        for label, name in zip(labels, far[0], strict=True)
+    ]
+    lines.append(PlotLine(labels[0], sizes, shift.mean() / np.array(sizes), predicted=True))
     panel = Panel("N and U at epsilon = 0", "group size G", "mean over prompts", lines, "xy")
     facts = {"prompts": len(p), "smallest V": float(p.min()), "largest V": float(p.max())}
     return Evidence(claims, [panel], rows, facts)

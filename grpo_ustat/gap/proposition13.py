@@ -32,7 +32,7 @@ from grpo_ustat.gap.lemma11 import mean_weight
 from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, reference_law
 from grpo_ustat.gap.simulated import learning_rates, simulated
-from grpo_ustat.runs.claims import comma_list, correct_family, verdict_of
+from grpo_ustat.runs.claims import comma_list, verdict_of
 from grpo_ustat.runs.result import Claim
 from grpo_ustat.terminal.streams import percentage
 
@@ -132,7 +132,6 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
     claims.append(_limit_claim(problem, design))
     if design.variant_sizes:
         claims.append(_limit_claim(problem, design, **kl_term(design)))
-    claims = correct_family(claims)
     rows = [
         {
             "estimator": end.baseline, "group_size": end.estimator.group_size,
@@ -144,11 +143,8 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
         }
         for end in ends
     ]  # fmt: skip
-    return Evidence(
-        claims=claims,
-        panels=_panels(problem, ends),
-        rows=rows,
-    )
+    by_size = [end for end in ends[1:] if not variant(end.estimator)]
+    return Evidence(claims, [_panel(by_size, float(problem.best_K[0]))], rows)
 
 
 def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estimator:
@@ -274,45 +270,18 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
     return limit_claim(what, limit, roots, TOLERANCE * distance, how)
 
 
-def _panels(problem: Problem, ends: list[EndPoint]) -> list[Panel]:
-    """Return panels of the end points by group size, of the variants, and of the two objectives."""
-    by_size = [end for end in ends[1:] if not variant(end.estimator)]
-    x = [end.estimator.group_size for end in by_size]
-    curves = [
-        *_end_lines("normalised", by_size),
-        PlotLine("arcsin maximiser", x, [end.maximiser for end in by_size], predicted=True),
-        PlotLine("maximiser of J", x, [float(problem.best_K[0])] * len(x), predicted=True),
-    ]
-    axes = "group size G", "mean end point of u"
-    panels = [Panel("mean end point of training", *axes, curves, "x")]
-    variants, curves = {variant(end.estimator): None for end in ends}, []
-    for kind in filter(None, variants):
-        same, label = [end for end in ends if variant(end.estimator) == kind], kind[2:]
-        maximisers = [end.maximiser for end in same]
-        x = [end.estimator.group_size for end in same]
-        curves += _end_lines(label, same)
-        curves.append(PlotLine(f"{label}: arcsin maximiser", x, maximisers, bound=True))
-    if curves:
-        panels.append(Panel("variants: end points and roots", *axes, curves, "x"))
-    u = problem.best_K[0] + np.linspace(-half_width(problem), half_width(problem), 81)
-    value_PR = problem.value(problem.law(u[None])[0])
-    objectives = {
-        "J": value_PR.mean(axis=0),
-        "arcsin": 2 * np.arcsin(np.sqrt(value_PR)).mean(axis=0),
-    }
-    curves = [
-        PlotLine(name, list(u), list((y - y.min()) / (y.max() - y.min())), predicted=True)
-        for name, y in objectives.items()
-    ]
-    return [*panels, Panel("both objectives", "u", "value, scaled to [0, 1]", curves)]
-
-
-def _end_lines(label: str, ends: list[EndPoint]) -> list[PlotLine]:
-    """Return curves of the measured end points, with intervals, and of the roots."""
+def _panel(ends: list[EndPoint], best: float) -> Panel:
+    """Return the panel of measured end points, roots and maximisers by group size."""
     x = [end.estimator.group_size for end in ends]
-    y, low, high = (list(values) for values in zip(*(end.measured for end in ends), strict=True))
-    roots = [end.root for end in ends]
-    return [PlotLine(label, x, y, low, high), PlotLine(label, x, roots, predicted=True)]
+    y, low, high = zip(*(end.measured for end in ends), strict=True)
+    curves = [
+        PlotLine("normalised", x, y, low, high),
+        PlotLine("normalised", x, [end.root for end in ends], predicted=True),
+        PlotLine("arcsin maximiser", x, [end.maximiser for end in ends], predicted=True),
+        PlotLine("maximiser of J", x, [best] * len(x), predicted=True),
+    ]
+    title = "mean end point of training (line: root)"
+    return Panel(title, "group size G", "mean end point of u", curves, "x")
 
 
 THEOREM = simulated(STATEMENT, plan, judge)

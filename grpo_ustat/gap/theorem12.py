@@ -96,7 +96,7 @@ def theorem12(
     )
     share = [
         PlotLine(LABELS[x], design.group_sizes, start[x]["bias2_share"])
-        for x in ("group_std", "group_std_floor", "group_std_redrawn")
+        for x in ("group_std", "group_std_redrawn")
     ]
     lines = [
         _band("without normalisation", plain, "token_bias2"),

@@ -42,7 +42,7 @@ def kind_of(run: RunRecord) -> str:
 
 
 def theorems_table(tested: Sequence[RunRecord]) -> Table:
-    """Return a table with each run's counts of claims by verdict, joint verdict and answer.
+    """Return a table with each run's counts of claims by verdict and joint verdict.
 
     Args:
         tested: Theorem runs in order, finished or not.
@@ -61,17 +61,17 @@ def theorems_table(tested: Sequence[RunRecord]) -> Table:
         cells = ["-" if outcome[name] is None else str(outcome[name]) for name in COUNT_COLUMNS]
         result, _, about = identity["result"].partition(", ")
         problem = _problem_text(identity, "\n")
-        rows.append([result, about or "-", problem, *cells, outcome["verdict"], outcome["answer"]])
+        rows.append([result, about or "-", problem, *cells, outcome["verdict"]])
         data.append(identity | outcome)
     return Table(
         name="theorems",
         title="Theoretical results and their tests",
-        columns=["result", "about", "test problem", *COUNT_WORDS.values(), "verdict", "answer"],
+        columns=["result", "about", "test problem", *COUNT_WORDS.values(), "verdict"],
         rows=rows,
         notes=[RULE, f"The columns {enumeration([*COUNT_WORDS.values()])} count claims."],
         data=data,
         headings=True,
-        sentences=("about", "answer"),
+        sentences=("about",),
     )
 
 
