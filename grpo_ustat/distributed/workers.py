@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing as mp
 import os
+import queue
 import signal
 import sys
 import tempfile
 import threading
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
-from multiprocessing import forkserver, resource_tracker, util
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
-from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed import server
-from grpo_ustat.distributed.processes import end_with_parent
 from grpo_ustat.distributed.ranks import (
     WORKER_VARIABLE,
     all_gather_call,
@@ -32,15 +28,14 @@ from grpo_ustat.distributed.ranks import (
     world,
 )
 from grpo_ustat.distributed.signals import STOPPING, stop_if_requested
-from grpo_ustat.estimators.baselines import UnfitRewards
 from grpo_ustat.terminal.progress import Activity, Meter, Notice, listening
 
 # Largest length in bytes of the path of the temporary folder. A socket in it has the path
 # FOLDER/pymp-XXXXXXXX/listener-XXXXXXXX, which is limited to 107 bytes.
 LONGEST_TEMPORARY_PATH = 75
+# Seconds between two checks that all workers are alive.
+LOOK_SECONDS = 0.5
 Work = Callable[..., Iterator[Any]]
-# The key `owner` has the id of the process that started the server. Empty without a server.
-_FORK_SERVER: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -67,46 +62,29 @@ class WorkCost:
 
 
 def preload(modules: Sequence[str], device: str) -> None:
-    """Start a server process that imports the workers' modules and later forks the workers.
+    """Start the server process that forks the workers, and let it import the workers' modules.
 
     Workers then start faster, because the server imports the modules while this process still does
     other work. The server is used by all later calls of `share` and ends with this process.
 
-    Without a server, every worker starts as a new process. This is the case if
-
-    - `device` is not the CPU, because a fork could not use the device;
-    - the system is not Linux, because forks are not safe;
-    - the path of the temporary folder is too long for a socket;
-    - this process is a fork of a process with a server.
+    If `device` is not the CPU, workers import the modules themselves, because a fork could not use
+    a device that an import has initialised. This is also so outside Linux, where forks are not
+    safe.
 
     Args:
         modules: names of the modules. If the server cannot import one of them, the workers do.
         device: device of the run, such as "cpu" or "cuda".
     """
-    _FORK_SERVER.clear()
-    fits = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
-    if device != "cpu" or sys.platform != "linux" or not fits:
-        return
-    mp.set_forkserver_preload([server.__name__, *modules])
-    os.environ[server.FOLDER_VARIABLE] = util.get_temp_dir()
-    try:
-        # The server must ignore stop signals, because its workers would end with it.
+    if device == "cpu" and sys.platform == "linux" and _context().get_start_method() != "spawn":
+        mp.set_forkserver_preload([*modules])
         with _signals_held():
             forkserver.ensure_running()
-    except ChildProcessError:
-        return
-    finally:
-        del os.environ[server.FOLDER_VARIABLE]
-    _FORK_SERVER["owner"] = os.getpid()
-    atexit.register(_end_server)
 
 
-def _end_server() -> None:
-    """Kill the server when this process ends; otherwise it would not end while it imports."""
-    pid = vars(forkserver._forkserver)["_forkserver_pid"]
-    if _FORK_SERVER.get("owner") == os.getpid() and pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _context() -> Any:
+    """Return how workers start: as forks of a server, or anew if its socket had too long a path."""
+    fits = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_TEMPORARY_PATH
+    return mp.get_context("forkserver" if fits else "spawn")
 
 
 def share(
@@ -139,7 +117,8 @@ def share(
 
     Raises:
         Stopped: a signal requested a stop. Files that workers have written are kept.
-        RuntimeError: a worker failed. The message contains its traceback.
+        RuntimeError: a worker was killed.
+        Exception: error of a worker.
     """
     among = min(world() if world() > 1 else workers, len(items))
     shares = shares_of(items, [1.0] * len(items) if weights is None else weights, among)
@@ -205,48 +184,39 @@ def _events(
             yield from ((rank(), event) for event in work(part, *arguments))
         return
 
-    forked = _FORK_SERVER.get("owner") == os.getpid()
-    context = mp.get_context("forkserver") if forked else mp.get_context("spawn")
-    processes: list[BaseProcess] = []
-    numbers: dict[Connection, int] = {}
-    try:
-        with _signals_held():
-            for number, part in enumerate(shares):
-                pipe, far_end = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run_worker,
-                    args=(far_end, number, dict(os.environ), work, part, arguments),
-                    daemon=True,
-                )
-                process.start()
-                # Only the worker now has this end of the pipe, so the pipe closes when it ends.
-                far_end.close()
-                processes.append(process)
-                numbers[pipe] = number
-        while numbers:
-            for pipe in cast(list[Connection], wait(list(numbers))):
-                number = numbers[pipe]
+    context, others = _context(), mp.active_children()
+    events = context.Queue()
+    with ProcessPoolExecutor(
+        len(shares), context, initializer=_start_worker, initargs=(events, dict(os.environ))
+    ) as pool:
+        try:
+            with _signals_held():
+                futures = [
+                    pool.submit(_work, number, work, part, arguments)
+                    for number, part in enumerate(shares)
+                ]
+            working = len(futures)
+            while working:
+                for future in futures:
+                    if future.done():
+                        # Raises an error if a worker failed or was killed.
+                        future.result()
                 try:
-                    kind, event = pipe.recv()
-                except (EOFError, OSError):
-                    process = processes[number]
-                    process.join()
-                    raise RuntimeError(
-                        f"worker {number} ended with exit code {process.exitcode}"
-                    ) from None
-                if kind == "end":
-                    del numbers[pipe]
-                elif kind == "refused":
-                    raise ConfigError(event)
-                elif kind == "failed":
-                    raise RuntimeError(f"worker {number} failed:\n{event}")
-                else:
+                    number, event = events.get(timeout=LOOK_SECONDS)
+                except queue.Empty:
+                    continue
+                if event is not None:
                     yield number, event
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
+                    continue
+                working -= 1
+                for result in futures[number].result():
+                    yield number, result
+        except BrokenProcessPool as error:
+            raise RuntimeError("a worker was killed, perhaps because memory ran out") from error
+        finally:
+            for process in mp.active_children():
+                if process not in others:
+                    process.kill()
 
 
 @contextmanager
@@ -258,54 +228,54 @@ def _signals_held() -> Iterator[None]:
     """
     # The resource tracker is started first, because its start would remove the signal mask.
     resource_tracker.ensure_running()
-    interrupts: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    # The mask blocks the signals. Child processes inherit it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *STOPPING})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-    if interrupts:
-        signal.raise_signal(signal.SIGINT)
 
 
-def _run_worker(
-    pipe: Connection,
-    number: int,
-    environment: dict[str, str],
-    work: Work,
-    items: list[Any],
-    arguments: tuple,
-) -> None:
-    """Do the work of one worker process, and send its events and then its outcome to the parent."""
+# Queue to which this process, a worker, sends events.
+_events_of_worker: Any = None
+
+
+def _start_worker(events: Any, environment: dict[str, str]) -> None:
+    """Prepare a worker process for its work."""
+    global _events_of_worker
+    _events_of_worker = events
     # A forked worker starts with the environment of the server instead of the parent's.
     os.environ.update(environment)
-    os.environ[WORKER_VARIABLE] = str(number)
-    parent = mp.parent_process()
-    assert parent is not None and parent.pid is not None
-    # Two processes are watched: the direct parent, which may be a server, and the process
-    # `parent.pid`, which started this worker or the server.
-    end_with_parent(os.getppid(), ancestor=parent.pid)
-    # A scheduler sends these signals to all processes, but only the parent responds to them.
-    for stop in STOPPING:
+    # A terminal and a scheduler send these signals to all processes, but only the parent responds
+    # to them. The mask is removed, so that programs that the worker starts can receive them.
+    for stop in (signal.SIGINT, *STOPPING):
         signal.signal(stop, signal.SIG_IGN)
-    # The mask is removed, so that programs that the worker starts can receive these signals.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    # A lock is needed, because threads of a judge also send events.
-    sending = threading.Lock()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *STOPPING})
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
 
-    def send(kind: str, event: Any) -> None:
-        with sending:
-            pipe.send((kind, event))
 
+def _end_with_parent() -> None:
+    """End this worker when the process that started it has ended."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(number: int, work: Work, items: list[Any], arguments: tuple) -> list[Any]:
+    """Do the work of a worker; send its events to the parent, and None at the end."""
+    os.environ[WORKER_VARIABLE] = str(number)
+    send, results = partial(_send, number), []
     try:
-        with listening(partial(send, "event")):
+        with listening(send):
             for event in work(items, *arguments):
-                send("event", event)
-        send("end", None)
-    except (ConfigError, UnfitRewards) as error:
-        pipe.send(("refused", str(error)))
-    except Exception:
-        pipe.send(("failed", traceback.format_exc()))
+                if isinstance(event, WorkCost | Notice):
+                    send(event)
+                else:
+                    results.append(event)
+        return results
+    finally:
+        send(None)
+
+
+def _send(number: int, event: Any) -> None:
+    _events_of_worker.put((number, event))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -24,13 +25,13 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed.processes import kill_group
 from grpo_ustat.terminal.progress import Progress
 
 SCRIPT = Path(__file__).with_name("verify_worker.py")
@@ -281,7 +282,9 @@ class _Worker:
     def kill(self) -> None:
         """Kill the worker's processes, which closes the pipe for any thread waiting on it."""
         self.lost = True
-        kill_group(self.process.pid)
+        # macOS raises PermissionError for zombies.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill the worker's processes and close its pipe."""

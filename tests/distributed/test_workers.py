@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed import workers as local
 from grpo_ustat.distributed.ranks import WORKER_VARIABLE, one_on_each_gpu, own_device
 from grpo_ustat.distributed.workers import WorkCost, share, shares_of
 from grpo_ustat.terminal.progress import Meter, Notice
@@ -110,13 +109,11 @@ def test_what_workers_tell_of_their_pace_is_heard(workers, monkeypatch):
         (errands.refuse, ConfigError, "^item=2 is above 1: use item=1$"),
         pytest.param(
             errands.fail,
-            RuntimeError,
-            "worker 0 failed:(.|\n)*ZeroDivisionError: item 2",
+            ZeroDivisionError,
+            "item 2",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            errands.die, RuntimeError, "worker 0 ended with exit code -9", marks=pytest.mark.slow
-        ),
+        pytest.param(errands.die, RuntimeError, "a worker was killed", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.slow
@@ -149,9 +146,6 @@ for text in ("first", "second"):
 assert psutil.Process(server).ppid() == os.getpid()
 os.kill(server, signal.SIGTERM)  # which it does not see
 assert psutil.Process(server).is_running()
-preload(["grpo_ustat.records"], "cuda")  # where no fork could compute
-results, _ = share(origin, [0, 1], 2, "origin", 2)
-assert {parent for _, parent, *_ in results} == {os.getpid()}
 """
     run_code(code)
 
@@ -165,38 +159,15 @@ def run_code(code, *arguments, **environment):
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
 
 
-def test_no_server_where_a_fork_could_not_compute(monkeypatch):
-    monkeypatch.setattr(local.forkserver, "ensure_running", pytest.fail)
-    for device, platform in (("cuda", "linux"), ("cpu", "darwin")):
-        monkeypatch.setattr(local, "_FORK_SERVER", {"owner": os.getpid()})
-        monkeypatch.setattr(local.sys, "platform", platform)
-        local.preload(["grpo_ustat.records"], device)
-        assert not local._FORK_SERVER
-
-
 @pytest.mark.slow
-def test_no_server_of_another_process_and_none_where_its_socket_cannot_be(tmp_path):
-    """In a fork of a process that has one; in a temporary folder with a path of 108 bytes."""
-    code = """
-import os, sys, tempfile
-from grpo_ustat.distributed import workers
-
-def served():
-    workers.preload(["grpo_ustat.records"], "cpu")
-    return bool(workers._FORK_SERVER)
-
-if sys.argv[1] == "long":
-    sys.exit(served())
-assert served()
-pid = os.fork()
-if pid == 0:
-    os._exit(served())
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
+def test_workers_start_where_the_servers_socket_cannot_be(tmp_path):
+    """In a temporary folder with a path of 108 bytes."""
     long = tmp_path / (108 * "x")
     long.mkdir()
-    for case, folder in (("long", long), ("fork", tmp_path)):
-        run_code(code, case, TMPDIR=str(folder))
+    code = "from errands import square\nfrom grpo_ustat.distributed.workers import preload, share\n"
+    code += "if __name__ == '__main__':\n    preload(['grpo_ustat.records'], 'cpu')\n"
+    code += "    assert len(share(square, [1, 2], 2, 'errand', 2)[0]) == 2"
+    run_code(code, TMPDIR=str(long))
 
 
 @pytest.mark.slow
