@@ -32,9 +32,6 @@ class ModelSize:
         positive=True,
         default=None,
     )
-    vocabulary: int | None = field(
-        "in the vocabulary; null: unknown", "tokens", positive=True, default=None
-    )
     hidden: int | None = field(
         "width of the hidden states; null: unknown", positive=True, default=None
     )

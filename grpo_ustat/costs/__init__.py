@@ -1,1 +1,1 @@
-"""Costs of planned runs: rollouts, tokens, memory, disk space and time."""
+"""Costs of planned runs: completions, tokens, memory and disk space."""

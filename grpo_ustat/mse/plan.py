@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
+import math
 
 from grpo_ustat.config.mse import MseConfig
-from grpo_ustat.costs.cost import Cost, KeptPool, Work, cost
-from grpo_ustat.costs.duration import Plan, conditions
-from grpo_ustat.costs.table import score_notes
+from grpo_ustat.costs.cost import Cost, Plan, cache_bytes, model_size, weight_bytes
 from grpo_ustat.estimators.baselines import BASELINES, OF_THE_BATCH
 from grpo_ustat.estimators.looks import FIRST_COMPLETIONS, FIRST_QUESTIONS
 from grpo_ustat.runs.status import PlannedRun
@@ -17,17 +14,13 @@ from grpo_ustat.runs.status import PlannedRun
 def plan(planned: PlannedRun) -> Plan:
     """Return the plan of a study, including its costs."""
     config: MseConfig = planned.config
-    device, ranks, workers = config.launch.device, config.launch.num_processes, shared_by(config)
-    expected, completions = study_cost(config), config.budget.pool_completions
-    notes = score_notes(
-        config.model, completions, config.max_completion_length, expected.weights or 0
-    )
-    notes.append(
+    completions = config.budget.pool_completions
+    notes = [
         f"Each of the launch.workers={config.launch.workers} processes needs this memory."
         if config.rollout.name == "local"
         else "One process needs this memory; vLLM also uses the share "
         f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization}."
-    )
+    ]
     if config.study.until is not None:
         questions = config.study.questions or config.dataset.study_size
         least = min(FIRST_QUESTIONS, questions), min(FIRST_COMPLETIONS, completions)
@@ -35,10 +28,7 @@ def plan(planned: PlannedRun) -> Plan:
             "study.until=decided: the costs above are upper limits. The study stops when the data "
             f"decide, at the earliest after {least[0]} questions with {least[1]} completions each."
         )
-    # If the device has an index (cuda:0), all workers share this GPU.
-    gpus = workers if device == "cuda" else ranks
     return Plan(
-        command="mse",
         settings={
             **config.shared_settings,
             "rollout": config.rollout.name,
@@ -50,26 +40,11 @@ def plan(planned: PlannedRun) -> Plan:
             "baselines": config.baselines,
             "methods": config.study.methods,
             "seed": config.seed,
-            "device": device,
+            "device": config.launch.device,
         },
-        cost=expected,
-        model=config.model.name,
-        device=device,
-        processes=workers,
-        gpus=gpus if device.startswith("cuda") else 0,
-        max_completion_length=config.max_completion_length,
-        conditions=conditions(asdict(config)),
-        usual_place=Path(config.output_root) / "mse",
-        folder=None if planned.folder is None else planned.folder.path,
-        short_run="study.questions=8",
+        cost=study_cost(config),
         notes=notes,
     )
-
-
-def shared_by(config: MseConfig) -> int:
-    """Return the number of processes that share a study's work: ranks or local workers."""
-    ranks = config.launch.num_processes
-    return ranks if ranks > 1 else config.sampling_workers
 
 
 def study_cost(config: MseConfig) -> Cost:
@@ -96,22 +71,32 @@ def study_cost(config: MseConfig) -> Cost:
         of_errors += budget.replicates * max(config.group_sizes) + budget.reference_completions
         if needs - OF_THE_BATCH:
             of_baselines += budget.value_completions + ("greedy_P" in needs)
-    return cost(
-        Work(
-            model=config.model,
-            sampler=config.sampler_options,
-            device=config.launch.device,
-            rollouts=questions * (of_errors + (policies - 1) * count),
-            values=questions * of_baselines,
-            evaluation=0,
-            sampled_together=questions * count,
-            pass_tokens=count * config.max_completion_length,
-            by_layer=None,
-            pool=KeptPool(
-                questions=questions * pools,
-                completions=count,
-                feature_sketch=budget.feature_sketch,
-                gradient_sketch=budget.gradient_sketch,
-            ),
-        )
+    rollouts, values = questions * (of_errors + (policies - 1) * count), questions * of_baselines
+    length = config.max_completion_length
+    disk = questions * pools * question_bytes(config)
+    return Cost(
+        rollouts=rollouts,
+        values=values,
+        evaluation=0,
+        tokens=(rollouts + values) * length,
+        weights=weight_bytes(config.model),
+        training=0,
+        cache=cache_bytes(config.model, config.sampler_options, questions * count),
+        disk=disk,
+        disk_after=disk,
     )
+
+
+def question_bytes(config: MseConfig) -> int:
+    """Return the bytes of the file that a study stores for a question with N completions.
+
+    They are 8 N^2 bytes of inner products, 17 N bytes of rewards, lengths and end-of-sequence
+    flags, 4 N bytes for each token position, 4 N R + 8 R' bytes of sketches with R and R' entries,
+    but at most one for each parameter, and about 1000 bytes that describe the arrays.
+    """
+    count, parameters = config.budget.pool_completions, model_size(config.model).parameters
+    most = math.inf if parameters is None else parameters
+    features = min(config.budget.feature_sketch, most)
+    gradients = min(config.budget.gradient_sketch, most)
+    row = 8 * count + 4 * features + 4 * config.max_completion_length + 17
+    return int(count * row + 8 * gradients + 1000)

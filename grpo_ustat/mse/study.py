@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_ustat.config.mse import MseConfig
 from grpo_ustat.config.reward_funcs import reward_names
-from grpo_ustat.costs.cost import score_memory
+from grpo_ustat.costs.cost import score_bytes, weight_bytes
 from grpo_ustat.distributed.ranks import is_main, main_only, own_device
 from grpo_ustat.distributed.signals import Stopped
 from grpo_ustat.distributed.workers import WorkCost
@@ -37,7 +37,6 @@ from grpo_ustat.mse.off_policy import (
     rescored_pool,
     stored_completions,
 )
-from grpo_ustat.mse.plan import study_cost
 from grpo_ustat.mse.pool import (
     EqualRewards,
     ModelFacts,
@@ -250,11 +249,10 @@ def study(config: MseConfig, folder: Path) -> StudyResult:
 
 
 def _facts(config: MseConfig, prompts: list[Prompt]) -> ModelFacts:
-    completions, length = config.budget.pool_completions, config.max_completion_length
-    memory = score_memory(config.model, completions, length)
+    one_completion = score_bytes(config.model, config.max_completion_length)
     with waiting(f"loading {config.model.name}", visible=is_main()):
         return model_facts(
-            config.policy_options, prompts, study_cost(config).weights, memory and memory[2]
+            config.policy_options, prompts, weight_bytes(config.model), one_completion
         )
 
 

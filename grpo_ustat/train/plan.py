@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from pathlib import Path
 
 from grpo_ustat.config.train import TrainConfig
-from grpo_ustat.costs.cost import Cost, Work, cost
-from grpo_ustat.costs.duration import Plan, conditions
+from grpo_ustat.costs.cost import Cost, Plan, cache_bytes, product, weight_bytes
 from grpo_ustat.estimators.baselines import BASELINES
 from grpo_ustat.runs.status import PlannedRun
 
 # Number of values that the optimizer stores per parameter.
 MOMENTS_PER_PARAMETER = {"adamw": 2, "sgd": 0}
-# Assumed number of tokens of a backward pass, as a share of micro_batch_tokens. The true share is
-# between 1/8 and 1, depending on how much completions differ in length.
-PASS_FILL = 1 / 4
 
 
 def plan(planned: PlannedRun) -> Plan:
     """Describe a planned run and estimate its cost."""
     config: TrainConfig = planned.config
-    is_open = config.dataset.test_size is None
+    notes = []
+    if config.dataset.test_size is None and (size := config.dataset.published_test_size):
+        notes = [
+            f"The number of test questions is taken to be the published {size}, because "
+            "dataset.test_size=null."
+        ]
     return Plan(
-        command="train",
         settings={
             **config.shared_settings,
             "rollout": config.rollout.name,
@@ -45,17 +43,8 @@ def plan(planned: PlannedRun) -> Plan:
             "device": config.launch.device,
         },
         cost=training_cost(config),
-        model=config.model.name,
-        device=config.launch.device,
-        processes=config.launch.num_processes,
-        gpus=config.launch.num_processes if config.launch.device.startswith("cuda") else 0,
-        max_completion_length=config.max_completion_length,
-        conditions=conditions(asdict(config)),
-        usual_place=Path(config.output_root) / "train",
-        folder=None if planned.folder is None else planned.folder.path,
-        short_run="max_steps=2",
         batch=batch_in_words(config),
-        published_tests=config.dataset.published_test_size if is_open else None,
+        notes=notes,
     )
 
 
@@ -85,29 +74,26 @@ def training_cost(config: TrainConfig) -> Cost:
     of_question = config.eval.num_generations * ("sampled" in decoding) + ("greedy" in decoding)
     tests = None if questions is None else questions * of_question * evaluations
 
-    ranks, rollouts = config.launch.num_processes, config.budget.rollouts
-    update_tokens = (
-        math.ceil(config.objective.update_size(rollouts) / ranks) * config.max_completion_length
-    )
+    rollouts, adapts = config.budget.rollouts, config.lora.r > 0
+    weights = weight_bytes(config.model)
+    kept = 0 if adapts else 1 + MOMENTS_PER_PARAMETER[config.optimizer.name]
     checkpoints, limit = math.ceil(config.max_steps / config.save_steps), config.save_total_limit
-    adapts = config.lora.r > 0
-    return cost(
-        Work(
-            model=config.model,
-            sampler=config.sampler_options,
-            device=config.launch.device,
-            rollouts=rollouts * config.max_steps,
-            values=values,
-            evaluation=tests,
-            sampled_together=max(rollouts, (tests or 0) // evaluations),
-            pass_tokens=int(min(PASS_FILL * config.micro_batch_tokens, update_tokens)),
-            by_layer=config.gradient_checkpointing,
-            bf16=config.bf16,
-            kept_per_weight=0 if adapts else 1 + MOMENTS_PER_PARAMETER[config.optimizer.name],
-            has_reference=bool(config.objective.beta and not adapts),
-            most_checkpoints=checkpoints if limit is None else min(checkpoints, limit + 1),
-            last_checkpoints=checkpoints if limit is None else min(checkpoints, limit),
-        )
+    most, last = (
+        checkpoints if limit is None else min(checkpoints, limit + more) for more in (1, 0)
+    )
+    has_reference = bool(config.objective.beta and not adapts)
+    return Cost(
+        rollouts=rollouts * config.max_steps,
+        values=values,
+        evaluation=tests,
+        tokens=(rollouts * config.max_steps + values + (tests or 0)) * config.max_completion_length,
+        weights=product(weights, 1 + has_reference),
+        training=product(weights, kept),
+        cache=cache_bytes(
+            config.model, config.sampler_options, max(rollouts, (tests or 0) // evaluations)
+        ),
+        disk=product(weights, kept * most),
+        disk_after=product(weights, kept * last),
     )
 
 

@@ -81,23 +81,23 @@ def test_a_cached_model_is_read_from_there(cache):
     assert weights_fingerprint(name) != weights_fingerprint("embedded:tiny")
 
 
-WIDTHS = {  # hidden, intermediate, heads, of the public config.json files
-    "qwen2_5_0_5b": (896, 4864, 14),
-    "qwen2_5_0_5b_instruct": (896, 4864, 14),
-    "qwen2_5_1_5b_instruct": (1536, 8960, 12),
-    "qwen2_5_math_7b": (3584, 18944, 28),
+WIDTHS = {  # hidden, intermediate, heads, tokens, of the public config.json files
+    "qwen2_5_0_5b": (896, 4864, 14, 151936),
+    "qwen2_5_0_5b_instruct": (896, 4864, 14, 151936),
+    "qwen2_5_1_5b_instruct": (1536, 8960, 12, 151936),
+    "qwen2_5_math_7b": (3584, 18944, 28, 152064),
 }
 
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_sizes_are_those_of_the_architecture(name):
-    hidden, intermediate, heads = WIDTHS[name]
+    hidden, intermediate, heads, tokens = WIDTHS[name]
     model = values_of("model", name)
     size, width = model["size"], hidden // heads
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
         num_hidden_layers=size["layers"], num_key_value_heads=size["kv_width"] // width,
-        vocab_size=size["vocabulary"], tie_word_embeddings="7b" not in name,
+        vocab_size=tokens, tie_word_embeddings="7b" not in name,
     )  # fmt: skip
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
-from commands import compose, cost_of, plan_of
+from commands import compose, cost_of
 from fakes import random_rollouts
 from live_bytes import LiveBytes, uncounted
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.costs.cost import score_memory
+from grpo_ustat.costs.cost import score_bytes
 from grpo_ustat.mse import pool
 from grpo_ustat.policy import memory
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores import completion_scores, rollouts
 from grpo_ustat.policy.scores.rollouts import score_rollouts
-from grpo_ustat.runs.status import PlannedRun
 
 HIDDEN, ROWS, TOKENS = 64, 4, 48
 
@@ -110,21 +107,9 @@ def test_a_large_model_is_refused_before_it_is_loaded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(pool, "free_bytes", lambda device: 20 * 10**9)
     monkeypatch.setattr(pool, "configured_policy", None)
-    _, _, one_completion = score_memory(config.model, 32, config.max_completion_length)
+    one_completion = score_bytes(config.model, config.max_completion_length)
     with pytest.raises(ConfigError, match=r"30\.5 GB"):
         pool.model_facts(config.policy_options, [], cost_of(config).weights, one_completion)
-
-
-@pytest.mark.slow(minutes=0.02)
-def test_dry_run_says_how_a_7b_model_is_scored():
-    words = ("model=qwen2_5_math_7b", "model.dtype=bfloat16", "max_completion_length=3200")
-    note, _ = plan_of(PlannedRun("", compose("mse", *words), None, None)).notes
-    assert "N = 32" in note
-    by_layer = re.search(r"([\d.]+) GB layer by layer", note)
-    assert 40 < float(by_layer[1]) < 64
-    assert "budget.pool_completions=16" in note and "pool=DIR" in note
-    unknown = PlannedRun("", compose("mse", "model=org/name"), None, None)
-    assert [note[:22] for note in plan_of(unknown).notes] == ["Each of the launch.wor"]
 
 
 def test_an_uncounted_product_counts_once_what_it_fills():
