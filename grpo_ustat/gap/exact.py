@@ -82,7 +82,6 @@ def problem_facts(problem: Problem) -> dict[str, float | str]:
     prompts, outcomes = problem.rewards_PY.shape
     eigenvalues = ", ".join(f"{x:.4g}" for x in np.linalg.eigvalsh(problem.curvature_KK))
     return {
-        "kind": problem.kind,
         "prompts": prompts,
         "outcomes of each prompt": outcomes,
         "parameters": problem.parameters,

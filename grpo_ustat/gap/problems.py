@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,8 +26,6 @@ GRID_POINTS = 41
 class Problem(ABC):
     """Base class of test problems; subclasses define `law` and `curvature_at`."""
 
-    # Name of this kind of problem in `result.json`.
-    kind: ClassVar[str]
     # Rewards r(x, y).
     rewards_PY: np.ndarray
     # Number of parameters, D.
@@ -157,7 +154,6 @@ class CoinProblem(Problem):
     n_x = 0, Assumption 2 holds exactly at the maximiser.
     """
 
-    kind: ClassVar[str] = "Coins"
     # Probability v of a right answer at u = 0.
     value_P: np.ndarray
     # Slopes a of the probability of a right answer.
@@ -204,7 +200,6 @@ class RidgeCoinProblem(Problem):
     converges to a random w, since the sum over steps of the squared learning rates is finite.
     """
 
-    kind: ClassVar[str] = "RidgeCoins"
     # Probability v_x of a right answer at v = 0.
     value_P: np.ndarray
     # Slopes a of the probability of a right answer along v.
@@ -316,7 +311,6 @@ class SoftmaxProblem(Problem):
     replicates that leave the set are counted.
     """
 
-    kind: ClassVar[str] = "Softmax"
     # Features, phi.
     feature_YK: np.ndarray
     # Offsets of the logits, o.

@@ -70,17 +70,6 @@ def test_scores_are_gradients_of_log_probabilities(policy):
     np.testing.assert_allclose(policy.scores_PYD, found.sum(axis=2), atol=1e-14)
 
 
-def test_scores_have_mean_zero_after_every_prefix(policy):
-    """Given the tokens before t, the mean of token t's score is 0: whatever those tokens weigh."""
-    for t in range(LENGTH):
-        of_prefix = policy.completions_YL[:, :t] @ SIZE ** np.arange(t)
-        for prefix in np.unique(of_prefix):
-            own = of_prefix == prefix
-            law = policy.probabilities_PY[:, own]
-            mean = np.einsum("py,pyd->pd", law, policy.token_scores_PYLD[:, own, t])
-            np.testing.assert_allclose(mean, 0, atol=1e-15)
-
-
 def test_gradients_are_those_of_finite_differences(policy, reward_PY):
     slope = differences(lambda at: at.value_P(reward_PY), policy)
     np.testing.assert_allclose(policy.gradient_PD(reward_PY), slope, atol=1e-9, rtol=0)
