@@ -134,19 +134,6 @@ def test_every_other_command_is_run_by_a_test():
             assert named.stem in (ROOT / file).read_text(), (page, line, file)
 
 
-def test_every_script_has_the_options_that_a_page_gives_it():
-    """test_scripts.py runs the help of each."""
-    for page, words in COMMANDS:
-        script = script_of(words)
-        if script is None:
-            continue
-        place = [ROOT / word for word in words].index(script)
-        cases = [script.parent / "timed" / f"{word}.py" for word in words[place + 1 :]]
-        source = "".join(file.read_text() for file in [script, *cases] if file.is_file())
-        for option in (word for word in words if word.startswith("--")):
-            assert f'"{option}"' in source or f"{option[2:]}=" in source, (page, words, option)
-
-
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
