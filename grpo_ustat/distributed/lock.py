@@ -51,7 +51,7 @@ class Lock:
             if time.monotonic() > until:
                 raise ConfigError(in_use(self._path.parent, owner(self._path.parent)))
             time.sleep(0.02)
-        job = f" (SLURM job {slurm.address()})" if slurm.job_id() else ""
+        job = f" (SLURM job {slurm.job_id()})" if slurm.job_id() else ""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}{job}, started {now}")

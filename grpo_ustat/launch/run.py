@@ -67,8 +67,7 @@ def run(command: Command, config: Any, folder: RunFolder) -> None:
 def run_here(command: Command, config: Any, folder: RunFolder) -> None:
     """Execute a run in this process, which may be one of several ranks; see `run`."""
     if is_main() and slurm.job_id() is not None:
-        where = f"SLURM job {slurm.address()} on {socket.gethostname()}"
-        tell(f"{where}, restart {slurm.restart_count()}", file=sys.stderr)
+        tell(f"SLURM job {slurm.job_id()} on {socket.gethostname()}", file=sys.stderr)
     folder.start_tracking = Tracking
     make_run(command, config, folder)
     if is_main():

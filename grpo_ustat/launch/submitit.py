@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,12 +15,6 @@ from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import is_main
 from grpo_ustat.distributed.signals import EXIT_CODE, Stopped
 from grpo_ustat.terminal.streams import tell
-
-# Seconds for which ranks wait for the first rank to requeue the job.
-REQUEUE_SECONDS = 60.0
-# Seconds between two checks of the job's state.
-REQUEUE_LOOK_SECONDS = 5
-
 
 # Fields of a Hydra launcher that are not parameters of a job.
 NO_PARAMETERS = ("_target_", "submitit_folder", "max_num_timeout")
@@ -70,10 +63,10 @@ def resubmission(job: Callable[[], None]) -> Any:
 def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
     """Print that the work can be continued, and end this process.
 
-    In a job of submitit, there are three cases. If SLURM restarts the job by itself, the process
-    just ends. If SLURM restarts it only on request, this function calls submitit's signal handler,
-    which requeues the job. If the job is not restarted, this function raises an exception. It
-    becomes the job's result, for which the submitting process waits.
+    In a job of submitit that was preempted or is near its time limit, this function calls
+    submitit's signal handler, which requeues the job. If the job is ending, for example because it
+    was cancelled, this function raises an exception. It becomes the job's result, for which the
+    submitting process waits.
 
     Args:
         stopped: exception that ended the run.
@@ -99,17 +92,8 @@ def leave(stopped: Stopped, on_existing: str = "resume") -> NoReturn:
         # A command that a job of submitit starts inherits submitit's environment variables, but not
         # its signal handler.
         raise SystemExit(EXIT_CODE)
-    of_slurm = os.environ["SUBMITIT_EXECUTOR"] == "slurm"
-    action = slurm.next_action() if of_slurm else "requeue"
-    if action == "for_good":
-        raise EndedForGood(f"{stopped}; the job was cancelled or cannot be requeued")
-    if action == "requeue" and is_main():
+    if os.environ["SUBMITIT_EXECUTOR"] == "slurm" and not slurm.is_running():
+        raise EndedForGood(f"{stopped}; the job was cancelled or is ending")
+    if is_main():
         handler(number, None)
-    if action == "requeue" and of_slurm:
-        # Wait for the decision of the first rank, which may not requeue the job.
-        until = time.monotonic() + REQUEUE_SECONDS
-        while slurm.next_action() == "requeue":
-            if time.monotonic() > until:
-                raise EndedForGood(f"{stopped}; the job was not requeued")
-            time.sleep(REQUEUE_LOOK_SECONDS)
     raise SystemExit(EXIT_CODE)

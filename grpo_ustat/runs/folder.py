@@ -90,10 +90,8 @@ class RunFolder:
     @property
     def mode(self) -> str:
         """Value of `on_existing`; always `resume` in a job that SLURM has restarted."""
-        begun = any(
-            row.get("slurm_job_id") == slurm.address()
-            and row.get("slurm_restart_count", 0) < slurm.restart_count()
-            for row in (history.launches(self.path) if slurm.restart_count() else ())
+        begun = slurm.was_restarted() and any(
+            row.get("slurm_job_id") == slurm.job_id() for row in history.launches(self.path)
         )
         return "resume" if begun else self.config.on_existing
 

@@ -21,7 +21,7 @@ from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import world
 from grpo_ustat.distributed.signals import Stopped
-from grpo_ustat.runs.contents import count, scalar
+from grpo_ustat.runs.contents import scalar
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.terminal.streams import tell
 
@@ -37,7 +37,7 @@ def start_row() -> dict[str, Any]:
     row = {"event": "start", "host": socket.gethostname(), "pid": os.getpid(), "processes": world()}
     row["seconds_before"] = seconds_before_the_first_run()
     if slurm.job_id() is not None:
-        row |= {"slurm_job_id": slurm.address(), "slurm_restart_count": slurm.restart_count()}
+        row["slurm_job_id"] = slurm.job_id()
     command = typed_command()
     return row if command is None else row | {"command": command}
 
@@ -142,5 +142,4 @@ def _fits(row: dict[str, Any]) -> bool:
         zone = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
     except (ValueError, TypeError):
         return False
-    counted = count(row.get("slurm_restart_count", 0))
-    return zone is not None and counted and all(map(scalar, row.values()))
+    return zone is not None and all(map(scalar, row.values()))

@@ -221,9 +221,7 @@ def history_section(run: TrainContext, progress: TrainProgress, rows: list[Any])
         event = row.get("event")
         if event == "start":
             starts += 1
-            restart = row.get("slurm_restart_count")
             text = f"{row.get('processes')} processes"
-            text += f", SLURM restart {restart}" if restart else ""
         elif event == "resumed":
             text = f"from checkpoint-{row.get('step')}"
         else:

@@ -139,7 +139,7 @@ class Scenario:
             for launch, (first, last) in zip(run.launches, run.steps(), strict=True):
                 start, end = launch[0], launch[-1]
                 lines.append(
-                    f"    job {start['slurm_job_id']}, restart {start['slurm_restart_count']}: "
+                    f"    job {start['slurm_job_id']}: "
                     f"steps {first} to {last}, {end.get('reason') or end['outcome']}"
                 )
         return "\n".join(["", *lines])
@@ -223,10 +223,10 @@ def test_a_sweep_survives_its_cluster(scenario, tmp_path):
     local = sweep(tmp_path / "local")  # meanwhile, what the cluster's runs are to equal
     assert sweep(place, *SLURM, environment=environment).wait(timeout=PATIENCE) == 0
     print(scenario.summary())
-    restarts = {requeued: 1, preempted: 1, cancelled: 0}  # that SLURM counted for its last job
     for run in scenario.runs:
-        assert whole(run) and len(run.launches) == (2 if run in restarts else 1), run.name
-        assert run.launches[-1][0]["slurm_restart_count"] == restarts.get(run, 0), run.name
+        assert whole(run) and len(run.launches) == (
+            2 if run in (requeued, preempted, cancelled) else 1
+        ), run.name
     assert len(list(place.rglob("*_submitted.pkl"))) == len(scenario.runs) + 1  # jobs in all
 
     assert local.wait(timeout=PATIENCE) == 0
@@ -284,9 +284,8 @@ def test_a_batch_script_goes_on_unless_it_is_cancelled(scenario, tmp_path):
         print(scenario.summary(), *(file.read_text() for file in tmp_path.glob("*.out")))
     assert state(scenario, refused) == ("FAILED", "0", "2:0")
     assert state(scenario, cancelled)[:2] == ("CANCELLED", "0")
-    assert "ends for good" in (tmp_path / "cancelled.out").read_text()
     assert state(scenario, stopped) == ("COMPLETED", "2", "0:0")
-    assert whole(run) and [cut[0]["slurm_restart_count"] for cut in run.launches] == [0, 1, 2]
+    assert whole(run) and len(run.launches) == 3
     reasons = [launch[-1].get("reason", "").split(" after")[0] for launch in run.launches]
     assert reasons == ["stopped by SIGTERM", "stopped by SIGUSR1", ""]
 
@@ -297,43 +296,6 @@ def state(scenario, job):
     return tuple(
         re.search(rf" {name}=(\S+)", shown)[1] for name in ("JobState", "Restarts", "ExitCode")
     )
-
-
-@pytest.mark.nightly(minutes=1)
-@pytest.mark.timeout(900)
-def test_a_requeued_batch_script_goes_on(scenario, tmp_path):
-    job, run = submit(scenario, tmp_path, "requeued")
-    try:
-        scenario.strike("scontrol", "requeue")
-        assert ended(scenario, job) == ("COMPLETED", "1", "0:0")
-    finally:
-        print(scenario.summary(), (tmp_path / "requeued.out").read_text())
-    assert whole(run) and [cut[0]["slurm_restart_count"] for cut in run.launches] == [0, 1]
-    assert f"SLURM job {job}: comes back" in (tmp_path / "requeued.out").read_text()
-
-
-@pytest.mark.nightly(minutes=2)
-@pytest.mark.timeout(900)
-def test_a_batch_script_goes_on_after_its_time_limit(scenario, tmp_path):
-    """SLURM warns up to a minute earlier than asked, so there may be several such launches; a
-    reward that sleeps makes 600 steps longer than that on any machine.
-    """
-    (tmp_path / "late.py").write_text(
-        "import time\n\n\ndef reward(prompt, completion):\n    time.sleep(0.01)\n    return 0.0\n"
-    )
-    late = (f"reward_funcs=[task,{tmp_path}/late.py:reward]", "reward_weights=[1,0]")
-    limited = ("--time=2", "--signal=USR1@60")
-    job, run = submit(scenario, tmp_path, "limited", "max_steps=600", *late, options=limited)
-    try:
-        wait_for(lambda: len(run.launches) > 1, "the next launch", PATIENCE)
-        scenario.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-        assert ended(scenario, job)[::2] == ("COMPLETED", "0:0")
-    finally:
-        print(scenario.summary(), (tmp_path / "limited.out").read_text())
-    assert whole(run, 600) and len(run.launches) > 1
-    for launch in run.launches[:-1]:
-        assert launch[-1]["reason"].startswith("stopped by SIGUSR1 after step")
-    assert f"SLURM job {job}: requeued" in (tmp_path / "limited.out").read_text()
 
 
 @pytest.mark.nightly(minutes=2)
@@ -392,25 +354,3 @@ def test_a_preempted_study_goes_on(scenario, tmp_path):
     command = [sys.executable, "-m", "grpo_ustat.mse", f"hydra.run.dir={tmp_path / 'alone'}"]
     subprocess.run([*command, *STUDY], check=True, capture_output=True)
     assert result(alone) == result(run)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_a_job_submitted_from_within_another_knows_its_own(scenario, tmp_path):
-    """The outer one is of an array and started again, so that there is much to inherit."""
-    ask = f"{sys.executable} -c 'from grpo_ustat.distributed.slurm import *; "
-    ask += (
-        "print(address(), restart_count(), next_action(), requeue() if not restart_count() else 0)'"
-    )
-    inner = f"sbatch --parsable -o {tmp_path}/inner.out --open-mode=append inner.sh > inner.id"
-    outer = f"[ $SLURM_RESTART_COUNT ] && {inner} || scontrol requeue 1_3; sleep 5"
-    for name, text in {"inner": f"{ask}; sleep 5", "outer": outer}.items():
-        (tmp_path / f"{name}.sh").write_text(f"#!/bin/sh\n{text}\n")
-    script = str(tmp_path / "outer.sh")
-    words = ("--array=3", f"--chdir={tmp_path}", "-o", f"{tmp_path}/outer.out", script)
-    job = scenario.cluster.run("sbatch", "--parsable", *words)
-    assert ended(scenario, f"{job}_3")[1] == "1"
-    number = (tmp_path / "inner.id").read_text().strip()
-    assert ended(scenario, number) == ("COMPLETED", "1", "0:0")
-    said = [x for x in (tmp_path / "inner.out").read_text().splitlines() if "slurmstepd" not in x]
-    assert said == [f"{number} 0 requeue True", f"{number} 1 requeue 0"]

@@ -15,8 +15,8 @@ from grpo_ustat.launch import submitit
 
 @pytest.fixture
 def job(monkeypatch):
-    """A job under submitit as this process sees it: `endings` to come, what was `done`."""
-    seen = SimpleNamespace(endings=[], done=[], main=True)
+    """A job under submitit as this process sees it: whether it is `running`, what was `done`."""
+    seen = SimpleNamespace(running=True, done=[], main=True)
 
     class Handler(SignalHandler):
         def __init__(self):
@@ -26,14 +26,9 @@ def job(monkeypatch):
             seen.done.append("requeue")
             raise SystemExit(-1)
 
-    def next_action():
-        seen.done.append("asked")
-        return seen.endings.pop(0)
-
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    monkeypatch.setattr(slurm, "next_action", next_action)
+    monkeypatch.setattr(slurm, "is_running", lambda: seen.running)
     monkeypatch.setattr(submitit, "is_main", lambda: seen.main)
-    monkeypatch.setattr(submitit.time, "sleep", lambda s: seen.done.append(f"slept {s} s"))
     seen.number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
     before = signal.signal(seen.number, Handler().checkpoint_and_try_requeue)
     yield seen
@@ -47,42 +42,22 @@ def left():
     return left.value.code
 
 
-def test_the_first_rank_requeues(job):
-    job.endings = ["requeue"]
-    assert left() == -1 and job.done == ["asked", "requeue"]
+@pytest.mark.parametrize("main, code, done", [(True, -1, ["requeue"]), (False, 75, [])])
+def test_the_first_rank_requeues(job, main, code, done):
+    job.main = main
+    assert left() == code and job.done == done
 
 
-def test_the_others_wait_for_it(job):
-    job.endings, job.main = ["requeue", "requeue", "requeue", "comes_back"], False
-    assert left() == 75
-    assert job.done == ["asked", "asked", "slept 5 s", "asked", "slept 5 s", "asked"]
-
-
-def test_the_others_do_not_wait_for_ever(job, monkeypatch):
-    clock = iter(range(0, 1000, 30))
-    monkeypatch.setattr(submitit.time, "monotonic", lambda: next(clock))
-    job.endings, job.main = ["requeue"] * 9, False
-    with pytest.raises(submitit.EndedForGood, match="SIGTERM; the job was not requeued"):
-        submitit.leave(Stopped("stopped by SIGTERM"))
-    assert len(job.endings) == 9 - 4  # at 0 (before the first look), 30, 60 and 90 s
-
-
-@pytest.mark.parametrize("main", [True, False])
-def test_a_job_that_comes_back_is_not_asked_for(job, main):
-    job.endings, job.main = ["comes_back"], main
-    assert left() == 75 and job.done == ["asked"]
-
-
-@pytest.mark.parametrize("main", [True, False])
-def test_a_cancelled_job_leaves_a_result(job, main):
-    job.endings, job.main = ["for_good"], main
+def test_a_cancelled_job_leaves_a_result(job):
+    job.running = False
     with pytest.raises(submitit.EndedForGood, match="cancelled"):
         submitit.leave(Stopped("stopped by SIGTERM"))
-    assert job.done == ["asked"]
+    assert job.done == []
 
 
 def test_without_slurm_submitits_handler_alone_decides(job, monkeypatch):
     """Not even within a job of SLURM, as its number in the environment says."""
+    job.running = False
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert left() == -1 and job.done == ["requeue"]

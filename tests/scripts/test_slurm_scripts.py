@@ -42,12 +42,6 @@ def submitted(folder, script, *overrides, code=0, state="RUNNING", **environment
         (1, "RUNNING", []),  # a program that fails is not started again
         (2, "RUNNING", []),
         (75, "RUNNING", ["scontrol show job 11", "scontrol requeue 11"]),
-        (
-            138,
-            "RUNNING",
-            ["scontrol show job 11", "scontrol requeue 11"],
-        ),  # USR1 in its first second
-        (143, "RUNNING", ["scontrol show job 11", "scontrol requeue 11"]),
         (75, "COMPLETING", ["scontrol show job 11"]),  # cancelled
     ],
 )
