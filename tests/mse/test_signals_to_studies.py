@@ -28,7 +28,6 @@ STUDY = (
 WAYS = {  # overrides, and how many processes beside the command itself
     "one": ((), 0),
     "workers": (("launch.workers=2",), 3),  # one of which forks the others
-    "ranks": (("launch.num_processes=2",), 3),
 }
 
 
@@ -102,15 +101,13 @@ def test_a_study_in_one_process_stops_at_a_question(tmp_path, undisturbed, numbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way, number", [("workers", "USR1"), ("ranks", "TERM")])
-def test_so_does_one_in_several(tmp_path, undisturbed, way, number):
-    check_stopped(tmp_path, way, number, False, undisturbed)
+def test_so_does_one_with_workers(tmp_path, undisturbed):
+    check_stopped(tmp_path, "workers", "USR1", False, undisturbed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way, number", [("workers", "TERM"), ("ranks", "USR2")])
-def test_so_it_does_when_every_process_is_told_at_once(tmp_path, undisturbed, way, number):
-    check_stopped(tmp_path, way, number, True, undisturbed)
+def test_so_it_does_when_every_process_is_told_at_once(tmp_path, undisturbed):
+    check_stopped(tmp_path, "workers", "TERM", True, undisturbed)
 
 
 @pytest.mark.slow
