@@ -83,7 +83,7 @@ def _make(command: Command, invocation: Invocation) -> None:
 
 
 def print_help(entry: str) -> bool:
-    """Print the help, the configuration or information about Hydra, if requested.
+    """Print the help or the configuration, if requested.
 
     Returns:
         True if the command line requests such output.
@@ -94,26 +94,19 @@ def print_help(entry: str) -> bool:
 
             show_default_help(entry)
         return True
-    from grpo_ustat.cli.hydra_api import parse_arguments, show_hydra
+    from grpo_ustat.cli.hydra_api import parse_arguments
 
     words = parse_arguments(sys.argv[1:])
-    if not any((words.help, words.cfg, words.shell_completion, words.hydra_help, words.info)):
+    if not (words.help or words.cfg):
         return False
-    if not is_main():
-        return True
-    if words.help:
+    if is_main() and words.help:
         from grpo_ustat.cli.help import show_help
 
         show_help(entry, words)
-    elif words.cfg:
+    elif is_main():
         from grpo_ustat.cli.show_config import show_config
 
         show_config(entry, words)
-    else:
-        from grpo_ustat.cli.compose import composing
-
-        with composing(entry, words.config_dir):
-            show_hydra(words.config_name or entry, words)
     return True
 
 

@@ -14,15 +14,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_ustat.cli.errors import check_names, check_overrides, in_one_line, several_values
 from grpo_ustat.cli.hydra_api import (
-    MULTIRUN,
-    compose,
     hydra_overrides,
     hydra_session,
     model_place,
@@ -73,45 +73,37 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         arguments: command line after the command.
     """
     schema, words = SCHEMAS[entry], parse_arguments(arguments)
-    name, overrides = words.config_name or entry, words.overrides
-    if name in SCHEMAS and name != entry:
-        raise ConfigError(f"--config-name={name} is another command: use {command_line(name)}")
-
     refuse_early(entry, words)
     with composing(entry, words.config_dir):
-        node = compose_node(name, overrides, schema, multirun=words.multirun)
-        sweep = words.multirun or node.hydra.mode is MULTIRUN
-        _refuse_unused(node.hydra)
         if not issubclass(schema, Shared):
-            if sweep:
+            if words.multirun:
                 raise ConfigError(f"-m: {entry} does not support sweeps: remove -m")
+            node = compose_node(entry, words.overrides, schema)
             return Invocation(False, [], build_config(_job_part(node), schema), node)
-        _check_launcher(node.hydra, sweep)
-        runs = [overrides]
-        if sweep:
-            # The command line comes last, so that its values override the sweep values of a file.
-            params = node.hydra.sweeper.get("params") or {}
-            of_overlay = [quote_plain(f"{key}={x}") for key, x in params.items()]
-            runs = split_sweep([*of_overlay, *overrides])
+        runs, node, sweep = _runs(entry, words)
+        if node is not None:
+            _refuse_unused(node.hydra)
+            _check_launcher(node.hydra, sweep)
         shared = set(runs[0]).intersection(*runs)
-        launcher = node.hydra.launcher
-        tasks = (launcher.get("nodes") or 1) * (launcher.get("tasks_per_node") or 1)
         planned_runs, errors = [], []
         for run in runs:
             label = " ".join(override for override in run if override not in shared)
             try:
-                places = [word for x in run for word in model_place(x, words.config_dir)]
+                composed = node if run is runs[0] else None
+                if composed is None:
+                    places = [word for x in run for word in model_place(x, words.config_dir)]
+                    composed = compose_node(entry, places, schema)
+                if node is not None:
+                    # Resolvers reuse cached values, so that all folder names of a sweep contain
+                    # the same time.
+                    OmegaConf.copy_cache(node, composed)
                 with in_one_line(schema):
-                    composed = node
-                    if sweep:
-                        composed = compose_node(name, places, schema)
-                        # Resolvers reuse cached values, so that all folder names of a sweep contain
-                        # the same time.
-                        OmegaConf.copy_cache(node, composed)
                     planned = _plan_run(_checked(composed, schema), composed.hydra, label, sweep)
-                check_trust(planned.config, overrides)
+                check_trust(planned.config, words.overrides)
                 _check_log(planned.config, run)
                 _check_packages(planned.config)
+                launcher = composed.hydra.launcher
+                tasks = (launcher.get("nodes") or 1) * (launcher.get("tasks_per_node") or 1)
                 check_ranks(planned.config, tasks)
                 if "SlurmLauncher" in launcher["_target_"] and not planned.config.only_shows:
                     _check_slurm()
@@ -129,7 +121,41 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
         raise ConfigError("\n  ".join([refused, *lines]))
     if sweep:
         _check_folders(planned_runs)
+    assert node is not None, "a run that cannot be composed is refused"
     return Invocation(sweep, planned_runs, None, node)
+
+
+def _runs(entry: str, words: Namespace) -> tuple[list[list[str]], DictConfig | None, bool]:
+    """Return the overrides of each run, the node of the first run, and True for a sweep.
+
+    A command line is a sweep if `-m` is typed or if a file that it uses sets `hydra.mode=MULTIRUN`.
+    The file can sweep over values, too; a value that is typed replaces the values of the file.
+
+    Returns:
+        The node is None if the first of several runs cannot be composed.
+    """
+    schema, typed = SCHEMAS[entry], words.overrides
+    swept = [x for x in parse_overrides(typed) if x.is_sweep_override()]
+    if swept and not words.multirun:
+        check_overrides(swept, schema)
+    runs = split_sweep(typed) if swept else [typed]
+    try:
+        places = [word for x in runs[0] for word in model_place(x, words.config_dir)]
+        node = compose_node(entry, places, schema)
+    except ConfigError:
+        if len(runs) == 1:
+            raise
+        node = None
+    sweep = words.multirun or (node is not None and node.hydra.mode is RunMode.MULTIRUN)
+    if swept and not sweep:
+        raise ConfigError(several_values(swept[0], schema))
+    params = node.hydra.sweeper.get("params") if sweep and node is not None else None
+    if params:
+        of_file = [quote_plain(f"{key}={x}") for key, x in params.items()]
+        runs = split_sweep([*of_file, *typed])
+        places = [word for x in runs[0] for word in model_place(x, words.config_dir)]
+        node = compose_node(entry, places, schema)
+    return runs, node, sweep
 
 
 def compose_config(entry: str, overrides: list[str]) -> Any:
@@ -146,18 +172,15 @@ def compose_config(entry: str, overrides: list[str]) -> Any:
     return config
 
 
-def whole_node(entry: str, words: Namespace, *, sweep: bool = True) -> DictConfig:
+def whole_node(entry: str, words: Namespace) -> DictConfig:
     """Return the unchecked configuration of a command line with Hydra's node, for display.
 
-    Args:
-        entry: command, a key of `SCHEMAS`.
-        words: parsed command line.
-        sweep: True to allow several values per key, for a sweep that is not yet split into runs.
+    Of a sweep, it is the configuration of the first run.
     """
-    name = words.config_name or entry
     refuse_early(entry, words)
     with composing(entry, words.config_dir):
-        return compose_node(name, words.overrides, SCHEMAS[entry], multirun=sweep)
+        runs, node, _ = _runs(entry, words)
+        return compose_node(entry, runs[0], SCHEMAS[entry]) if node is None else node
 
 
 def refuse_early(entry: str, words: Namespace) -> None:
@@ -168,7 +191,7 @@ def refuse_early(entry: str, words: Namespace) -> None:
         words: parsed command line. Names are not checked if it uses the user's own configuration
             files, because these can add config groups.
     """
-    own_files = words.config_name or any(x.startswith("hydra.searchpath") for x in words.overrides)
+    own_files = any(word.startswith("hydra.searchpath") for word in words.overrides)
     with in_one_line(SCHEMAS[entry]):
         parsed = parse_overrides(words.overrides)
     check_overrides(parsed, SCHEMAS[entry])
@@ -283,25 +306,17 @@ def _check_log(config: Any, overrides: list[str]) -> None:
         )
 
 
-def compose_node(
-    name: str, overrides: list[str], schema: type, *, multirun: bool = False
-) -> DictConfig:
-    """Return the unchecked configuration with Hydra's node; a sweep is not yet split into runs.
-
-    A command line is a sweep if `-m` is typed or if a file that it uses sets `hydra.mode=MULTIRUN`.
+def compose_node(entry: str, overrides: list[str], schema: type) -> DictConfig:
+    """Return the unchecked configuration of a run with Hydra's node.
 
     Args:
-        name: name of the main configuration file.
-        overrides: overrides in Hydra's syntax.
+        entry: command, a key of `SCHEMAS`.
+        overrides: overrides in Hydra's syntax, with a single value each.
         schema: schema of the command.
-        multirun: True if `-m` is typed.
     """
-    parsed = parse_overrides(overrides)
-    check_overrides(parsed, schema)
-    swept = [override for override in parsed if override.is_sweep_override()]
-    node = compose(name, overrides, as_sweep=multirun or bool(swept))
-    if swept and not multirun and node.hydra.mode is not MULTIRUN:
-        raise ConfigError(several_values(swept[0], schema))
+    with in_one_line(schema):
+        check_overrides(parse_overrides(overrides), schema)
+        node = hydra.compose(entry, overrides, return_hydra_config=True)
     # The resolver `${hydra:...}` reads this instance.
     HydraConfig.instance().set_config(node)
     return node

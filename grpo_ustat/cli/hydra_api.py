@@ -1,14 +1,11 @@
-"""Use of Hydra: parsing of overrides and composition of configurations.
-
-Only this module imports private modules of Hydra.
-"""
+"""Command lines in Hydra's syntax: flags, overrides, and the runs of a sweep."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import re
-import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,31 +13,27 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, ValueType
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from grpo_ustat import __version__
 from grpo_ustat.cli.errors import unknown_flag
 from grpo_ustat.config.load import CONF
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.terminal.streams import SURROGATE, single_line, tell
+from grpo_ustat.terminal.streams import SURROGATE, tell
 
-MULTIRUN = RunMode.MULTIRUN
 INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """Parse a command line into Hydra's `overrides` and flags such as `multirun` and `help`.
+    """Parse a command line into `overrides`, `help`, `multirun`, `cfg` and `config_dir`.
 
     In contrast to Hydra, overrides can contain paths with `=` (see `quote_plain`), and
     `model=FOLDER` is allowed (see `model_place`). If `--config-dir` is typed, the last override
-    sets the search path.
+    adds `conf/` to the search path.
 
     Raises:
         SystemExit: after the version is printed for `--version`.
@@ -51,43 +44,27 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     if "--version" in arguments:
         tell(f"grpo-ustat {__version__}, Hydra {hydra.__version__}")
         raise SystemExit(0)
-    parser = get_args_parser()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = _refuse_arguments
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir")
     words, unknown = parser.parse_known_intermixed_args(list(arguments))
     # Words that begin with a dash and that argparse took for values.
     unknown += [word for word in words.overrides if word.startswith("-")]
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         raise ConfigError(unknown_flag(unknown[0].partition("=")[0], flags))
-    _refuse_ignored(words)
-    alone = {"--run": words.run, "--multirun": words.multirun, "--cfg": words.cfg}
-    used = [flag for flag, value in (alone | {"--info": words.info}).items() if value]
-    if len(used) > 1:
-        raise ConfigError(f"{' and '.join(used)} cannot be combined: use only one of them")
+    if words.multirun and words.cfg:
+        raise ConfigError("--multirun and --cfg cannot be combined: use only one of them")
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
     if words.config_dir:
         if not Path(words.config_dir).is_dir():
             raise ConfigError(f"--config-dir={words.config_dir}: there is no such folder")
-        words.overrides.append(f"hydra.searchpath=[file://{Path(words.config_dir).resolve()}]")
+        words.overrides.append(f"hydra.searchpath=[file://{CONF}]")
     return words
-
-
-def _refuse_ignored(words: Namespace) -> None:
-    """Refuse Hydra flags that would have no effect or would run an unchecked configuration."""
-    if words.config_path is not None:
-        raise ConfigError(
-            f"--config-path={words.config_path} would hide the built-in configuration: write "
-            f"{shlex.quote(f'--config-dir={words.config_path}')}, where files override "
-            "the built-in files"
-        )
-    if words.experimental_rerun is not None:
-        raise ConfigError(
-            f"--experimental-rerun={words.experimental_rerun} is not supported: repeat the run's "
-            "command to resume it, or add on_existing=overwrite to start again"
-        )
-    package = f"--package={words.package}" if words.package else ""
-    if (alone := package or ("--resolve" if words.resolve else "")) and not words.cfg:
-        raise ConfigError(f"{alone} only changes the output of --cfg: write --cfg job {alone}")
 
 
 def _refuse_arguments(message: str) -> NoReturn:
@@ -149,17 +126,12 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
 
 @contextmanager
 def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Open a Hydra session that reads the folder of `--config-dir` and then `conf/`.
+    """Open a Hydra session that reads the folder of `--config-dir`, or else `conf/`.
 
-    The folder of `--config-dir` can also contain the main file.
+    The override that `parse_arguments` adds lets the folder of `--config-dir` find `conf/`.
     """
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
-        if config_dir:
-            path = create_config_search_path(str(CONF))
-            folder = f"file://{Path(config_dir).resolve()}"
-            path.prepend("command-line", folder, anchor="schema")
-            GlobalHydra.instance().clear()
-            Hydra.create_main_hydra2(task_name=entry, config_search_path=path)
+    folder = str(Path(config_dir or CONF).resolve())
+    with hydra.initialize_config_dir(folder, version_base="1.3", job_name=entry):
         yield
 
 
@@ -188,21 +160,13 @@ def store_group(group: str, choices: Mapping[str, Callable[[], Any]]) -> None:
     place[name] = _Choices({f"{choice}.yaml": content for choice, content in choices.items()})
 
 
-def compose(name: str, overrides: list[str], *, as_sweep: bool = False) -> DictConfig:
-    """Return the configuration with Hydra's node; for a sweep, swept values are not applied."""
-    mode = RunMode.MULTIRUN if as_sweep else RunMode.RUN
-    return _open_hydra().compose_config(
-        name, overrides, mode, from_shell=False, validate_sweep_overrides=not as_sweep
-    )
-
-
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Return parsed overrides.
 
     Within a Hydra session, each override can also look up the choices of its config group.
     """
-    session = GlobalHydra.instance().hydra
-    loader = session.config_loader if session else None
+    session = GlobalHydra.instance()
+    loader = session.config_loader() if session.is_initialized() else None
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
 
@@ -237,22 +201,3 @@ def split_sweep(overrides: Sequence[str]) -> list[list[str]]:
             reason = f"matches none of {choices}" if choices else "contains no values"
             raise ConfigError(f"{override.input_line} {reason}")
     return [list(run) for run in itertools.product(*words.values())]
-
-
-def show_hydra(name: str, words: Namespace) -> None:
-    """Print Hydra's output for `--hydra-help`, `--info` or `--shell-completion`."""
-    if words.hydra_help:
-        _open_hydra().hydra_help(name, get_args_parser(), words)
-    elif words.shell_completion:
-        try:
-            _open_hydra().shell_completion(name, words.overrides)
-        except ValueError as error:
-            raise ConfigError(single_line(error)) from error
-    else:
-        _open_hydra().show_info(words.info, name, words.overrides)
-
-
-def _open_hydra() -> Hydra:
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None, "no hydra_session is open"
-    return hydra
