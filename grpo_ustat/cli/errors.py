@@ -259,7 +259,7 @@ def unknown_key(key: str, schema: type, value: str = "") -> str:
     others = [other for other in RUN_SCHEMAS.values() if other is not schema]
     owners = [other for other in others if field_at(key, all_fields(other))]
     owners = owners or [other for other in others if node in top_names(other) - top_names(schema)]
-    if not owners and (line := meant(key, value, schema, fuzzy=not near)):
+    if not owners and (line := meant(key, value, schema)):
         return f"unknown key {key}: {line}"
     if owners and (not near or near[0].endswith(f".{key}")):
         similar = [name for name in names if name.endswith(f".{key}")]

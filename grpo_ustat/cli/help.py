@@ -1,7 +1,7 @@
 """`--help`: purpose, example commands and the most-used fields on a page of 60 lines.
 
-An override next to `--help`, such as `model=tiny`, adds the fields that it sets. `--help all` and
-the search `--help WORD` cover all fields; see `full_help`.
+An override next to `--help`, such as `model=tiny`, adds the fields that it sets. `--help all` shows
+all fields and the choices of all config groups, and `--help WORD` those whose texts contain a word.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
+from itertools import groupby
 
-from grpo_ustat.cli.options import CommandOptions, command_options, default_options
-from grpo_ustat.config.schema import FieldInfo
+from grpo_ustat.cli.options import CommandOptions, Field, command_options, default_options
+from grpo_ustat.config.schema import ConfigError, FieldInfo
 from grpo_ustat.terminal.streams import beside
 
 # Most-used config groups and fields of each command, by topic. The help of a command that is not
@@ -114,6 +115,8 @@ OF_ROWS = "dataset.path"
 EXAMPLES = 3
 # Minimum and maximum width of the page and width of its left column, in characters.
 NARROWEST, WIDEST, LEFT = 60, 100, 36
+# Largest number of characters of a value in the full help.
+MAX_VALUE = 48
 # Title of the section with the fields that the overrides next to --help set.
 BY_THIS_LINE = "Set by this line"
 # Parameters of ANSI escape codes.
@@ -128,9 +131,7 @@ def show_help(entry: str, words: Namespace) -> None:
         overrides.append(word) if is_override else search.append(word.lower())
     page = _page(entry, words, overrides)
     if search:
-        from grpo_ustat.cli.full_help import show_full_help
-
-        show_full_help(page, [] if search == ["all"] else search)
+        _print(_full_lines(page, [word for word in search if word != "all"]))
         return
     default = {field.key.path: field.value for field in _page(entry, words, []).fields}
     paths = [x.key.path for x in page.fields if default.get(x.key.path) != x.value]
@@ -150,7 +151,11 @@ def _show(page: CommandOptions, further: dict[str, list[str]]) -> None:
     """Print the short page, followed by further sections."""
     sections = {title: names.split() for title, names in SECTIONS.get(page.entry, {}).items()}
     shown = sections or {"Fields": [field.key.path for field in page.fields]}
-    text = "\n".join(_lines(page, shown | further))
+    _print(_lines(page, shown | further))
+
+
+def _print(lines: Iterator[str]) -> None:
+    text = "\n".join(lines)
     try:
         print(text, flush=True)
     # The reader of the pipe, such as head, has closed it. The null device receives the rest, so
@@ -159,16 +164,13 @@ def _show(page: CommandOptions, further: dict[str, list[str]]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _width() -> int:
+    return max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST))
+
+
 def _lines(page: CommandOptions, sections: dict[str, list[str]]) -> Iterator[str]:
-    width = max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST))
-    yield from textwrap.wrap(page.purpose, width)
-    yield ""
-    for command, words in page.commands[:EXAMPLES]:
-        text = f"  {command}  # {words}"
-        if len(text) > width:
-            yield _in(DIM, f"  # {words}")
-        yield _in(NAME, f"  {command}") + (_in(DIM, f"  # {words}") if len(text) <= width else "")
-    yield from _sections(page, sections, width)
+    yield from _opening(page, EXAMPLES)
+    yield from _sections(page, sections, _width())
     yield ""
     groups = [group.name for group in page.groups]
     if groups:
@@ -177,6 +179,61 @@ def _lines(page: CommandOptions, sections: dict[str, list[str]]) -> Iterator[str
             DIM, f"--help {first}: choices of {first}; --help {first}=NAME: fields that NAME sets"
         )
     yield _in(DIM, "--help all: every field; --help WORD: search")
+
+
+def _opening(page: CommandOptions, examples: int | None = None) -> Iterator[str]:
+    """Yield the purpose and example commands, all of them if `examples` is None."""
+    width = _width()
+    yield from textwrap.wrap(page.purpose, width)
+    yield ""
+    for command, words in page.commands[:examples]:
+        text = f"  {command}  # {words}"
+        if len(text) > width:
+            yield _in(DIM, f"  # {words}")
+        yield _in(NAME, f"  {command}") + (_in(DIM, f"  # {words}") if len(text) <= width else "")
+
+
+def _full_lines(page: CommandOptions, search: list[str]) -> Iterator[str]:
+    """Yield all config groups with choices and all fields, or those with all search words."""
+
+    def matches(*texts: str) -> bool:
+        return all(word in " ".join(texts).lower() for word in search)
+
+    lines, width = [], _width()
+    for group in page.groups:
+        choices = [x for x in group.choices if matches(group.name, x.name, x.words)]
+        if choices or matches(group.name, group.meaning):
+            title = f"{group.name}={group.chosen or 'NAME'}" if group.settable else group.name
+            head, *rest = beside(title, group.meaning, LEFT, width)
+            lines += ["", head.replace(title, _in(TITLE, title), 1), *rest]
+            for choice in choices or group.choices:
+                mark = "*" if choice.name == group.chosen else " "
+                lines += beside(f"  {mark} {choice.name}", choice.words, LEFT, width)
+    fields = [x for x in page.fields if matches(x.key.path, _full_meaning(x.key))]
+    for node, of_node in groupby(sorted(fields, key=lambda x: bool(_node(x))), key=_node):
+        meaning = f"  {page.nodes[node]}" if page.nodes.get(node) else ""
+        lines += ["", _in(TITLE, node or "the run") + meaning]
+        for field in of_node:
+            value = textwrap.shorten(field.value, MAX_VALUE, placeholder="...")
+            head, *rest = beside(
+                f"  {field.key.path}={value}", _full_meaning(field.key), LEFT, width
+            )
+            lines += [head.replace(f"{field.key.path}=", _in(NAME, f"{field.key.path}="), 1), *rest]
+    if not lines:
+        raise ConfigError(f"--help has no match for {' '.join(search)!r}: use fewer words")
+    if not search:
+        yield from _opening(page)
+    yield from lines[1:] if search else lines
+
+
+def _node(field: Field) -> str:
+    return field.key.path.partition(".")[0] if "." in field.key.path else ""
+
+
+def _full_meaning(key: FieldInfo) -> str:
+    """Return unit, description, choices and type of a field."""
+    choices = f" [{' | '.join(key.choices)}]" if key.choices else ""
+    return f"{key.unit} {key.meaning}{choices} ({key.kind})".strip()
 
 
 def _sections(page: CommandOptions, sections: dict[str, list[str]], width: int) -> Iterator[str]:

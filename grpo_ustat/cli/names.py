@@ -1,11 +1,7 @@
-"""Names from other programs that newcomers type for our fields and groups.
-
-The names come from TRL, verl, transformers, papers and everyday language.
-"""
+"""Names of TRL, verl and papers that newcomers type for our fields and groups."""
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from grpo_ustat.cli.choices import RUN_SCHEMAS, choices_of, command_of, groups_of, is_choice
@@ -13,99 +9,50 @@ from grpo_ustat.config.command_line import command_line
 from grpo_ustat.config.load import CONF, all_fields
 from grpo_ustat.config.values import example_value, field_at, is_of_kind, to_type
 
-# Words that users type, with our names for fields or config groups that accept the same values. If
-# there are several of our names, the first that the command has is used.
+# Words of TRL, verl and papers, with our names for fields or config groups that accept the same
+# values. If there are several of our names, the first that the command has is used.
 MEANT = {
-    "policy actor checkpoint llm model_name model_name_or_path base_model "
-    "pretrained": "model theorem.problem",
-    "data data_set dataset_name train_dataset train_files task env environment "
-    "benchmark": "dataset",
-    "data_path data_file train_file": "dataset.path",
-    "template chat_template prompts prompt_template": "prompt",
-    "system system_prompt": "prompt.system",
-    "shots few_shot num_shots fewshot": "prompt.shots",
-    "algo algorithm loss loss_fn loss_function": "objective",
-    "adv_estimator advantage advantages estimator advantage_estimator": "baseline",
-    "G group k num_generations n_generations samples_per_prompt num_samples_per_prompt "
-    "generations group_size group_sizes rollout.n n_samples_per_prompt "
-    "rollouts_per_prompt": "group_size group_sizes theorem.group_size",
-    "n batch batch_size train_batch_size rollouts num_rollouts rollout_batch global_batch_size "
-    "prompts_per_step": "budget.rollouts study.rollouts theorem.rollouts",
-    "N samples n_samples num_samples completions num_completions": "budget.pool_completions "
-    "budget.rollouts",
-    "lr learning_rate optim.lr": "learning_rate theorem.constant_rates",
-    "steps iterations iters max_iters num_steps total_steps total_training_steps "
-    "train_steps": "max_steps theorem.steps",
-    "minibatches num_mini_batches": "objective.num_minibatches",
-    "minibatch_size mini_batch_size ppo_mini_batch_size": "objective.minibatch_size",
+    "policy model_name model_name_or_path": "model theorem.problem",
+    "data dataset_name train_dataset train_files": "dataset",
+    "algo algorithm loss": "objective",
+    "adv_estimator advantage_estimator estimator": "baseline",
+    "G num_generations rollout.n n_samples_per_prompt group_size "
+    "group_sizes": "group_size group_sizes theorem.group_size",
+    "n batch_size train_batch_size rollouts": "budget.rollouts study.rollouts theorem.rollouts",
+    "lr learning_rate": "learning_rate theorem.constant_rates",
+    "steps total_training_steps": "max_steps theorem.steps",
     "ppo_epochs num_iterations mu": "objective.num_iterations",
-    "kl kl_coef kl_beta kl_coeff kl_loss_coef beta": "objective.beta",
-    "eps epsilon clip clip_ratio cliprange clip_range clip_eps clip_ratio_low": "objective.epsilon",
-    "epsilon_high clip_ratio_high clip_high": "objective.epsilon_high",
-    "entropy_coeff entropy_coef": "objective.entropy_coef",
-    "temp": "temperature",
-    "max_tokens max_new_tokens max_length response_length max_response_length seq_len "
-    "max_seq_length length": "max_completion_length",
-    "max_prompt_length prompt_length": "prompt.max_length",
-    "reward reward_fn reward_func reward_function rewards": "reward_funcs",
-    "output out output_dir outdir out_dir save_dir default_local_dir": "output_root",
-    "dir folder": "runs output_root",
+    "beta kl_coef kl_loss_coef": "objective.beta",
+    "epsilon clip_ratio cliprange": "objective.epsilon",
+    "epsilon_high clip_ratio_high": "objective.epsilon_high",
+    "max_tokens max_new_tokens max_response_length response_length": "max_completion_length",
+    "max_prompt_length": "prompt.max_length",
+    "reward reward_fn reward_func rewards": "reward_funcs",
+    "output_dir": "output_root",
+    "path": "runs",
     "device": "launch.device",
-    "num_gpus ngpus nproc world_size num_processes n_gpus_per_node nproc_per_node "
-    "processes": "launch.num_processes",
-    "workers num_workers": "launch.workers launch.judge_workers",
-    "threads num_threads": "launch.num_threads",
-    "dtype precision torch_dtype": "model.dtype",
-    "attn attn_implementation": "model.attn_implementation",
-    "revision": "model.revision",
-    "opt optim": "optimizer",
-    "scheduler lr_scheduler lr_scheduler_type": "schedule.lr_scheduler_type",
-    "warmup warmup_steps lr_warmup_steps": "schedule.warmup_steps",
-    "weight_decay wd": "optimizer.weight_decay",
-    "grad_clip max_norm clip_grad gradient_clip grad_norm": "max_grad_norm",
-    "adapter adapters peft": "lora",
-    "tracker report_to logging log_with": "logger",
-    "project project_name wandb_project": "logger.project",
-    "engine backend sampler": "rollout",
-    "grad_checkpointing checkpointing enable_gradient_checkpointing": "gradient_checkpointing",
-    "eval_every eval_interval test_freq evaluation_steps": "eval_steps",
-    "save_every save_interval save_freq": "save_steps",
-    "seeds random_seed": "seed",
-    "dry dryrun": "dry_run",
-    "num_questions n_questions num_prompts P": "study.questions",
-    "lemma result proposition corollary": "theorem",
-    "bandit mdp problem": "theorem.problem",
-    "exp figure table": "experiment",
-    "paths source sources inputs": "runs",
+    "num_processes n_gpus_per_node nproc_per_node": "launch.num_processes",
+    "grad_clip clip_grad": "max_grad_norm",
+    "report_to": "logger",
+    "problem": "theorem.problem",
+    "test_freq": "eval_steps",
+    "save_freq": "save_steps",
 }
 NAMES = {word: names.split() for words, names in MEANT.items() for word in words.split()}
 # Words whose values do not fit our field, with our field or override and a comment after a comma.
 OTHER_VALUES = {
-    "chat_template_kwargs": "prompt.template_options",
     "gradient_accumulation_steps": "micro_batch_tokens, the padded tokens of a backward pass",
     "per_device_train_batch_size": "budget.rollouts, completions per step on all devices",
-    "micro_batch_size": "micro_batch_tokens, the padded tokens of a backward pass",
-    **dict.fromkeys(
-        ("num_train_epochs", "epochs", "num_epochs", "total_epochs", "n_epochs"),
-        "max_steps, steps with budget.rollouts completions each",
-    ),
+    "num_train_epochs": "max_steps, steps with budget.rollouts completions each",
+    "total_epochs": "max_steps, steps with budget.rollouts completions each",
     "loss_type": "objective=dapo or another loss, or objective.loss_type",
-    **dict.fromkeys(("use_vllm", "vllm"), "rollout=vllm"),
-    **dict.fromkeys(("use_peft", "lora_r", "lora_rank", "use_lora"), "lora=r16, or lora.r"),
-    **dict.fromkeys(("gpu", "gpus", "cuda"), "launch.device=cuda"),
-    **dict.fromkeys(("wandb", "use_wandb"), "logger=wandb"),
-    **dict.fromkeys(("resume", "resume_from_checkpoint"), "on_existing=resume"),
-    **dict.fromkeys(("overwrite", "overwrite_output_dir"), "on_existing=overwrite"),
-    **dict.fromkeys(("fsdp", "deepspeed"), "launch.fsdp2=true"),
-    "fp16": "bf16=true",
-    "verbose": "hydra.verbose=true",
-    **dict.fromkeys(
-        ("name", "run_name", "exp_name", "experiment_name"),
-        "not offered, because settings determine the name of a run; output_root is the folder of "
-        "all runs",
-    ),
-    "multi_objective_aggregation": "a baseline: use baseline=group_std for sum_then_normalize and "
-    "baseline=gdpo for normalize_then_sum",
+    "use_vllm": "rollout=vllm",
+    "use_peft": "lora=r16, or lora.r",
+    "wandb": "logger=wandb",
+    "resume_from_checkpoint": "on_existing=resume",
+    "fsdp": "launch.fsdp2=true",
+    "run_name": "not offered, because settings determine the name of a run; output_root is the "
+    "folder of all runs",
     "scale_rewards": "a baseline: use baseline=group_std for group, baseline=batch_std for batch "
     "and baseline=group_mean for none",
     **dict.fromkeys(
@@ -116,34 +63,24 @@ OTHER_VALUES = {
 }
 # Other names for the choices of a config group.
 CHOICES = {
-    "baseline": {
-        **dict.fromkeys(("rloo", "loo", "reinforce_leave_one_out"), "leave_one_out"),
-        **dict.fromkeys(("grpo", "group_norm", "group_normalised"), "group_std"),
-        "reinforce": "none",
-        "mean": "group_mean",
-    },
-    "objective": {"drgrpo": "dr_grpo", "dr-grpo": "dr_grpo"},
-    "prompt": {"chat_template": "chat"},
-    "rollout": {"hf": "local", "transformers": "local"},
+    "baseline": {"rloo": "leave_one_out", "grpo": "group_std", "reinforce": "none"},
+    "objective": {"drgrpo": "dr_grpo"},
 }
 ROW_FILE = re.compile(r".*\.(jsonl|json|csv|parquet)(\.\w+)?", re.IGNORECASE)
-# Minimum length of a word whose misspellings are recognised, in letters.
-MIN_LETTERS = 4
 
 
-def meant(key: str, value: str, schema: type, *, fuzzy: bool = False) -> str | None:
+def meant(key: str, value: str, schema: type) -> str | None:
     """Return the correction for an unknown key; None if `NAMES` and `OTHER_VALUES` do not have it.
 
     Args:
         key, value: typed key and value.
         schema: schema of the command.
-        fuzzy: True to accept misspelt words.
 
     >>> from grpo_ustat.config.load import SCHEMAS
     >>> meant("policy", "tiny", SCHEMAS["mse"]), meant("steps", "10", SCHEMAS["mse"])
     ('write model=tiny', 'it is max_steps of train, as in grpo-ustat train max_steps=10')
     """
-    word = _word(key, fuzzy)
+    word = _word(key)
     if word in OTHER_VALUES:
         text = OTHER_VALUES[word]
         name = re.split("[ =,]", text)[0]
@@ -174,17 +111,11 @@ def has(schema: type, name: str) -> bool:
     return name in groups_of(schema) or field_at(name, all_fields(schema)) is not None
 
 
-def _word(key: str, fuzzy: bool) -> str | None:
-    """Return the longest suffix of a key that `NAMES` or `OTHER_VALUES` has, in any case."""
+def _word(key: str) -> str | None:
+    """Return the longest suffix of a key that `NAMES` or `OTHER_VALUES` has."""
     parts = key.replace("-", "_").split(".")
     ends = [".".join(parts[first:]) for first in range(len(parts))]
-    for end in [*ends, *(end.lower() for end in ends)]:
-        if end in NAMES or end in OTHER_VALUES:
-            return end
-    if not fuzzy:
-        return None
-    words = [word for word in (*NAMES, *OTHER_VALUES) if len(word) >= MIN_LETTERS]
-    return next(iter(difflib.get_close_matches(key.lower(), words, n=1, cutoff=0.85)), None)
+    return next((end for end in ends if end in NAMES or end in OTHER_VALUES), None)
 
 
 def _write(name: str, value: str, schema: type) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from grpo_ustat.cli.verbs import VERBS
@@ -17,7 +16,6 @@ from grpo_ustat.terminal.streams import beside, visible
 
 # Minimum and maximum width of a help text and width of its left column, in characters.
 NARROWEST, WIDEST, LEFT = 60, 100, 24
-TYPE_NOUNS = {"int": "a whole number", "float": "a number"}
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -68,32 +66,11 @@ class VerbParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def _line(self, message: str) -> str:
-        """Return an error message of argparse in one line, with the words to type instead."""
+        """Return an error message of argparse with the words to type instead."""
         options = [x for action in self._actions for x in action.option_strings if x[:2] == "--"]
         typed = [word.partition("=")[0] for word in self.words if word.startswith("--")]
         unknown = [word for word in typed if not any(name.startswith(word) for name in options)]
         if unknown:
-            return f"unknown {unknown[0]}: {_choose(unknown[0], options)}"
-        example = f"as in {command_line(self.verb, *VERBS[self.verb].example)}"
-        if required := re.fullmatch("the following arguments are required: (.*)", message):
-            names = required[1].split(", ")
-            return f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing, {example}"
-        if surplus := re.fullmatch("unrecognized arguments: (.*)", message):
-            return f"{surplus[1]} is not an argument of this command, {example}"
-        argument, colon, reason = message.removeprefix("argument ").partition(": ")
-        place = f"{argument} " if argument.startswith("-") else ""
-        if choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", reason):
-            names = choice[2].replace("'", "").split(", ")
-            return f"{place}{choice[1]}: {_choose(choice[1], names)}"
-        if value := re.fullmatch(r"invalid (\w+) value: '?(.*?)'?", reason):
-            return f"{place}{value[2]}: {TYPE_NOUNS.get(value[1], value[1])} is needed"
-        return f"{argument}{colon}{reason}, {example}"
-
-
-def _choose(word: str, names: Sequence[str]) -> str:
-    """Return a suggestion for a misspelt word, and the valid words.
-
-    >>> _choose("trll", ["auto", "trl"])
-    'did you mean trl? choose from auto, trl'
-    """
-    return f"{did_you_mean(word, names)}choose from {', '.join(names)}"
+            near = did_you_mean(unknown[0], options)
+            return f"unknown {unknown[0]}: {near}choose from {', '.join(options)}"
+        return f"{message}, as in {command_line(self.verb, *VERBS[self.verb].example)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,8 +69,11 @@ def wrong_value(field: FieldInfo, value: str, conf: Path) -> str:
 
 
 def example_value(field: FieldInfo, conf: Path) -> str | None:
-    """Return a valid value, written as a user types it, from a file or from the default."""
-    values = _values_in_files(field.path, conf)
+    """Return a valid value, written as a user types it, from a main file or from the default."""
+    values = [
+        flatten(cast(dict[str, Any], yaml.safe_load(file.read_text()))).get(field.path)
+        for file in sorted(conf.glob("*.yaml"))
+    ]
     kind = field.kind.removesuffix(" or null")
     of = kind.removeprefix("list of ")
     for value in (*values, field.default):
@@ -80,19 +83,6 @@ def example_value(field: FieldInfo, conf: Path) -> str | None:
             if all(is_of_kind(entry, of) for entry in typed):
                 return f"[{','.join(typed)}]" if isinstance(value, list) else typed[0]
     return None
-
-
-def _values_in_files(path: str, conf: Path) -> Iterator[object]:
-    """Yield a field's value in each configuration file, starting with the commands' main files."""
-    node, _, name = path.rpartition(".")
-    of_node, rest = sorted((conf / node).rglob("*.yaml")), sorted(conf.rglob("*.yaml"))
-    for file in dict.fromkeys([*sorted(conf.glob("*.yaml")), *of_node, *rest]):
-        text = file.read_text()
-        sets_paths = file.parent == conf or "# @package _global_" in text
-        if not (sets_paths or (node and conf / node in file.parents)):
-            continue
-        content = cast(dict[str, Any] | None, yaml.safe_load(text)) or {}
-        yield flatten(content).get(path if sets_paths else name)
 
 
 def quote_for_shell(key: str, value: str) -> str:
