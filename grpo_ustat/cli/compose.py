@@ -75,12 +75,12 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
     schema, words = SCHEMAS[entry], parse_arguments(arguments)
     refuse_early(entry, words)
     with composing(entry, words.config_dir):
-        if not issubclass(schema, Shared):
-            if words.multirun:
-                raise ConfigError(f"-m: {entry} does not support sweeps: remove -m")
-            node = compose_node(entry, words.overrides, schema)
-            return Invocation(False, [], build_config(_job_part(node), schema), node)
+        if words.multirun and not issubclass(schema, Shared):
+            raise ConfigError(f"-m: {entry} does not support sweeps: remove -m")
         runs, node, sweep = _runs(entry, words)
+        if not issubclass(schema, Shared):
+            assert node is not None, "only one of several runs can have no node"
+            return Invocation(False, [], build_config(_job_part(node), schema), node)
         if node is not None:
             _refuse_unused(node.hydra)
             _check_launcher(node.hydra, sweep)
@@ -192,6 +192,7 @@ def refuse_early(entry: str, words: Namespace) -> None:
             files, because these can add config groups.
     """
     own_files = any(word.startswith("hydra.searchpath") for word in words.overrides)
+    own_files = own_files or words.config_dir
     with in_one_line(SCHEMAS[entry]):
         parsed = parse_overrides(words.overrides)
     check_overrides(parsed, SCHEMAS[entry])

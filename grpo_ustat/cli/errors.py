@@ -281,11 +281,12 @@ def _near(name: str, value: str, schema: type) -> str:
 def unknown_flag(name: str, flags: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
     field = name.lstrip("-").replace("-", "_")
-    is_field = any(field_at(field, all_fields(schema)) for schema in SCHEMAS.values())
-    near = "" if is_field else did_you_mean(name, flags).strip()
-    if not is_field and field in NAMES:
-        near, field = "", NAMES[field][0]
-    return f"unknown flag {name}: {near or f'fields have no dashes, write {field}=...'}"
+    if any(field_at(field, all_fields(schema)) for schema in SCHEMAS.values()):
+        return f"unknown flag {name}: fields have no dashes, write {field}=..."
+    if field in NAMES:
+        return f"unknown flag {name}: fields have no dashes, write {NAMES[field][0]}=..."
+    long = [flag for flag in flags if flag.startswith("--")]
+    return f"unknown flag {name}: {did_you_mean(name, long)}choose from {', '.join(long)}"
 
 
 def _command(schema: type) -> str:

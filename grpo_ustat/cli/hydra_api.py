@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, ValueType
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from grpo_ustat import __version__
@@ -32,8 +35,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Parse a command line into `overrides`, `help`, `multirun`, `cfg` and `config_dir`.
 
     In contrast to Hydra, overrides can contain paths with `=` (see `quote_plain`), and
-    `model=FOLDER` is allowed (see `model_place`). If `--config-dir` is typed, the last override
-    adds `conf/` to the search path.
+    `model=FOLDER` is allowed (see `model_place`).
 
     Raises:
         SystemExit: after the version is printed for `--version`.
@@ -60,10 +62,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     if words.multirun and words.cfg:
         raise ConfigError("--multirun and --cfg cannot be combined: use only one of them")
     words.overrides = hydra_overrides(words.overrides, words.config_dir)
-    if words.config_dir:
-        if not Path(words.config_dir).is_dir():
-            raise ConfigError(f"--config-dir={words.config_dir}: there is no such folder")
-        words.overrides.append(f"hydra.searchpath=[file://{CONF}]")
+    if words.config_dir and not Path(words.config_dir).is_dir():
+        raise ConfigError(f"--config-dir={words.config_dir}: there is no such folder")
     return words
 
 
@@ -124,14 +124,24 @@ def model_place(override: str, config_dir: str | None = None) -> list[str]:
     return ["model=hub", f"model.model_name_or_path='{escaped}'"]
 
 
+class OwnFolder(SearchPathPlugin):
+    """Search path of Hydra with the folder of `--config-dir`, whose files override `conf/`."""
+
+    folder: str | None = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Put the folder first."""
+        if self.folder:
+            folder = f"file://{Path(self.folder).resolve()}"
+            search_path.prepend("command-line", folder, anchor="main")
+
+
 @contextmanager
 def hydra_session(entry: str, config_dir: str | None = None) -> Iterator[None]:
-    """Open a Hydra session that reads the folder of `--config-dir`, or else `conf/`.
-
-    The override that `parse_arguments` adds lets the folder of `--config-dir` find `conf/`.
-    """
-    folder = str(Path(config_dir or CONF).resolve())
-    with hydra.initialize_config_dir(folder, version_base="1.3", job_name=entry):
+    """Open a Hydra session that reads the folder of `--config-dir` and then `conf/`."""
+    Plugins.instance().register(OwnFolder)
+    OwnFolder.folder = config_dir
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name=entry):
         yield
 
 

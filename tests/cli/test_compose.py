@@ -90,8 +90,3 @@ def test_a_sweep_over_glob_is_planned_and_one_over_nothing_refused():
     ):
         with pytest.raises(ConfigError, match=line):
             parse("mse", ["-m", word])
-
-
-def test_another_command_is_no_configuration_of_this_one():
-    with pytest.raises(ConfigError, match="--config-name=train is another command: .*train"):
-        parse("mse", ["--config-name=train"])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 
 import pytest
 from commands import run
 from slow_cases import slow_after
 
 from grpo_ustat import __version__
-from grpo_ustat.cli.app import print_help
 from grpo_ustat.cli.compose import compose_config, parse
 from grpo_ustat.cli.hydra_api import model_place, parse_arguments, quote_plain, split_sweep
 from grpo_ustat.config.identity import folder_name
@@ -68,11 +66,6 @@ def test_a_flags_value_is_not_an_override(tmp_path):
     (folder := tmp_path / "a=1").mkdir()
     words = parse_arguments(["--config-dir", str(folder), "pool=a=1"])
     assert (words.config_dir, words.overrides[0]) == (str(folder), "pool='a=1'")
-
-
-def test_a_value_of_a_flag_that_has_none_is_refused():
-    with pytest.raises(ConfigError, match="^argument --resolve: .* argument 'true': see --help$"):
-        parse_arguments(["--resolve=true"])
 
 
 def test_the_version_is_ours_and_hydras(capsys):
@@ -204,16 +197,3 @@ def test_a_study_and_a_sweep_of_such_folders_run(tmp_path, two_checkpoints):
     assert len(list(tmp_path.glob("outputs/mse/*/seed-0/result.json"))) == 2
     code, _, told = run("report", "runs=out/x=1", "hydra.run.dir=r=1/a=2", cwd=tmp_path)
     assert code == 0 and (tmp_path / "r=1/a=2/report.html").is_file(), told
-
-
-def test_completion_by_tab_is_hydras_own(monkeypatch, capsys):
-    def asked(request):
-        monkeypatch.setattr(sys, "argv", ["grpo-ustat", "-sc", request])
-        assert print_help("train")
-        return capsys.readouterr().out
-
-    monkeypatch.setenv("COMP_LINE", "grpo-ustat model=ti")
-    assert asked("query=bash").split() == ["model=tiny", "model=tiny_base", "model=tiny_direct"]
-    assert "complete -o" in asked("install=bash")
-    with pytest.raises(ConfigError, match="'csh' found"):
-        asked("install=csh")
