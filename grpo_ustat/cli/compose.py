@@ -33,7 +33,7 @@ from grpo_ustat.cli.hydra_api import (
     store_group,
 )
 from grpo_ustat.config.baseline import baseline_choice
-from grpo_ustat.config.command_line import command_line, install_line, is_installed
+from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.gap import THEOREMS
 from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.load import SCHEMAS, build_config
