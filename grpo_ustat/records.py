@@ -147,8 +147,6 @@ class BaselineContext:
     optimal_P: Array | None = None
     # Mean reward of past batches, one number for all prompts.
     running: float | None = None
-    # Expected reward of each prompt, estimated by the tracker from past visits.
-    tracker_P: Array | None = None
     # Expected reward of each prompt, predicted by the critic, which is fitted to past batches.
     critic_P: Array | None = None
     # Array [2, 3] with the number, the mean and the sum of squared deviations of past rewards in

@@ -54,15 +54,6 @@ OPTIONS = {
     "minimum": Option("smallest possible reward"),
     "maximum": Option("largest possible reward"),
     "ceiling": Option("upper limit of the advantage's factor 1/density", 1e-12),
-    "rho_min": Option(
-        "smallest discount factor of the past; the initial value counts as 1/(1 - rho_min) rewards",
-        0.0,
-        0.999,
-    ),
-    "rho_max": Option("largest discount factor of the past", 0.0, 1.0),
-    "half_distance": Option(
-        "mean |change of a token's log-probability| at which the weight of the past is 1/2", 1e-12
-    ),
 }
 
 
@@ -97,14 +88,9 @@ def check_options(baseline: BaselineConfig, key: str) -> None:
             raise ConfigError(
                 f"{key}.{name}={value} must be finite and in [{allowed.low}, {allowed.high}]"
             )
-    for low, high in (("minimum", "maximum"), ("rho_min", "rho_max")):
-        if {low, high} <= baseline.options.keys() and baseline.options[low] >= baseline.options[
-            high
-        ]:
-            raise ConfigError(
-                f"{key}: {low}={baseline.options[low]} {high}={baseline.options[high]}: "
-                f"use {low} < {high}"
-            )
+    low, high = (baseline.options.get(name) for name in ("minimum", "maximum"))
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(f"{key}: minimum={low} maximum={high}: use minimum < maximum")
 
 
 @dataclass

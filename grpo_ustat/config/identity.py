@@ -98,8 +98,6 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
     >>> keys = {"model": {"name": "x", "size": {}}, "dataset": {"path": "/"}}
     >>> drop_neutral_keys(keys)
     {'model': {'name': 'x'}, 'dataset': {'path': 'local'}}
-    >>> drop_neutral_keys({"objective": {"minibatch_size": 8, "num_minibatches": 4}})
-    {'objective': {'minibatch_size': 8}}
     """
     if "theorem" in keys:
         return keys
@@ -134,8 +132,6 @@ def drop_neutral_keys(keys: dict[str, Any]) -> dict[str, Any]:
         if not study.get("verdicts"):
             study.pop("verdicts", None)
         keys["study"] = study
-    if "objective" in keys and keys["objective"].get("minibatch_size") is not None:
-        keys["objective"] = {k: v for k, v in keys["objective"].items() if k != "num_minibatches"}
     if "study" in keys:
         # Both entries may be missing if the keys were read from a file.
         device = str(keys.get("launch", {}).get("device"))

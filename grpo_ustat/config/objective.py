@@ -91,22 +91,12 @@ class ObjectiveConfig:
         positive=True,
         default=1.0,
     )
-    advantage_threshold: float = field(
-        "|advantage| below which a completion is excluded, also from the counts of completions "
-        "and tokens; 0: all completions are kept",
-        at_least=0,
-        default=0.0,
-    )
     num_iterations: int = field("over each batch", "passes", positive=True, default=1)
     num_minibatches: int = field(
-        "of equally many prompts into which a batch is split; each minibatch gives an update; "
-        "ignored if minibatch_size is set",
+        "of equally many prompts into which a batch is split; each minibatch gives an update",
         "minibatches",
         positive=True,
         default=1,
-    )
-    minibatch_size: int | None = field(
-        "in an update; null: n / num_minibatches", "completions", positive=True, default=None
     )
     epsilon: float | None = field(
         "ratios are clipped from below at 1 - epsilon; null: no clipping from below",
@@ -136,9 +126,7 @@ class ObjectiveConfig:
     @property
     def rows(self) -> RowFilter:
         """Filter that selects the completions that contribute to an update."""
-        return RowFilter(
-            self.zero_variance_groups, self.reward_variance_share, self.advantage_threshold
-        )
+        return RowFilter(self.zero_variance_groups, self.reward_variance_share)
 
     def loss(self, baseline: BaselineConfig, max_completion_length: int) -> Loss:
         """Return the loss at a batch's first update, with advantages from `baseline`."""
@@ -168,7 +156,7 @@ class ObjectiveConfig:
 
     def update_size(self, rollouts: int) -> int:
         """Return the number of completions per update if the batch has `rollouts` completions."""
-        return self.minibatch_size or rollouts // self.num_minibatches
+        return rollouts // self.num_minibatches
 
     def check(self) -> None:
         """Refuse an invalid objective."""
@@ -292,7 +280,7 @@ class ObjectiveConfig:
 
     def _check_rows(self) -> None:
         """Refuse an invalid filter of completions."""
-        share, threshold = self.reward_variance_share, self.advantage_threshold
+        share = self.reward_variance_share
         if share > 1:
             raise ConfigError(
                 f"objective.reward_variance_share={share} is not a share of the update's reward "
@@ -301,9 +289,9 @@ class ObjectiveConfig:
         if self.loss_type == "bnpo" and self.rows.couples:
             raise ConfigError(
                 f"objective.loss_type=bnpo with zero_variance_groups={self.zero_variance_groups} "
-                f"reward_variance_share={share} advantage_threshold={threshold}, but bnpo does not "
-                "support the exclusion of completions: use loss_type=dapo, or "
-                "zero_variance_groups=keep reward_variance_share=1 advantage_threshold=0"
+                f"reward_variance_share={share}, but bnpo does not support the exclusion of "
+                "completions: use loss_type=dapo, or zero_variance_groups=keep "
+                "reward_variance_share=1"
             )
 
     def check_updates(self, group_size: int, rollouts: int) -> None:
@@ -324,13 +312,8 @@ class ObjectiveConfig:
                 f"objective.zero_variance_groups={kind} reward_variance_share={share} with "
                 "group_size=1: one completion has no variance of rewards, use group_size=2 or more"
             )
-        count, size, prompts = self.num_minibatches, self.minibatch_size, rollouts // group_size
-        if size is not None and (size % group_size or rollouts % size):
-            raise ConfigError(
-                f"objective.minibatch_size={size} must be a multiple of group_size={group_size} "
-                f"that divides budget.rollouts={rollouts}"
-            )
-        if size is None and prompts % count:
+        count, prompts = self.num_minibatches, rollouts // group_size
+        if prompts % count:
             fitting = max(d for d in range(1, count + 1) if prompts % d == 0)
             raise ConfigError(
                 f"objective.num_minibatches={count} does not divide the {prompts} prompts of a "

@@ -24,7 +24,7 @@ from grpo_ustat.config.schema import ConfigError, check_positive, field, node
 from grpo_ustat.estimators.baselines import BASELINES
 
 # Baseline inputs that are computed from additional completions; see `budget.value_completions`.
-FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P", "tracker_P"}
+FROM_FRESH_COMPLETIONS = {"value_P", "optimal_P"}
 ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 ENDING_SCHEDULES = ("linear", "cosine")
 OPTIMIZERS = ("adamw", "sgd")
@@ -166,9 +166,8 @@ class TrainBudget:
 
     rollouts: int = field("in a step: n = prompts x group_size", "completions", positive=True)
     value_completions: int = field(
-        "sampled for each prompt in addition to rollouts, and counted in the cost; only three "
-        "baselines use them: oracle for the prompt's value V, optimal for the best baseline b*, "
-        "spo for the initial value of its tracker",
+        "sampled for each prompt in addition to rollouts, and counted in the cost; only two "
+        "baselines use them: oracle for the prompt's value V, optimal for the best baseline b*",
         "completions",
     )
 

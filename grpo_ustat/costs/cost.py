@@ -32,8 +32,8 @@ class Cost:
 
     # Number of completions from which gradients or errors are computed.
     rollouts: int
-    # Largest number of further completions for baselines: to estimate V and b*, to start the
-    # trackers of SPO, and to compute the greedy baseline of remax.
+    # Largest number of further completions for baselines: to estimate V and b*, and to
+    # compute the greedy baseline of remax.
     values: int
     # Number of completions of test questions; None if unknown.
     evaluation: int | None

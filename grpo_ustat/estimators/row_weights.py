@@ -24,10 +24,10 @@ The weights in the first four lines depend only on the row itself. The weights i
 depend on other rows (`COUPLED`), so the gradient is not a mean over prompts. Only `sum`, `luspo`
 and `dr_grpo` give a gradient that is a multiple of `sum_i A_i s_i`.
 
-A filter removes rows from n and from every sum: groups with equal rewards, groups with a small
-reward variance, or rows with a small advantage (`rows_that_count`). With a filter, every weight
-depends on all rows, because n does. This is not the case if groups with equal rewards are replaced
-by new draws: groups then remain independent.
+A filter removes rows from n and from every sum: groups with equal rewards, or groups with a small
+reward variance (`rows_that_count`). With a filter, every weight depends on all rows, because n
+does. This is not the case if groups with equal rewards are replaced by new draws: groups then
+remain independent.
 """
 
 from __future__ import annotations
@@ -64,14 +64,11 @@ class RowFilter:
     # Share p of the total reward variance: only the groups with the largest reward variances count,
     # as many as needed to reach this share.
     reward_variance_share: float = 1.0
-    # A row counts only if the absolute value of its advantage is at least this number.
-    advantage_threshold: float = 0.0
 
     @property
     def couples(self) -> bool:
         """True if a filter is used, so that the number of rows that count depends on all rows."""
-        dropped = self.zero_variance_groups == DROP or self.reward_variance_share < 1
-        return dropped or self.advantage_threshold > 0
+        return self.zero_variance_groups == DROP or self.reward_variance_share < 1
 
     @property
     def replaces(self) -> bool:
@@ -79,16 +76,15 @@ class RowFilter:
         return self.zero_variance_groups == REPLACE
 
 
-def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> Mask:
+def rows_that_count(rows: RowFilter, rewards_PG: Array) -> Mask:
     """Return the rows of an update that count, [P, G]; other rows are excluded from n and all sums.
 
-    Row i of group x, with reward Z_xi and advantage A_xi, counts if it satisfies the condition of
-    each filter in use:
+    Row i of group x, with reward Z_xi, counts if its group satisfies the condition of each filter
+    in use:
 
         drop                      Rewards Z_xi and Z_xj differ for some i and j.
         reward_variance_share p   x is in S, the smallest set of groups with the largest reward
                                   variances V_x for which sum_{x in S} V_x >= p sum_x V_x.
-        advantage_threshold a     |A_xi| >= a
 
     The second filter is the top-p filter of RAGEN-2 (arXiv 2604.06268). Among groups with equal
     variances, those that come first in the update are preferred; this order is random. If no group
@@ -96,14 +92,12 @@ def rows_that_count(rows: RowFilter, rewards_PG: Array, advantage_PG: Array) -> 
     already been replaced, so no group is excluded here.
 
     >>> rewards = np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
-    >>> rows_that_count(RowFilter("drop"), rewards, rewards)[:, 0].tolist()
+    >>> rows_that_count(RowFilter("drop"), rewards)[:, 0].tolist()
     [False, True, True]
-    >>> rows_that_count(RowFilter(reward_variance_share=0.9), rewards, rewards)[:, 0].tolist()
+    >>> rows_that_count(RowFilter(reward_variance_share=0.9), rewards)[:, 0].tolist()
     [False, False, True]
-    >>> rows_that_count(RowFilter(advantage_threshold=1.0), rewards, rewards).tolist()
-    [[True, True], [False, True], [False, True]]
     """
-    counts_PG = np.abs(advantage_PG) >= rows.advantage_threshold
+    counts_PG = np.ones(rewards_PG.shape, dtype=bool)
     mixed_P = mixed_groups(rewards_PG)
     if rows.zero_variance_groups == DROP:
         counts_PG &= mixed_P[:, None]
@@ -277,7 +271,7 @@ def row_weights(
     advantage_PG = advantages(loss.baseline, rewards_PG, context, loss.options)
     counts_N = None
     if loss.rows.couples:
-        counts_N = rows_that_count(loss.rows, rewards_PG, advantage_PG).ravel()
+        counts_N = rows_that_count(loss.rows, rewards_PG).ravel()
     weight_N = token_weights(
         loss.loss_type, loss.counted_lengths(context.lengths_PG, ended_PG).ravel(),
         loss.max_completion_length, loss.micro_batch_size, order_N, counts_N,

@@ -55,7 +55,6 @@ FILTER_WORDS = {
     "drop": "zero-variance groups dropped",
     "replace": "zero-variance groups replaced",
     "reward_variance_share": "groups with {:g} of the reward variance",
-    "advantage_threshold": "|advantage| of {:g} or more",
 }
 EFFICIENCY_NOTE = (
     "The relative efficiency compares a loss with the unbiased leave-one-out gradient: one rollout "
@@ -88,11 +87,10 @@ class LossEfficiency:
     baseline: str
     # Type of the loss, which determines the normalisation over tokens.
     loss_type: str
-    # The next three fields are the row filter; a field with its default value is absent. See
+    # The next two fields are the row filter; a field with its default value is absent. See
     # `estimators.row_weights.RowFilter`.
     zero_variance_groups: Sometimes[str] = None
     reward_variance_share: Sometimes[float] = None
-    advantage_threshold: Sometimes[float] = None
     # Number of rollouts per update, n.
     rollouts: Size
     # Group size, G.
@@ -475,9 +473,8 @@ def loss_words(row: LossEfficiency) -> str:
     words = [ADVANTAGE_WORDS.get(row.baseline, row.baseline), LOSS_TYPE_WORDS[row.loss_type]]
     if row.zero_variance_groups is not None:
         words.append(FILTER_WORDS[row.zero_variance_groups])
-    for name in ("reward_variance_share", "advantage_threshold"):
-        if (value := getattr(row, name)) is not None:
-            words.append(FILTER_WORDS[name].format(value))
+    if row.reward_variance_share is not None:
+        words.append(FILTER_WORDS["reward_variance_share"].format(row.reward_variance_share))
     return ", ".join(words)
 
 

@@ -81,7 +81,7 @@ def baseline_context(
 ) -> tuple[BaselineContext, SamplingCost]:
     """Return what the baseline needs besides rewards, for all prompts, and the sampling cost."""
     needs = BASELINES[run.config.baseline.name].needs
-    fields, cost = run.baseline_state.context(run, batch, step)
+    fields, cost = run.baseline_state.context(run, batch), SamplingCost()
     if "lengths_PG" in needs:
         fields["lengths_PG"] = batch.lengths_PG
     if "rewards_PGF" in needs:

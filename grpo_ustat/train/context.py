@@ -65,11 +65,9 @@ class SamplingCost:
 class BaselineState:
     """State that a baseline keeps between batches; this base class keeps no state."""
 
-    def context(
-        self, run: TrainContext, batch: Batch, step: int
-    ) -> tuple[dict[str, Any], SamplingCost]:
-        """Return fields of `BaselineContext` for all prompts, and the cost of sampling for them."""
-        return {}, SamplingCost()
+    def context(self, run: TrainContext, batch: Batch) -> dict[str, Any]:
+        """Return fields of `BaselineContext` for all prompts."""
+        return {}
 
     def update(self, run: TrainContext, batch: Batch) -> None:
         """Add a batch to the state. This is called after the batch's advantages were computed."""

@@ -53,9 +53,8 @@ def training_cost(config: TrainConfig) -> Cost:
 
     Each step samples n completions, and some baselines sample more. For each prompt of a step, the
     baselines `oracle` and `optimal` sample budget.value_completions more completions, and `remax`
-    samples one greedy completion. `spo` samples budget.value_completions more completions when a
-    prompt is used for the first time. Evaluations take place at step 0, every eval_steps steps and
-    at the last step.
+    samples one greedy completion. Evaluations take place at step 0, every eval_steps steps and at
+    the last step.
 
     The memory for gradients and the optimizer's state is counted if all weights are trained. With
     adapters, it is small and not counted. While a checkpoint is written, at most
@@ -64,8 +63,6 @@ def training_cost(config: TrainConfig) -> Cost:
     needs, each = BASELINES[config.baseline.name].needs, config.budget.value_completions
     visits = config.prompts_per_step * config.max_steps
     values = visits * (each * bool(needs & {"value_P", "optimal_P"}) + ("greedy_P" in needs))
-    if "tracker_P" in needs:
-        values += each * min(visits, config.dataset.train_size or visits)
 
     evaluations = 1 + math.ceil(config.max_steps / config.eval_steps)
     decoding, questions = config.eval.decoding, config.dataset.test_size

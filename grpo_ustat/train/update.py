@@ -132,9 +132,9 @@ def update(
         FloatingPointError: If a gradient is not finite; that update is not applied.
     """
     norm, stats, own_advantage_PG = 0.0, UpdateStats(), run.own_rows(advantage_PG)
-    lengths_PG, rewards_PG = counted_lengths(run, batch), batch.rewards_PG
+    lengths_PG = counted_lengths(run, batch)
     with fsdp2.release_full_copy(run):
-        for minibatch in minibatches(run, lengths_PG, step, rewards_PG, advantage_PG):
+        for minibatch in minibatches(run, lengths_PG, step, batch.rewards_PG):
             accumulate_gradient(run, batch.own_rollouts, own_advantage_PG, minibatch, fixed, stats)
             grads = sum_gradients(run)
             norm = float(fsdp2.full_tensor(torch.nn.utils.get_total_norm(grads)))
@@ -163,7 +163,6 @@ def minibatches(
     lengths_PG: np.ndarray,
     step: int,
     rewards_PG: np.ndarray | None = None,
-    advantage_PG: np.ndarray | None = None,
 ) -> Iterator[Minibatch]:
     """Yield the minibatches of a step's updates, in order.
 
@@ -176,8 +175,8 @@ def minibatches(
         run: training run.
         lengths_PG: number of tokens in each completion; see `counted_lengths`.
         step: number of the step, which determines the random orders.
-        rewards_PG, advantage_PG: rewards and advantages of the completions of all ranks. An
-            objective that filters rows needs them; see `estimators.row_weights.rows_that_count`.
+        rewards_PG: rewards of the completions of all ranks. An objective that filters rows needs
+            them; see `estimators.row_weights.rows_that_count`.
     """
     config, objective = run.config, run.config.objective
     count, size = config.prompts_per_step, config.group_size
@@ -196,10 +195,8 @@ def minibatches(
                 rows = generator(config.seed, "micro_batches", step, key).permutation(rows)
             counts_N = None
             if objective.rows.couples:
-                assert rewards_PG is not None and advantage_PG is not None
-                counts_N = rows_that_count(
-                    objective.rows, rewards_PG[prompts], advantage_PG[prompts]
-                ).ravel()
+                assert rewards_PG is not None
+                counts_N = rows_that_count(objective.rows, rewards_PG[prompts]).ravel()
             weight_N = token_weights(
                 objective.loss_type, lengths_N, config.max_completion_length,
                 objective.micro_batch_size, rows, counts_N,

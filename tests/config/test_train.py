@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from commands import compose, run
 
-from grpo_ustat.config.identity import drop_neutral_keys, folder_name
+from grpo_ustat.config.identity import folder_name
 from grpo_ustat.config.objective import OBJECTIVES
 from grpo_ustat.config.presets import PRESETS as SHIPPED
 from grpo_ustat.estimators.row_weights import RowFilter
@@ -17,7 +17,7 @@ from grpo_ustat.estimators.row_weights import RowFilter
         ["objective=grpo", "objective.beta=0", "objective.num_iterations=1"],
         ["objective=whole_sequence", "objective.beta=0.1", "objective.kl_estimator=k1",
          "objective.kl_in=reward"],
-        ["objective=dapo", "objective.minibatch_size=64", "baseline=leave_one_out"],
+        ["objective=dapo", "objective.num_minibatches=4", "baseline=leave_one_out"],
         ["experiment=algorithm2"],
     ],
 )  # fmt: skip
@@ -58,7 +58,7 @@ def test_every_preset_has_the_values_of_its_source():
     for name, values in PRESETS.items():
         objective = compose("train", f"objective={name}").objective
         assert dict(zip(FIELDS, values, strict=True)) == {f: getattr(objective, f) for f in FIELDS}
-        assert objective.minibatch_size is None and objective.entropy_coef == 0
+        assert objective.entropy_coef == 0
         assert objective.micro_batch_size == (8 if name == "trl_bnpo" else None)
         assert objective.top_entropy_quantile == 1 and not objective.mask_truncated_completions
         assert objective.rows == RowFilter()
@@ -99,14 +99,6 @@ def test_algorithm_2_in_full():
     config = compose("train", "experiment=algorithm2")
     assert (config.baseline.name, config.objective.name) == ("group_std", "grpo")
     assert config.objective.num_iterations == 1 and config.objective.num_minibatches > 1
-
-
-def test_a_number_of_minibatches_counts_where_their_size_is_not_set():
-    sized = {"minibatch_size": 8, "num_minibatches": 4}
-    assert drop_neutral_keys({"objective": sized}) == {"objective": {"minibatch_size": 8}}
-    assert folder_name(compose("train", "objective=grpo")) != folder_name(
-        compose("train", "objective=grpo", "objective.num_minibatches=1")
-    )
 
 
 @pytest.mark.slow(minutes=0.02)

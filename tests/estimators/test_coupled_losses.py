@@ -34,7 +34,6 @@ LOSSES = [
     Loss("drop", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop")),
     Loss("drop all", "none", {}, "sum", 9, rows=RowFilter("drop")),
     Loss("share", "leave_one_out", {}, "grpo", 9, rows=RowFilter(reward_variance_share=0.6)),
-    Loss("threshold", "group_mean", {}, "dr_grpo", 9, rows=RowFilter(advantage_threshold=0.4)),
     Loss("clipped", "group_std", {"epsilon": 0.1}, "dapo", 9,
          tokens=TokenWeights("token", "clip", 0.2, 0.2)),
     Loss("penalised", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop"),

@@ -43,7 +43,6 @@ LOSSES = [
     Loss("drop", "leave_one_out", {}, "sum", 9, rows=RowFilter("drop")),
     Loss("drop", "group_std", {"epsilon": 0.1}, "dapo", 9, rows=RowFilter("drop")),
     Loss("share", "group_mean", {}, "sum", 9, rows=RowFilter(reward_variance_share=0.7)),
-    Loss("threshold", "leave_one_out", {}, "grpo", 9, rows=RowFilter(advantage_threshold=0.7)),
 ]
 
 

@@ -29,7 +29,6 @@ BASELINE_OPTIONS = {  # of every baseline that has any
     "james_stein": {"epsilon": 1e-8},
     "jspo": {"epsilon": 1e-6},
     "beta": {"minimum": 0.0, "maximum": 1.0, "ceiling": 1e6},
-    "spo": {"epsilon": 1e-8, "rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06},
 }
 
 
@@ -208,12 +207,6 @@ def zoo_advantages(name, rewards, lengths, context, options):
         return ebpo_rows(rewards, context["past"], options["epsilon"])
     if name == "krpo":
         return [kalman_row(row, **options) for row in rewards]
-    if name == "spo":
-        rows = zip(rewards, context["tracker_P"], strict=True)
-        surprise = [[r - tracker for r in row] for row, tracker in rows]
-        flat = [x for row in surprise for x in row]
-        spread = math.sqrt(variance_of(flat)) + options["epsilon"]
-        return [[(x - mean_of(flat)) / spread for x in row] for row in surprise]
     if name == "beta":
         low, width = options["minimum"], options["maximum"] - options["minimum"]
         rewards = [[(r - low) / width for r in row] for row in rewards]

@@ -17,7 +17,7 @@ from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.setup import set_up
 from grpo_ustat.train.snapshots import newest_whole, prune, publish, verify
 
-MORE = ("optimizer=sgd", "baseline=spo", "baseline=critic", "lora=r16", "model.dtype=float64",
+MORE = ("optimizer=sgd", "baseline=critic", "lora=r16", "model.dtype=float64",
         "objective=grpo", "baseline=gdpo")  # fmt: skip
 NO_SCHEDULE = ("schedule=constant", "schedule.warmup_steps=0")  # so that max_steps may grow
 
@@ -137,7 +137,7 @@ def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("baseline", ["spo", "critic"])
+@pytest.mark.parametrize("baseline", ["critic"])
 def test_forgetting_a_memory_is_noticed(trained, tmp_path, monkeypatch, baseline):
     overrides = (f"baseline={baseline}", "budget.value_completions=3")
     through = trained(*overrides)

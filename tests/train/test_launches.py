@@ -8,8 +8,6 @@ import torch
 from launches import Launches
 from training_runs import first_batch
 
-from grpo_ustat.policy import output_layer
-from grpo_ustat.policy.output_layer import Head
 from grpo_ustat.train.update import FixedLogprobs, UpdateStats, accumulate_gradient, minibatches
 
 
@@ -57,17 +55,3 @@ def test_a_pass_of_an_update_waits_only_where_it_is_known(tmp_path):
         assert seen.waits.pop("_local_scalar_dense") <= 2
         assert seen.waits == {"nonzero": passes, "cpu": 2 * passes}
         assert sum(seen.kernels.values()) <= most_kernels * passes
-
-
-@pytest.mark.nightly
-def test_a_wait_for_each_chunk_of_logits_would_be_seen(tmp_path, monkeypatch):
-    """Negative control."""
-    real = Head._logits
-
-    def waiting(self, hidden_ND):
-        assert hidden_ND.sum().item() is not None
-        return real(self, hidden_ND)
-
-    monkeypatch.setattr(Head, "_logits", waiting)
-    monkeypatch.setitem(output_layer.CHUNK_BYTES, "cpu", 2**14)
-    assert counted(tmp_path)[0].waits["_local_scalar_dense"] > 2

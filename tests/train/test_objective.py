@@ -62,10 +62,10 @@ class Table:
 def objective(**fields):
     neutral = dict(
         name="grpo", importance_sampling_level="token", loss_type="sum", num_iterations=1,
-        num_minibatches=1, minibatch_size=None, epsilon=None, epsilon_high=None, beta=0.0,
+        num_minibatches=1, epsilon=None, epsilon_high=None, beta=0.0,
         kl_estimator=None, kl_in=None, entropy_coef=0.0, micro_batch_size=None,
         mask_truncated_completions=False, top_entropy_quantile=1.0, zero_variance_groups="keep",
-        reward_variance_share=1.0, advantage_threshold=0.0,
+        reward_variance_share=1.0,
     )  # fmt: skip
     return ObjectiveConfig(**neutral | fields)
 

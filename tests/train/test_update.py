@@ -72,7 +72,7 @@ def test_algorithm_2_in_full_equals_the_slow_trainer(tmp_path, optimizer, tokens
     """Two iterations over minibatches of half a batch; parameters after four updates."""
     overrides = (
         *EXACT, "objective=grpo_original", "objective.num_iterations=2",
-        "objective.minibatch_size=8", f"optimizer={optimizer}",
+        "objective.num_minibatches=2", f"optimizer={optimizer}",
         "objective.entropy_coef=0.01", "objective.epsilon=0.02", "objective.epsilon_high=0.03",
     )  # fmt: skip
     run, batch = first_batch(tmp_path, *overrides, f"micro_batch_tokens={tokens}")
@@ -94,7 +94,7 @@ def test_algorithm_2_in_full_equals_the_slow_trainer(tmp_path, optimizer, tokens
 @pytest.mark.slow
 def test_every_iteration_visits_each_group_once(tmp_path):
     run, batch = first_batch(
-        tmp_path, "objective=dr_grpo", "objective.minibatch_size=8", "objective.num_iterations=3"
+        tmp_path, "objective=dr_grpo", "objective.num_minibatches=2", "objective.num_iterations=3"
     )
     found = [m.index.tolist() for m in minibatches(run, batch.lengths_PG, 5)]
     assert len(found) == 6 and all(len(index) == 8 for index in found)

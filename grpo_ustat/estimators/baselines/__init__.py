@@ -64,9 +64,6 @@ from grpo_ustat.estimators.baselines.stateful import (
     ebpo,
     running_mean,
     running_update,
-    spo,
-    tracker_discount,
-    tracker_start,
 )
 
 __all__ = [
@@ -110,8 +107,5 @@ __all__ = [
     "baseline",
     "running_mean",
     "running_update",
-    "spo",
-    "tracker_discount",
-    "tracker_start",
     "weighted_sum",
 ]

@@ -93,8 +93,8 @@ class Baseline:
 
     @property
     def only_trains(self) -> bool:
-        """True if the baseline needs a tracker or a critic, which exist only during training."""
-        return bool(self.needs & {"tracker_P", "critic_P"})
+        """True if the baseline needs a critic, which exists only during training."""
+        return "critic_P" in self.needs
 
 
 def require(value: Value | None, name: str, baseline: str) -> Value:

@@ -1,7 +1,7 @@
 """Baselines that are learned from past batches, and the updates of their memory.
 
 `train.baseline_state` keeps the memory between batches; this module contains the arithmetic. For
-`running_mean`, `critic` and `spo`, the memory is read before the current batch is added to it. The
+`running_mean` and `critic`, the memory is read before the current batch is added to it. The
 value b that is subtracted is then independent of the batch's completions. If the memory were
 updated first, it would not be independent, and the estimate would be biased. "Unbiased given the
 past" means that the expectation, conditional on past batches, is the gradient.
@@ -57,31 +57,6 @@ def critic(rewards_PG: Array, context: BaselineContext) -> Array:
     [[0.25, -0.75]]
     """
     return rewards_PG - require(context.critic_P, "critic_P", "critic")[:, None]
-
-
-@baseline(
-    "Reward minus a per-prompt tracker of past rewards, whitened; training only. Biased.",
-    unbiased=False, min_group_size=1, couples_prompts=True, needs={"tracker_P"},
-    memory={"rho_min": 0.875, "rho_max": 0.96, "half_distance": 0.06}, target="multiple_of_g",
-)  # fmt: skip
-def spo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-8) -> Array:
-    """Whiten `r_i - tracker(x)` over the batch: SPO (Xu and Ding 2025).
-
-    The tracker estimates the prompt's expected reward from past visits. Whitening subtracts the
-    batch mean of the differences and divides by (std + epsilon). The std has divisor P G - 1, as in
-    the authors' code (epsilon 1e-8). Without whitening the estimate would be unbiased given the
-    past. The batch mean and std depend on the completion's reward. They therefore bias the scale of
-    the estimate and, by O(1/(P G)), its direction. A single completion per prompt is enough. With
-    rho_min 0.875 the initial value of the tracker counts as 8 draws.
-
-    >>> context = BaselineContext(tracker_P=np.array([0.5, 0.5]))
-    >>> spo(np.array([[1.0], [0.0]]), context, epsilon=0.0).round(4).tolist()
-    [[0.7071], [-0.7071]]
-    """
-    surprise_PG = rewards_PG - require(context.tracker_P, "tracker_P", "spo")[:, None]
-    surprise_PG -= surprise_PG[0, 0]
-    deviation_PG = surprise_PG - surprise_PG.mean()
-    return quotient(deviation_PG, deviation_PG.std(ddof=1) + epsilon)
 
 
 @baseline(
@@ -148,33 +123,3 @@ def add_to_history(history_23: Array, rewards_PG: Array) -> Array:
             + step**2 * count * values.size / total,
         )
     return result
-
-
-def tracker_start(rewards_PK: Array, rho_min: float) -> tuple[Array, Array]:
-    """Return the initial state (alpha, beta) of the tracker of `spo` for each prompt.
-
-    The tracker's estimate of the expected reward is alpha / (alpha + beta). It starts from the
-    rewards of K completions, drawn before a prompt is used for the first time. Together they count
-    as 1/(1 - rho_min) observations.
-
-    >>> [x.tolist() for x in tracker_start(np.array([[1.0, 1.0, 0.0]]), rho_min=0.75)]
-    [[2.5], [1.5]]
-    """
-    right_P, count = rewards_PK.sum(axis=1), rewards_PK.shape[1]
-    scale = 1 / ((1 - rho_min) * (count + 1))
-    return scale * (right_P + 0.5), scale * (count - right_P + 0.5)
-
-
-def tracker_discount(
-    distance_P: Array, half_distance: float, rho_min: float, rho_max: float
-) -> Array:
-    """Return the factor rho that discounts the tracker's past observations of each prompt.
-
-    rho is `2^(-D / half_distance)`, clipped to [rho_min, rho_max]. The distance D is the mean
-    absolute change in log-probability over the tokens of the last answer to the prompt: the more
-    the policy has changed, the less past observations count.
-
-    >>> tracker_discount(np.array([0.0, 0.06, 9.0]), 0.06, 0.25, 0.96).tolist()
-    [0.96, 0.5, 0.25]
-    """
-    return np.clip(2.0 ** (-distance_P / half_distance), rho_min, rho_max)
