@@ -259,7 +259,7 @@ def trained(setting, current, level, beta, advantages):
     """Gradient in theta of the objective of six completions, by autograd."""
     config = ObjectiveConfig(
         name="test", importance_sampling_level=level, loss_type="sum", num_iterations=1,
-        num_minibatches=1, minibatch_size=None, epsilon=None, epsilon_high=None, beta=beta,
+        num_minibatches=1, epsilon=None, epsilon_high=None, beta=beta,
         kl_estimator="k3" if beta else None, kl_in="loss" if beta else None, entropy_coef=0.0,
     )  # fmt: skip
     own = np.repeat(PROMPTS, 3), OUTCOMES.ravel()
