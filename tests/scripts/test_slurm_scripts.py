@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-from grpo_ustat.cli.hydra_api import hydra_session
+from grpo_ustat.cli.compose import composing
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 SWEEP = {"SLURM_ARRAY_TASK_MAX": "29", "SLURM_ARRAY_JOB_ID": "10", "SLURM_JOB_ID": "11"}
@@ -88,7 +88,7 @@ def test_slurm_reads_every_option(script):
 @pytest.mark.parametrize("name", ["slurm", "slurm_multinode"])
 def test_a_job_has_time_to_save_before_its_limit(name):
     """submitit takes every preemption of a job of ten minutes or fewer for its time limit."""
-    with hydra_session("train"):
+    with composing("train"):
         words = [f"hydra/launcher={name}"]
         launcher = hydra.compose("train", words, return_hydra_config=True).hydra.launcher
     assert launcher.timeout_min * 60 > 2 * launcher.signal_delay_s and launcher.timeout_min > 10
