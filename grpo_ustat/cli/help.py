@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "theorem.decaying_rate theorem.offset",
         "The run": "experiment dry_run seed launch.workers launch.num_processes "
         "output_root on_existing report.name report.steps logger "
-        "logger.project logger.finish_seconds",
+        "project",
     },
 }
 # Short descriptions that fit beside a field. Other fields show their description up to the first
@@ -97,7 +97,6 @@ BRIEF = {
     "launch.workers": "processes that share the work",
     "launch.fsdp2": "divide the training state among processes",
     "logger": "wandb, tensorboard or trackio",
-    "logger.finish_seconds": "seconds to wait for the tracker",
     "rollout": "local or vllm",
     "output_root": "folder for all outputs",
     "on_existing": "resume, error or overwrite",

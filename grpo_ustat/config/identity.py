@@ -30,6 +30,7 @@ OPERATIONAL_KEYS = (
     "show_prompts",
     "report",
     "logger",
+    "project",
     "launch",
     "pool",
     "max_steps",

@@ -12,8 +12,11 @@ from grpo_ustat.config.command_line import install_line, is_installed
 from grpo_ustat.config.schema import ConfigError, check_fields, field, node
 from grpo_ustat.config.secrets import find_secret
 
-# Names of trackers, which are also the names of their packages and of our extras.
-TRACKERS = ("wandb", "tensorboard", "trackio")
+# Names of trackers, which are also the names of their packages. We have extras for the first three.
+TRACKERS = (
+    "wandb", "tensorboard", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab",
+)  # fmt: skip
+EXTRAS = TRACKERS[:3]
 # Upper limit of seeds, and of the steps and sizes that are read from a run folder.
 MAX_COUNT = 10**12
 ON_EXISTING = ("resume", "error", "overwrite")
@@ -29,40 +32,6 @@ class ProcessConfig:
         "processes",
         positive=True,
     )
-
-
-@dataclass
-class LoggerConfig:
-    """Tracker that displays the metrics of a run.
-
-    The tracker reads keys and addresses from its environment variables.
-    """
-
-    name: str = field("name of the tracker; set by logger=NAME", choices=("none", *TRACKERS))
-    project: str | None = field(
-        "project in the tracker to which runs belong; null: the tracker has no projects"
-    )
-    finish_seconds: float = field(
-        "that the tracker may take each time to open, accept a row or close",
-        "seconds",
-        at_least=0,
-    )
-
-    def check(self, *, needed: bool = True) -> None:
-        """Refuse a tracker without a project, and a tracker that is needed but not installed.
-
-        The tracker's package is not imported.
-        """
-        check_fields(self, "logger.")
-        if self.name == "none" or not needed:
-            return
-        if not self.project and self.name != "tensorboard":
-            raise ConfigError(f"logger={self.name} needs logger.project=NAME")
-        if not is_installed(self.name):
-            raise ConfigError(
-                f"logger={self.name} needs the package {self.name}: {install_line(self.name)}, or "
-                "another logger"
-            )
 
 
 @dataclass
@@ -90,7 +59,17 @@ class Shared:
     output_root: str = field("folder below which outputs are written", default="outputs")
     dry_run: bool = field("print what would run and its estimated cost, and end")
     report: ReportConfig = node(ReportConfig, "the report of a sweep")
-    logger: LoggerConfig = node(LoggerConfig, "a tracker that displays the metrics of the run")
+    logger: str = field(
+        "tracker that displays the metrics of the run, with settings from its own environment "
+        "variables",
+        choices=("none", *TRACKERS),
+        default="none",
+    )
+    project: str | None = field(
+        "project in the tracker to which runs belong; null: the variable WANDB_PROJECT, otherwise "
+        "grpo_ustat",
+        default=None,
+    )
 
     # These are class attributes, not fields. Commands that use prompts and a model declare fields
     # with these names.
@@ -107,7 +86,12 @@ class Shared:
         if self.report.name is not None:
             check_report_name("report.name", self.report.name)
         check_no_secrets(asdict(self))
-        self.logger.check(needed=not self.only_shows)
+        if not (self.only_shows or self.logger == "none" or is_installed(self.logger)):
+            install = f"pip install {self.logger}"
+            if self.logger in EXTRAS:
+                install = install_line(self.logger)
+            needed = f"logger={self.logger} needs the package {self.logger}"
+            raise ConfigError(f"{needed}: {install}, or another logger")
 
 
 def check_no_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:

@@ -387,19 +387,6 @@ def plain(value: Any) -> str:
     return MARKDOWN_SPECIAL.sub(r"\\\1", text)
 
 
-def fenced(text: str, language: str = "") -> str:
-    """Return a Markdown code block whose fence is longer than any run of backticks in the text.
-
-    >>> print(fenced("a ``` b", "text"))
-    ````text
-    a ``` b
-    ````
-    """
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
-
-
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:
     r"""Return rows with equal keys as CSV; None becomes an empty field.
 

@@ -21,6 +21,8 @@ from grpo_ustat.config.schema import ConfigError
 CONFIG, CODE, RESULT = ".hydra/config.yaml", "code.json", "result.json"
 # File with the time of the run's first start, whose date chat templates write into prompts.
 PROMPT_DATE = "prompt_date.txt"
+# Folder for a tracker's files within a run folder.
+TRACKER_FOLDER = "tracker"
 # Beginning of a CSV cell that a spreadsheet would interpret as a formula. Such a cell is stored
 # with a single quote in front, so the pattern allows quotes.
 FORMULA = re.compile(r"'*[=+\-@\t\r]")

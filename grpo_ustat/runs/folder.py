@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -30,12 +30,10 @@ from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
 from grpo_ustat.runs import contents, history
-from grpo_ustat.runs.files import PROMPT_DATE, kept_moment, write_whole
+from grpo_ustat.runs.files import PROMPT_DATE, TRACKER_FOLDER, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
 from grpo_ustat.terminal.streams import tell
 
-# Folder for a tracker's files within a run folder.
-TRACKER_FOLDER = "tracker"
 ARTEFACTS = (
     ".hydra",
     "code.json",
@@ -79,8 +77,8 @@ class RunFolder:
         self.weights, self.config_hash = keys["weights"], fingerprint(keys)
         self.data = keys.get("pool") or keys.get("data")
         # Function that opens a tracker, or None for no tracker. Its arguments are the folder's
-        # path, the logger's configuration, and the configuration and code state to show.
-        self.start_tracking: Callable[[Path, Any, dict[str, Any]], Any] | None = None
+        # path, the tracker's name, the project, and the configuration and code state to show.
+        self.start_tracking: Callable[[Path, str, str | None, dict[str, Any]], Any] | None = None
         self._open = False
         self._earlier: list[dict[str, str]] = []
         self._lock: lock.Lock | None = None
@@ -193,10 +191,11 @@ class RunFolder:
             kept_moment(self.path / PROMPT_DATE, self._prompt_date)
         self.note(**history.start_row())
         self._open = True
-        if self.start_tracking and self.config.logger.name != "none":
+        if self.start_tracking and self.config.logger != "none":
             about = {name: code[name] for name in ("commit", "weights", "versions")}
             shown = {**asdict(self.config), "code": about}
-            self._tracking = self.start_tracking(self.path, self.config.logger, shown)
+            config = self.config
+            self._tracking = self.start_tracking(self.path, config.logger, config.project, shown)
 
     def prompt_date(self) -> datetime:
         """Return the time from which chat templates take the date in this run's prompts.
@@ -210,8 +209,8 @@ class RunFolder:
         self._prompt_date = datetime.now()
         return self._prompt_date
 
-    def track(self, row: dict[str, Any], completions: list[dict[str, Any]]) -> None:
-        """Send a row of metrics.jsonl and its step's completions to the tracker if there is one."""
+    def track(self, row: dict[str, Any], completions: Sequence[dict[str, Any]] = ()) -> None:
+        """Send a row of numbers and its step's completions to the tracker if there is one."""
         if self._tracking:
             self._tracking.put(row, completions)
 
@@ -296,7 +295,8 @@ class RunFolder:
             self.note(**end)
         self._open = False
         if self._tracking:
-            self._tracking.finish(end["outcome"], 120)
+            done = end["outcome"] == "done"
+            self._tracking.finish(end["outcome"], self.read_result() if done else None)
         if held_lock:
             held_lock.release()
 

@@ -20,17 +20,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.distributed.ranks import main_only
+from grpo_ustat.distributed.ranks import RefusedByRank, is_main, main_only
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.tokenizer import save_tokenizer
 from grpo_ustat.runs.log import RunLog, attempt
+from grpo_ustat.terminal.console import warn
+from grpo_ustat.terminal.streams import single_line
 from grpo_ustat.train import fsdp2
 from grpo_ustat.train.context import TrainContext, TrainProgress
 from grpo_ustat.train.fsdp2 import load_moments
 from grpo_ustat.train.model_card import card_files
-from grpo_ustat.train.snapshots import newest_whole, prune, publish
+from grpo_ustat.train.snapshots import STATE_FILE, checkpoints, prune, publish
 
-STATE_FILE = "grpo_ustat_state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 BASELINE_FILE = "memory.npz"
 ADAPTERS_FILE = "adapter_model.safetensors"
@@ -140,29 +141,56 @@ def name_failed_step(run: TrainContext, step: int) -> Iterator[None]:
 
 
 def resume(run: TrainContext) -> TrainProgress:
-    """Restore the newest complete checkpoint and return its progress.
+    """Restore the newest checkpoint that can be loaded and return its progress.
 
-    If there is no checkpoint, the progress is that of a new run.
+    If there is no checkpoint, the progress is that of a new run. If a checkpoint cannot be loaded
+    on some rank, a warning says why, and the checkpoint before it is tried.
+
+    Raises:
+        ConfigError: no checkpoint can be loaded, or one does not fit the model.
     """
-    checkpoint = main_only(newest_whole, run.folder.path)
-    if checkpoint is None:
+    folder, progress = run.folder.path, None
+    found = main_only(checkpoints, folder)
+    for checkpoint in found:
+        reason = ""
+        try:
+            progress = load(checkpoint, run)
+        except ConfigError:
+            raise
+        # Each library reports a damaged file by another kind of error.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {single_line(error, 300)}"
+        if not run.all_ranks_sum(np.array([bool(reason)])).any():
+            break
+        progress = None
+        if is_main():
+            reason = reason or "an error on another rank"
+            warn(f"{checkpoint.name} is not used, because it cannot be loaded: {reason}")
+    if found and progress is None:
+        names = ", ".join(checkpoint.name for checkpoint in found)
+        raise RefusedByRank(
+            f"no checkpoint in {folder} can be loaded ({names}; reasons above): restore one, use "
+            "the version that wrote it, or start again with on_existing=overwrite"
+        )
+    if progress is None:
         return TrainProgress()
-    state = load(checkpoint, run.policy, run.optimizer)
     if run.sharded_policy is not None:
         fsdp2.scatter_weights(run)
     run.engine.refresh()
-    run.scheduler.load_state_dict(state["scheduler"])
-    for group, rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
-    run.baseline_state.load_state_dict(load_baseline_state(checkpoint))
-    return TrainProgress(step=state["step"], **state["progress"])
+    return progress
 
 
-def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore model and optimizer in place, and return the other stored state of the run."""
-    _load_weights(checkpoint, policy.model)
+def load(checkpoint: Path, run: TrainContext) -> TrainProgress:
+    """Restore a run's state from a checkpoint in place, and return its progress.
+
+    The weights are read last, so that nothing has changed if another file cannot be read.
+    """
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    progress = TrainProgress(step=state["step"], **state["progress"])
+    with np.load(checkpoint / BASELINE_FILE, allow_pickle=False) as arrays:
+        baseline_state = dict(arrays)
     entries = load_file(checkpoint / OPTIMIZER_FILE)
-    parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    parameters = {n: p for n, p in run.policy.model.named_parameters() if p.requires_grad}
     # Entries without dimensions are counts of updates.
     moments = {key: value for key, value in entries.items() if value.ndim}
     _check_fit(checkpoint, moments, {k: parameters.get(k.rpartition("/")[0]) for k in moments})
@@ -176,14 +204,13 @@ def load(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> 
             f"{checkpoint / OPTIMIZER_FILE} lacks state for some of the {len(parameters)} trained "
             "parameters: use the model of the run that wrote it, or on_existing=overwrite"
         )
-    load_moments(policy, optimizer, entries)
-    return json.loads((checkpoint / STATE_FILE).read_text())
-
-
-def load_baseline_state(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Load the state of the baseline that `BaselineState.state_dict` returned."""
-    with np.load(checkpoint / BASELINE_FILE, allow_pickle=False) as arrays:
-        return dict(arrays)
+    _load_weights(checkpoint, run.policy.model)
+    load_moments(run.policy, run.optimizer, entries)
+    run.baseline_state.load_state_dict(baseline_state)
+    run.scheduler.load_state_dict(state["scheduler"])
+    for group, rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    return progress
 
 
 def _load_weights(checkpoint: Path, model: Any) -> None:

@@ -288,6 +288,8 @@ def evaluate(run: TrainContext, progress: TrainProgress, bar: TrainingBar) -> No
             progress.evals.append(row | judge_failures(run))
             name_jointly(progress.evals)
             bar.print_evaluation(progress.evals[-1])
+            shown = {f"eval/{decoding}/{key}": value for key, value in progress.evals[-1].items()}
+            run.folder.track(shown | {"step": progress.step})
             if decoding == options.decoding[0]:
                 progress.rewards_last = batch.rewards_PGF[..., 0].mean(axis=1).tolist()
                 progress.rewards_first = progress.rewards_first or progress.rewards_last

@@ -14,7 +14,6 @@ from grpo_ustat.runs import history
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import model_card, trainer
 from grpo_ustat.train.checkpoint import STATE_FILE
-from grpo_ustat.train.snapshots import MANIFEST
 
 SHORT = (  # answers of three tokens; every item of state matters: moments, schedule, running mean
     "model=tiny_direct", "max_steps=4", "eval_steps=2", "save_steps=1", "save_total_limit=null",
@@ -66,7 +65,7 @@ def weights(path, step):
 
 
 def left(path):
-    """Every file of a run folder and its content; the clock, and checksums of it, left out."""
+    """Every file of a run folder and its content; without the clock."""
     found = {}
     for file in sorted(path.rglob("*")):
         if file.name in VIEWS or file.stem == "learning":
@@ -76,7 +75,7 @@ def left(path):
             found[name] = timeless(json.loads(file.read_text()))
         elif file.name == "metrics.jsonl":
             found[name] = rows(path)
-        elif file.is_file() and file.name not in (MANIFEST, "code.json"):
+        elif file.is_file() and file.name != "code.json":
             found[name] = file.read_bytes()
         else:
             found[name] = None

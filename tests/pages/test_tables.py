@@ -6,12 +6,14 @@ import re
 import shutil
 import subprocess
 from itertools import product
+from xml.etree import ElementTree
 
 import hostile
 import pytest
 from folders import claim, proved, studied, trained
+from markdown_it import MarkdownIt
 
-from grpo_ustat.pages.tables import Table, tex
+from grpo_ustat.pages.tables import Table, plain, tex
 from grpo_ustat.report.aggregate import report_runs
 
 STARTS = re.compile(r"\\\\\s*(%[^\n]*\s*)?[\[*]")  # a row, or a rule's option, after a line's end
@@ -124,3 +126,9 @@ def test_a_document_with_every_table_and_figure_compiles(report):
         assert done.returncode == 0, done.stdout[-2000:]
     assert len(parts) >= 12 and (report / "paper.pdf").stat().st_size > 20_000
     assert "multiply defined" not in done.stdout and "Overfull \\hbox" not in done.stdout
+
+
+def test_plain_text_is_read_back_from_markdown_as_it_was():
+    name = "<b>a</b> [x](javascript:1) ![i](http://a.b/c) | `x` ``` *b* _u_\n# c\n---\n&lt; <!--"
+    shown = ElementTree.fromstring(MarkdownIt("commonmark").render("x " + plain(name))).text
+    assert shown.split() == ["x", *name.split()]

@@ -1,303 +1,181 @@
-"""A tracker is given every step once, and whatever it does, the run is the run without it."""
+"""A tracker receives a run's numbers, and whatever it does, the run is the run without it."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
-import time
-from pathlib import Path
-from types import SimpleNamespace
+import struct
 
-import hostile
 import pytest
-from resuming import config_of, differences
-from slow_cases import slow_after
-from tracked import Folder, row
+from launching import finished
+from resuming import SHORT, config_of, differences, fit
 
 from grpo_ustat.launch.command import load_command
 from grpo_ustat.launch.run import run_here
-from grpo_ustat.runs import trackers
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.runs.trackers import Tracking
-from grpo_ustat.terminal.streams import visible
+
+ROWS = [{"step": step, "reward": step / 7, "note": "text", "kl": None} for step in (1, 2)]
 
 
 class Kept:
-    """A tracker that keeps what it is given; `act` is called with the place it is at."""
+    """A tracker in place of accelerate's, which keeps what it is given."""
 
-    act = staticmethod(lambda place: None)
+    requires_logging_directory = True
+    fault, error = None, RuntimeError("\x1b[31mno\nentry")
 
-    def __init__(self, about, opened):
-        self.about, self.given, self.closed = about, [], None
-        opened.append(self)
-        self.act("open")
+    def __init__(self, name, logging_dir):
+        self.rows, self.tables, self.closed = [], [], False
+        Kept.last = self
 
-    def _keep(self, index, name, content, step):
-        self.act("send")
-        self.given.append((index, f"{name} {step}", content))
+    def _act(self, place):
+        if place == self.fault:
+            raise self.error
 
-    def log(self, index, values, step):
-        kind = "row" if "reward" in values else "eval"
-        self._keep(index, kind, values, step)
+    def start(self):
+        self._act("open")
 
-    def summary(self, index, values, step):
-        self._keep(index, "result", values, step)
+    def store_init_configuration(self, values):
+        self.config = values
 
-    def table(self, index, name, rows, step):
-        self._keep(index, name, rows, step)
+    def log(self, values, step=None):
+        self._act("send")
+        self.rows.append((step, values))
 
-    def figure(self, index, name, file, step):
-        self._keep(index, name, file, step)
+    def log_table(self, name, columns, data, step):
+        self.tables.append((step, name, columns, data))
 
-    def finish(self, outcome):
-        self.act("close")
-        self.closed = outcome
-        return "here"
-
-    @property
-    def keys(self):
-        return [key for _, key, _ in self.given]
+    def finish(self):
+        self._act("close")
+        self.closed = True
 
 
 @pytest.fixture
-def opened(monkeypatch):
-    """The trackers that were opened under the name of TensorBoard, last one last."""
-    found = []
-    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda about: Kept(about, found))
-    return found
+def kept(monkeypatch):
+    from accelerate import tracking
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Kept)
+    monkeypatch.setattr(Kept, "fault", None)
+    return Kept
 
 
-def logger(finish_seconds=20.0):
-    return SimpleNamespace(name="tensorboard", project="p", finish_seconds=finish_seconds)
+def send(path, config=None, name="tensorboard"):
+    path.mkdir(exist_ok=True)
+    tracking = Tracking(path, name, None, config or {"sizes": [2, 4], "pool": None, "seed": 0})
+    for row in ROWS:
+        tracking.put(row, [{"completion": f"={row['step']}"}])
+    tracking.finish("done", {"steps": 2, "scaling": {"gstar": 4.0}, "summary": "text"})
 
 
-def track(path, *steps, outcome="done", finish_seconds=20.0):
-    """Track a run that makes rows of these steps."""
-    tracking = Tracking(path, logger(finish_seconds), {})
-    for step in steps:
-        tracking.put(row(step), [])
-    tracking.finish(outcome, grace_seconds=60)
-
-
-def test_all_that_a_run_makes_in_order_once(tmp_path, opened, capsys):
-    folder = Folder(tmp_path / "run")
-    folder.evals(0)
-    tracking = Tracking(folder.path, logger(), {})
-    tracking.put(row(1), [{"completion": "=1"}])
-    tracking.put(row(2), [])
-    folder.evals(0, 2)
-    folder.finish(steps=2, curves=[{"mse": 1.0}], evals=[{"step": 0}], notes=["a", "b"], digest="d")
-    tracking.finish("done", grace_seconds=60)
-    keys = ["eval 0", "row 1", "completions 1", "row 2", "eval 2"]
-    assert opened[0].keys == [*keys, "figure 2", "curves 2", "result 2"]
-    assert [index for index, _, _ in opened[0].given] == list(range(8))
-    assert opened[0].given[-1][2] == {"result/steps": 2, "result/notes": "a\nb"}
-    assert opened[0].closed == "done"
-    assert capsys.readouterr().err == "logger=tensorboard: here\n"
-
-
-def test_completions_of_a_study_are_sent_with_its_result(tmp_path, opened):
-    folder = Folder(tmp_path / "run")
-    folder.completions(None)
-    folder.finish(c1=1.0)
-    track(folder.path)
-    assert opened[0].keys == ["completions None", "figure None", "result None"]
-
-
-def test_a_resumed_run_sends_no_step_twice_and_misses_none(tmp_path, opened):
-    """Rows that a killed run wrote and never sent come first; those it makes again do not count."""
-    folder = Folder(tmp_path / "run")
-    folder.rows(1, 2, 3, 4)
-    folder.evals(0, 4)
-    track(folder.path, outcome="stopped")
-    folder.rows(5)
-    folder.evals(0, 4, 5)
-    track(folder.path, 3, 4, 5, 6, outcome="stopped")
-    assert opened[0].keys == ["eval 0", "eval 4", "row 1", "row 2", "row 3", "row 4"]
-    assert opened[1].keys == ["eval 5", "row 5", "row 6"]
-    assert [index for index, _, _ in opened[1].given] == [6, 7, 8]
-    assert opened[1].about.run_id == opened[0].about.run_id
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"run_id": 3}', '{"count": 1'])
-def test_a_damaged_state_is_named(tmp_path, opened, capsys, text):
-    folder = Folder(tmp_path / "run")
-    (folder.path / "tracker").mkdir()
-    (folder.path / "tracker" / "tensorboard.json").write_text(text)
-    track(folder.path, 1)
-    line = capsys.readouterr().err
-    assert "tensorboard.json" in line and line.count("\n") == 1
-
-
-def test_a_configuration_is_shown_without_secrets(tmp_path, opened, monkeypatch):
+def test_numbers_completions_and_results_arrive(tmp_path, kept, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "correct-horse-battery")
-    options = {"url": "https://me:pass@host/x", "note": "correct-horse-battery", "api_key": "k"}
-    config = {"dataset": {"options": options}, "model": {"revision": "8f" * 20}}
-    Tracking(Folder(tmp_path / "run").path, logger(), config)
-    told = opened[0].about.config
-    assert set(told["dataset"]["options"].values()) == {"(redacted)"}
-    assert told["model"]["revision"] == "8f" * 20
-
-
-@pytest.mark.parametrize("key", hostile.NAMES)
-def test_what_is_sent_are_texts(tmp_path, opened, key):
-    """Settings, columns, curves and completions: no escapes, no half letters."""
-    name = hostile.NAMES[key]
-    folder = Folder(tmp_path / "run")
-    tracking = Tracking(folder.path, logger(), {"model": {"name": name}})
-    line = {"step": 1, "reward": 0.5, name: 1.0, "monitor/c1_reason": name}
-    tracking.put(line, [{"completion": name}])
-    curve = {"method": "closed_form", "baseline": name, "mse": 0.5}
-    folder.finish(summary=name, curves=[curve], **({name: name} if name else {}))
-    tracking.finish("done", grace_seconds=60)
-    config, given = opened[0].about.config, [content for _, _, content in opened[0].given]
-    texts = texts_in([config, *given])
-    assert len(given) == 5 and not set("".join(texts)) & set(hostile.TERMINAL_ACTS)
-    assert "".join(texts).encode() and config["model"]["name"] == visible(name)
-
-
-def texts_in(content):
-    """Every text of something nested, keys too."""
-    if isinstance(content, str):
-        return [content]
-    if isinstance(content, dict):
-        content = [*content, *content.values()]
-    return [text for x in content for text in texts_in(x)] if isinstance(content, list) else []
-
-
-@pytest.mark.parametrize("key", hostile.NAMES)
-def test_names_of_a_run_are_texts(tmp_path, monkeypatch, opened, key):
-    folder, name = Folder(tmp_path / "run"), hostile.NAMES[key]
-    monkeypatch.setattr(trackers.Path, "absolute", lambda path: Path(f"/x/{name}/{name}"))
-    Tracking(folder.path, logger(), {})
-    about = opened[0].about
-    assert not set(about.name + about.group) & set(hostile.TERMINAL_ACTS)
-    assert (about.name + about.group).encode() and max(len(about.name), len(about.group)) <= 120
-
-
-# Every fault: one line, and the run is the run
-
-
-def raising(at):
-    def act(place):
-        if place == at:
-            raise RuntimeError(f"\x1b[31mno {place}\nhere")
-
-    return staticmethod(act)
-
-
-def hanging(at):
-    def act(place):
-        if place == at:
-            threading.Event().wait()
-
-    return staticmethod(act)
+    send(tmp_path / "run", {"sizes": [2, 4], "note": "correct-horse-battery", "api_key": "k"})
+    result = {"result/steps": 2, "result/scaling/gstar": 4.0, "step": 2}
+    rows = [(step, {"step": step, "reward": step / 7}) for step in (1, 2)]
+    assert kept.last.rows == [*rows, (2, result)] and kept.last.closed
+    assert kept.last.tables[1] == (2, "completions", ["completion"], [["=2"]])
+    assert kept.last.config == {
+        "sizes": "[2, 4]", "note": "(redacted)", "api_key": "(redacted)",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [RuntimeError("\x1b[31mno\nentry"), SystemExit(3), MemoryError()])
 @pytest.mark.parametrize("place", ["open", "send", "close"])
 def test_the_first_error_is_one_warning_and_the_tracker_is_off(
-    tmp_path, opened, monkeypatch, capsys, place, error
+    tmp_path, kept, monkeypatch, capsys, place, error
 ):
-    def act(at):
-        if at == place:
-            raise error
-
-    monkeypatch.setattr(Kept, "act", staticmethod(act))
-    track(Folder(tmp_path / "run").path, 1, 2, 3)
-    said = capsys.readouterr().err
-    assert said.startswith(f"warning: logger=tensorboard: {type(error).__name__}")
-    assert said.count("\n") == 1 and "\x1b[31m" not in said
-    assert len(opened[0].given) == (3 if place == "close" else 0)
-
-
-def test_a_tracker_that_hangs_at_its_end_is_left_when_its_time_is_over(
-    tmp_path, opened, monkeypatch, capsys
-):
-    monkeypatch.setattr(Kept, "act", hanging("close"))
-    track(Folder(tmp_path / "run").path, 1, 2, finish_seconds=0.2)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("warning: logger=tensorboard")
-
-
-@pytest.mark.parametrize("place, doing", [("open", "open"), ("send", "accept a row")])
-def test_a_tracker_that_hangs_is_left_when_its_time_is_over(
-    tmp_path, opened, monkeypatch, capsys, place, doing
-):
-    """At its opening, or at a row: once, for all rows."""
-    monkeypatch.setattr(Kept, "act", hanging(place))
-    begun = time.monotonic()
-    track(Folder(tmp_path / "run").path, *range(1, 9), finish_seconds=0.2)
-    assert time.monotonic() - begun < 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"did not {doing}" in said
-
-
-def test_a_tracker_that_fails_after_it_was_left_says_nothing_more(
-    tmp_path, opened, monkeypatch, capsys
-):
-    def act(at):
-        if at == "close":
-            time.sleep(0.4)
-            raise RuntimeError("late")
-
-    monkeypatch.setattr(Kept, "act", staticmethod(act))
-    track(Folder(tmp_path / "run").path, 1, finish_seconds=0.2)
-    time.sleep(0.5)
-    assert capsys.readouterr().err.count("warning: logger=tensorboard") == 1
-
-
-def test_a_stop_leaves_a_tracker_the_rest_of_its_grace(tmp_path, opened, monkeypatch):
-    monkeypatch.setattr(Kept, "act", hanging("close"))
-    tracking = Tracking(Folder(tmp_path / "run").path, logger(1e6), {})
-    tracking.finish("stopped", grace_seconds=trackers.STOP_MARGIN_SECONDS)  # else for ever
-
-
-def test_a_fork_of_a_run_ends_no_tracker(tmp_path, opened):
-    tracking = Tracking(Folder(tmp_path / "run").path, logger(), {})
-    pid = os.fork()
-    if not pid:
-        tracking.finish("failed", grace_seconds=60)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    tracking.finish("done", grace_seconds=60)
-    assert opened[0].closed == "done"
-
-
-FAULTS = {
-    "fails": raising("send"), "hangs": hanging("close"),
-    "is slow": staticmethod(lambda place: time.sleep(0.3)),
-    "takes all": staticmethod(lambda place: None),
-}  # fmt: skip
+    monkeypatch.setattr(kept, "fault", place)
+    monkeypatch.setattr(kept, "error", error)
+    send(tmp_path / "run")
+    text = capsys.readouterr().err
+    assert text.startswith(f"warning: logger=tensorboard: {type(error).__name__}")
+    assert text.count("\n") == 1 and "\x1b[31m" not in text
+    assert len(kept.last.rows) == (3 if place == "close" else 0)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The run without a tracker."""
-    return trained(tmp_path_factory.mktemp("alone") / "run")
+    return fit(tmp_path_factory.mktemp("alone") / "run")
 
 
-def trained(path, *overrides):
-    config = config_of(*overrides)
-    run_here(load_command("train"), config, RunFolder(path, config))
-    return path
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [None, "send"])
+def test_a_tracker_changes_nothing_and_ends_nothing(tmp_path, kept, monkeypatch, alone, fault):
+    """Metrics, evaluations, results and weights are the same, bit by bit."""
+    monkeypatch.setattr(kept, "fault", fault)
+    config = config_of("logger=tensorboard")
+    run_here(load_command("train"), config, RunFolder(tmp_path / "run", config))
+    names = differences(tmp_path / "run", alone)
+    assert {name for name in names if not name.startswith("tracker")} <= {".hydra/config.yaml"}
+    if fault is None:
+        rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+        sent = {step: row for step, row in kept.last.rows if "reward" in row}
+        assert [sent[row["step"]]["reward"] for row in rows] == [row["reward"] for row in rows]
+        assert {"eval/sampled/mean_reward", "result/failed_saves"} <= {
+            name for _, row in kept.last.rows for name in row
+        }
 
 
-@pytest.mark.parametrize("fault", slow_after(1, FAULTS))
-def test_a_tracker_changes_nothing_and_ends_nothing(
-    tmp_path, alone, opened, monkeypatch, capsys, fault
-):
-    """Metrics, evaluations, results and weights are the same, bit by bit but for the clock."""
-    monkeypatch.setattr(Kept, "act", FAULTS[fault])
-    patience = 1 if fault == "hangs" else 60
-    run = trained(tmp_path / "run", "logger=tensorboard", f"logger.finish_seconds={patience}")
-    others = [name for name in differences(run, alone) if not name.startswith("tracker")]
-    assert others in ([], [".hydra/config.yaml"]) and (run / "checkpoint-4").is_dir()
-    said = capsys.readouterr().err
-    assert said.count("warning: logger=tensorboard") == (fault in ("hangs", "fails"))
-    if fault in ("is slow", "takes all"):
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-        given = [content for _, key, content in opened[0].given if key.startswith("row")]
-        assert given == rows and opened[0].closed == "done"
-        assert {"result 4", "eval 4"} <= set(opened[0].keys)
+def test_tensorboard_has_the_numbers_and_the_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    send(tmp_path / "run")
+    read = EventAccumulator(str(tmp_path / "run/tracker"))
+    read.Reload()
+    values = [(event.step, event.value) for event in read.Scalars("reward")]
+    assert values == [(step, pytest.approx(step / 7)) for step in (1, 2)]
+    assert read.Scalars("result/scaling/gstar")[0].value == 4
+    (settings,) = (tmp_path / "run/tracker").glob("*/hparams.yml")
+    assert "seed: 0" in settings.read_text()
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_wandb_off_line_is_one_run_in_its_project_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    asked = (*SHORT, "logger=wandb", "project=mine", "schedule=constant")
+    for steps in (2, 4):
+        folder = f"hydra.run.dir={tmp_path / 'run'}"
+        code, text = finished("train", *asked, f"max_steps={steps}", folder, cwd=tmp_path)
+        assert code == 0 and "warning: logger" not in text, text
+    records = wandb_records(tmp_path / "run")
+    (run_id,) = {(record.run.run_id, record.run.project) for record in records["run"]}
+    assert run_id[1] == "mine"
+    assert "group_size" in {item.key for item in records["run"][0].run.config.update} | {
+        item.key for record in records["config"] for item in record.config.update
+    }
+    rows = [
+        {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for record in records["history"]
+    ]
+    stored = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    sent = {int(row["step"]): json.loads(row["reward"]) for row in rows if "reward" in row}
+    assert sent == {row["step"]: row["reward"] for row in stored}
+
+
+def wandb_records(folder):
+    """Records of all sessions of a run off line, by kind."""
+    from wandb.proto import wandb_internal_pb2
+
+    records = {}
+    for file in sorted(folder.glob("**/offline-run-*/run-*.wandb"), key=os.path.getmtime):
+        for data in leveldb(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            records.setdefault(record.WhichOneof("record_type"), []).append(record)
+    return records
+
+
+def leveldb(data, block=32768):
+    """Yield the entries of a file of wandb: a header of 7 bytes, then a log of LevelDB."""
+    at, part = 7, b""
+    while at + 7 <= len(data):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield part
+            part = b""

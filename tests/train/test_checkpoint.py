@@ -6,16 +6,14 @@ import shutil
 
 import pytest
 import torch
-from golden import naming
 from resuming import config_of, differences, fit, left, rewind, rows
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import checkpoint, trainer
-from grpo_ustat.train.baseline_state import make_baseline_state
 from grpo_ustat.train.setup import set_up
-from grpo_ustat.train.snapshots import newest_whole, prune, publish, verify
+from grpo_ustat.train.snapshots import prune, publish
 
 MORE = ("optimizer=sgd", "baseline=critic", "lora=r16", "model.dtype=float64",
         "objective=grpo", "baseline=gdpo")  # fmt: skip
@@ -59,91 +57,6 @@ def test_the_run_is_one_in_which_every_step_moves(through):
     assert len({row["learning_rate"] for row in found}) == 3  # 0, 1/2, 1, 1/2 of the rate
     weights = [left(through)[f"checkpoint-{n}/model.safetensors"] for n in (1, 2, 3, 4)]
     assert len(set(weights[1:])) == 3
-
-
-def forget_model(run, state):
-    fresh = set_up(run.config, run.folder).policy.model
-    run.policy.model.load_state_dict(fresh.state_dict())
-
-
-def forget_moments(run, state):
-    run.optimizer.state.clear()
-
-
-def forget_schedule(run, state):
-    run.scheduler.last_epoch = 0
-
-
-def forget_rate(run, state):
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.0
-
-
-def forget_memory(run, state):
-    run.baseline_state.running = 0.0
-
-
-def forget_counter(name):
-    return lambda run, progress: setattr(progress, name, type(getattr(progress, name))())
-
-
-FORGETTING = {
-    "model": forget_model, "moments": forget_moments, "schedule": forget_schedule,
-    "learning rate": forget_rate, "memory": forget_memory,
-} | {
-    name: forget_counter(name)
-    for name in ("step", "rollouts", "tokens", "num_tokens", "evals", "rewards_first")
-}  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("item", FORGETTING)
-def test_forgetting_an_item_of_state_is_noticed(through, tmp_path, monkeypatch, item):
-    """Negative controls of the comparison above, one for each item of a checkpoint."""
-    resume = trainer.resume
-
-    def forgetful(run):
-        progress = resume(run)
-        FORGETTING[item](run, progress)
-        return progress
-
-    monkeypatch.setattr(trainer, "resume", forgetful)
-    parts = fit(broken(through, tmp_path))
-    assert differences(parts, through)
-
-
-def test_every_field_of_progress_has_a_control_or_a_reason():
-    """The rest are rewritten before they are read."""
-    covered = {*FORGETTING, "value_rollouts", "streaks", "alarms"}  # below, and in test_alarms
-    rewritten = {"clipped_ratio", "rewards_last"}  # by the last step and the last evaluation
-    clock = {"seconds", "seconds_save"}
-    failures = {"failed_saves"}  # see test_storage
-    assert set(vars(trainer.TrainProgress())) <= covered | rewritten | clock | failures
-
-
-@pytest.mark.nightly
-def test_forgetting_the_cost_of_values_is_noticed(tmp_path, monkeypatch):
-    overrides = ("baseline=oracle", "budget.value_completions=3")
-    through = fit(tmp_path / "through", *overrides)
-    resume = trainer.resume
-
-    def forgetful(run):
-        progress = resume(run)
-        progress.value_rollouts = 0
-        return progress
-
-    monkeypatch.setattr(trainer, "resume", forgetful)
-    assert differences(fit(broken(through, tmp_path), *overrides), through)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("baseline", ["critic"])
-def test_forgetting_a_memory_is_noticed(trained, tmp_path, monkeypatch, baseline):
-    overrides = (f"baseline={baseline}", "budget.value_completions=3")
-    through = trained(*overrides)
-    kind = type(make_baseline_state(config_of(*overrides).baseline))
-    monkeypatch.setattr(kind, "load_state_dict", lambda self, state: None)
-    assert differences(fit(broken(through, tmp_path), *overrides), through)
 
 
 @pytest.mark.slow
@@ -196,8 +109,8 @@ def test_as_many_checkpoints_stay_as_asked(trained, limit, kept):
 
 def test_only_our_own_whole_folders_are_counted_and_removed(tmp_path):
     for step in (2, 4, 9):
-        publish(tmp_path, step, lambda staged: (staged / "a").write_text("a"))
-    (tmp_path / "checkpoint-3").mkdir()  # without a manifest: not ours to remove, no place taken
+        publish(tmp_path, step, lambda staged: (staged / checkpoint.STATE_FILE).write_text("a"))
+    (tmp_path / "checkpoint-3").mkdir()  # without a state: not ours to remove, no place taken
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / ".checkpoint-5.tmp").mkdir()
     (tmp_path / "elsewhere").symlink_to(tmp_path / "checkpoint-4")
@@ -205,15 +118,6 @@ def test_only_our_own_whole_folders_are_counted_and_removed(tmp_path):
     prune(tmp_path, 4, 1)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-best", "elsewhere"}
-    verify(tmp_path / "checkpoint-4")
-
-
-def test_a_manifest_of_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_ustat.train.snapshots.FORMAT", 2)
-    publish(tmp_path, 3, lambda staged: (staged / "a").write_text("a"))
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match=naming("format 2", 1)):
-        newest_whole(tmp_path)
 
 
 @pytest.mark.parametrize("tensor", ["model.norm.weight", "model.norm.weight/exp_avg"])
@@ -231,7 +135,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(through, tmp_path, tensor, 
         stored[tensor] = value[:3].clone()
     save_file(stored, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="norm.weight|optimizer"):
-        checkpoint.load(found, run.policy, run.optimizer)
+        checkpoint.load(found, run)
 
 
 @pytest.mark.slow
@@ -243,7 +147,7 @@ def test_another_model_is_refused_before_it_is_loaded(through, tmp_path, overrid
     run = set_up(config_of(*overrides), RunFolder(tmp_path, config_of()))
     before = [p.detach().clone() for p in run.policy.model.parameters()]
     with pytest.raises(ConfigError, match="float32|another shape"):
-        checkpoint.load(through / "checkpoint-4", run.policy, run.optimizer)
+        checkpoint.load(through / "checkpoint-4", run)
     assert all(
         torch.equal(a, b) for a, b in zip(before, run.policy.model.parameters(), strict=True)
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from grpo_ustat.policy.configured import configured_task
 from grpo_ustat.train import trainer, update
-from grpo_ustat.train.snapshots import newest_whole
+from grpo_ustat.train.snapshots import checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def stopped_in(path, step, match):
     with pytest.raises(FloatingPointError, match=rf"{path.name} stopped in step {step}: {match}"):
         fit(path)
     assert not (path / "result.json").exists()
-    assert newest_whole(path).name == f"checkpoint-{step - 1}"
+    assert checkpoints(path)[0].name == f"checkpoint-{step - 1}"
     assert len((path / "metrics.jsonl").read_text().splitlines()) == step - 1
     assert all(v.isfinite().all() for v in tensors(path, step - 1))
 
@@ -112,7 +112,7 @@ def test_a_moment_of_the_optimizer(tmp_path, monkeypatch, through, bad):
     name = "optimizer state model.norm.weight/exp_avg_sq"
     with pytest.raises(FloatingPointError, match=f"step 3: {name}"):
         fit(tmp_path / "run")
-    assert newest_whole(tmp_path / "run").name == "checkpoint-2"
+    assert checkpoints(tmp_path / "run")[0].name == "checkpoint-2"
     monkeypatch.undo()
     assert differences(fit(tmp_path / "run"), through) == []
 

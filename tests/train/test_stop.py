@@ -15,7 +15,7 @@ from grpo_ustat.distributed.ranks import RefusedByRank
 from grpo_ustat.distributed.signals import STOPPING, Stopped
 from grpo_ustat.train import trainer
 from grpo_ustat.train.checkpoint import STATE_FILE
-from grpo_ustat.train.snapshots import newest_whole
+from grpo_ustat.train.snapshots import checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_a_signal_stops_between_steps(tmp_path, monkeypatch, through, part, at, 
     assert [signal.getsignal(n) for n in STOPPING] == before
     said = f"stopped by {signal.Signals(number).name} after step {done}; "
     assert str(stopped.value).startswith(said)
-    found = newest_whole(tmp_path / "run")
+    found = next(iter(checkpoints(tmp_path / "run")), None)
     assert (found.name if found else None) == (f"checkpoint-{done}" if done else None)
     fit(tmp_path / "run", "save_steps=4")
     beyond = {f"checkpoint-{done}"}  # written because of the signal, at no multiple of save_steps
@@ -129,13 +129,13 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_goes_on(tmp_path):
         return "stopped"
 
     assert in_ranks(2, told) == ["stopped"] * 2
-    assert newest_whole(tmp_path / "run").name == "checkpoint-2"
+    assert checkpoints(tmp_path / "run")[0].name == "checkpoint-2"
     fit(tmp_path / "run", *overrides)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_ranks_agree_if_no_checkpoint_can_be_used(tmp_path, through):
-    """Rank 0 alone looks at the checkpoints; its refusal is that of both."""
+    """Both refuse, and one of them says so."""
     shutil.copytree(through, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     for path in tmp_path.glob("run/checkpoint-*"):
