@@ -37,7 +37,7 @@ from grpo_ustat.pages.advice import (
     rollouts_in_groups,
 )
 from grpo_ustat.pages.learning import monitored_constants, training_noise_sentence
-from grpo_ustat.runs.contents import parsed_json, text_of
+from grpo_ustat.runs.contents import DAMAGE, read_mapping
 from grpo_ustat.runs.files import CONFIG, RESULT
 from grpo_ustat.runs.record import RunRecord
 
@@ -233,14 +233,14 @@ def pool_advice(request: Request) -> Advice:
         if (near / CONFIG).is_file() and (near / RESULT).is_file():
             return study_advice(RunRecord(near), request)
     try:
-        draws = parsed_json(text_of(folder, POOL))
+        draws = read_mapping(folder / POOL)
         files = [*folder.glob("*.safetensors")] or [*folder.glob("*.unscored")]
         parts = [path.stem.split("-") for path in files]
         ends: dict[str, int] = {}
         for stem, first, count in parts:
             ends[stem] = max(ends.get(stem, 0), int(first) + int(count))
         overrides = policy_overrides(draws)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (*DAMAGE, AttributeError) as error:
         raise ConfigError(f"the pool {folder} cannot be read: {error!r:.120}") from error
     if not ends:
         raise ConfigError(f"the pool {folder} contains no completions yet")

@@ -15,7 +15,6 @@ from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study
 from grpo_ustat.pages.tables import three_digits
 from grpo_ustat.records import ACCURACY, MIN_QUESTIONS
-from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 from grpo_ustat.terminal.streams import percentage
 
 ALL_EQUAL = (
@@ -34,11 +33,11 @@ class Assumption2:
     """Test of whether squared score norm and reward are uncorrelated given the question."""
 
     # A_0 = E[q Z^2], without a baseline.
-    a0: NumberOrNull
+    a0: float
     # A_V = E[q (Z - V)^2], with the value as baseline.
-    a_v: NumberOrNull
+    a_v: float
     # A_b* = E[q (Z - b*)^2], with the best prompt-only baseline.
-    a_bstar: NumberOrNull
+    a_bstar: float
     corr: Interval
     # (A_V - A_b*) / A_V, the relative reduction of A_V by the best prompt-only baseline.
     share: Interval
@@ -51,7 +50,7 @@ class Assumption2:
     # True if the data refute the assumption.
     refuted: bool
     # Reason why a number is missing.
-    reason: Sometimes[str] = None
+    reason: str | None = None
 
 
 def measure(study: PoolStudy) -> Assumption2:

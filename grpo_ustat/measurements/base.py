@@ -20,9 +20,10 @@ from grpo_ustat.estimators.row_weights import Loss
 from grpo_ustat.estimators.token_weights import TokenWeights
 from grpo_ustat.pages.tables import Table, interval_scope
 from grpo_ustat.records import MIN_QUESTIONS, ScorePool, joint_quantity
-from grpo_ustat.runs.contents import misfit, record_of
+from grpo_ustat.runs.contents import DAMAGE, record_of
 from grpo_ustat.runs.record import RESULT, RunRecord, key_label, study_rollouts
 from grpo_ustat.runs.result import StudyResult
+from grpo_ustat.terminal.streams import single_line
 
 R = TypeVar("R")
 
@@ -136,10 +137,11 @@ class Study:
         content = self.run.final_result.get(measurement.name)
         if content is None:
             return None
-        if wrong := misfit(content, measurement.record, measurement.name):
-            self.run.add_note(f"{RESULT} is damaged: {wrong}")
+        try:
+            return record_of(measurement.record, content, measurement.name)
+        except DAMAGE as error:
+            self.run.add_note(f"{RESULT} is damaged: {measurement.name}: {single_line(error, 200)}")
             return None
-        return record_of(measurement.record, content)
 
 
 def nothing_to_say(record: Any, study: Study) -> list[str]:

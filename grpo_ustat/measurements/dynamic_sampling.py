@@ -16,7 +16,6 @@ from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.ustatistic import zero_variance_share
 from grpo_ustat.measurements.base import Measurement, PoolStudy, Study, table_of_studies
 from grpo_ustat.pages.tables import Table, interval_text
-from grpo_ustat.runs.contents import Size
 
 # Smallest relative reduction of the error that justifies drawing new groups.
 WORTHWHILE_SAVING = 0.05
@@ -36,7 +35,7 @@ NOTE = (
 class DynamicSampling:
     """Cost of dynamic sampling at one G; see `estimators.dynamic_sampling`."""
 
-    group_size: Size
+    group_size: int
     # Share of generated groups that have differing rewards and are kept.
     kept: Interval
     # Number of groups generated per kept group.

@@ -8,10 +8,9 @@ drawn groups.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 from grpo_ustat.estimators.baseline_errors import baseline_errors, baseline_rows
 from grpo_ustat.estimators.baselines import BASELINES
@@ -35,13 +34,12 @@ from grpo_ustat.pages.tables import (
     interval_scope,
     rows_table,
 )
-from grpo_ustat.runs.contents import Count, NumberOrNull, Size, Sometimes, content_of
+from grpo_ustat.runs.contents import content_of
 
 # Vector that all gradient estimates are compared with.
 EXPECTED_REWARD = "gradient of the expected reward"
 CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO = "closed_form", "new_questions", "monte_carlo"
 ONCE, REPLACED = "all_questions_once", "with_replacement"
-Setting = Annotated[str, (ONCE, REPLACED)]
 # Descriptions of the scope of intervals.
 INTERVAL_WORDS = {
     "completions": "conditional on these questions",
@@ -67,43 +65,43 @@ class CurveRow:
     """Mean squared error of the gradient with one baseline; also a row of `curves.csv`."""
 
     # Method of measurement.
-    method: Annotated[str, (CLOSED_FORM, NEW_QUESTIONS, MONTE_CARLO)]
+    method: str
     # Name of the baseline; for method new_questions see `estimators.baseline_errors`.
     baseline: str
     # Vector that the estimate is compared with.
     target: str
     # Questions of a batch: each of the study's questions once, or questions drawn at random with
     # replacement.
-    setting: Setting
+    setting: str
     # Population that the interval refers to: new completions of the study's questions for method
     # monte_carlo, new questions for the other two methods.
-    interval: Annotated[str, ("completions", "questions")]
+    interval: str
     # Group size, G.
-    group_size: Size
+    group_size: int
     # Number of prompts per batch.
-    num_prompts: Size
+    num_prompts: int
     # True if the expectation of the estimate is the target.
     unbiased: bool
     # Mean squared error, and the ends of its interval.
-    mse: NumberOrNull
-    low: NumberOrNull
-    high: NumberOrNull
+    mse: float
+    low: float
+    high: float
     # Number of Monte Carlo draws; null for the other two methods.
-    replicates: Count | None
+    replicates: int | None
     # Squared bias and variance, whose sum is the mean squared error.
-    bias2: NumberOrNull
-    variance: NumberOrNull
+    bias2: float
+    variance: float
     # Error divided by ||target||^2.
-    relative_mse: NumberOrNull
+    relative_mse: float
     # Relative error of the estimate after multiplication by the best scalar.
-    best_scalar_mse: NumberOrNull
+    best_scalar_mse: float
     # Cosine of the estimate and the target.
-    cosine: NumberOrNull
+    cosine: float
 
     @property
     def error(self) -> Interval:
         """Mean squared error with its interval."""
-        return Interval(*(math.nan if x is None else x for x in (self.mse, self.low, self.high)))
+        return Interval(self.mse, self.low, self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +109,9 @@ class OracleRatio:
     """Ratio of a baseline's error to the oracle's at the same G, with a paired interval."""
 
     baseline: str
-    setting: Setting
-    group_size: Size
-    num_prompts: Size
+    setting: str
+    group_size: int
+    num_prompts: int
     ratio: Interval
 
 
@@ -122,7 +120,7 @@ class NotMeasured:
     """Baseline whose error for new questions was not measured at one G, with the reason."""
 
     baseline: str
-    group_size: Size
+    group_size: int
     reason: str
 
 
@@ -132,7 +130,7 @@ class GradientNorm:
 
     grad_sq: Interval
     # Reason why the relative errors of some methods are null; absent if none is null.
-    reason: Sometimes[str] = None
+    reason: str | None = None
 
 
 def measure_curves(study: PoolStudy) -> list[CurveRow]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -74,7 +74,7 @@ from grpo_ustat.pages.tables import (
     three_digits,
 )
 from grpo_ustat.records import MIN_QUESTIONS
-from grpo_ustat.runs.contents import NumberOrNull, Size, Sometimes, content_of
+from grpo_ustat.runs.contents import content_of
 from grpo_ustat.terminal.streams import best_size, percent
 
 if TYPE_CHECKING:
@@ -136,10 +136,10 @@ Three = tuple[float, float, float]
 class FixedCost:
     """Error of `leave_one_out` at one G, multiplied by n; the product does not depend on n."""
 
-    group_size: Size
-    n_mse: NumberOrNull
-    low: NumberOrNull
-    high: NumberOrNull
+    group_size: int
+    n_mse: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,20 +157,20 @@ class Scaling:
     # The same estimate, with the interval of the data alone.
     gstar_data: Interval
     # Name of the prior of C1/C3, a key of `PRIORS`.
-    prior: Annotated[str, tuple(PRIORS)] = WEAK_PRIOR.name
+    prior: str = WEAK_PRIOR.name
     # sqrt(C3/C1).
     gstar_paper: Interval
     # Best G at a fixed number of tokens.
     gstar_tokens: Interval
     # Sampling covariance of the estimates of C1, C2, C3, and its degrees of freedom.
-    covariance: Sometimes[tuple[Three, Three, Three]] = None
-    dof: Sometimes[float] = None
+    covariance: tuple[Three, Three, Three] | None = None
+    dof: float | None = None
     # Best G that divides n, keyed by n. A prime n is replaced by the next multiple of 8.
-    best_divisor: Sometimes[dict[str, Size]] = None
+    best_divisor: dict[str, int] | None = None
     # Error at a fixed number of rollouts, for each G.
     curve: list[FixedCost]
     # Reason why the interval of G* has no upper end.
-    reason: Sometimes[str] = None
+    reason: str | None = None
 
     @property
     def law(self) -> ScalingLaw:
@@ -220,7 +220,7 @@ class Noise:
     # ||grad J||^2, from which the noise scale is computed.
     grad_sq: Interval
     # Reason why the interval of the noise scale has no upper end.
-    reason: Sometimes[str] = None
+    reason: str | None = None
 
 
 def measure_scaling(study: PoolStudy) -> Scaling:

@@ -24,7 +24,6 @@ from grpo_ustat.pages.figures import (
     save,
 )
 from grpo_ustat.pages.tables import MAX_BASELINES, Table, enumeration
-from grpo_ustat.runs.contents import Size, Sometimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,32 +88,32 @@ class LossEfficiency:
     loss_type: str
     # The next two fields are the row filter; a field with its default value is absent. See
     # `estimators.row_weights.RowFilter`.
-    zero_variance_groups: Sometimes[str] = None
-    reward_variance_share: Sometimes[float] = None
+    zero_variance_groups: str | None = None
+    reward_variance_share: float | None = None
     # Number of rollouts per update, n.
-    rollouts: Size
+    rollouts: int
     # Group size, G.
-    group_size: Size
+    group_size: int
     # Share of the sampled groups that the update uses; present only if the loss replaces
     # zero-variance groups.
-    kept: Sometimes[Interval] = None
+    kept: Interval | None = None
     unbiased_direction: bool
     # Number of rollouts of the unbiased estimate at the same G that are worth one rollout of the
     # loss.
-    efficiency_same_g: Sometimes[Interval] = None
+    efficiency_same_g: Interval | None = None
     # Number of rollouts of the unbiased estimate at its best G that are worth one rollout of the
     # loss.
-    efficiency_best_g: Sometimes[Interval] = None
+    efficiency_best_g: Interval | None = None
     # Squared cosine between the expected update and the gradient; 1 if `unbiased_direction`.
-    direction: Sometimes[Interval] = None
+    direction: Interval | None = None
     # Fraction of an update's squared norm that is noise.
-    noise: Sometimes[Interval] = None
+    noise: Interval | None = None
     # True if this G is the best measured G of the loss.
     best: bool
     # True if this G is not significantly worse than the best measured G.
     may_be_best: bool
     # Reason why the loss was not measured at this G.
-    reason: Sometimes[str] = None
+    reason: str | None = None
 
     @property
     def is_measured(self) -> bool:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from grpo_ustat.estimators.closed_form import ClosedForm
 from grpo_ustat.estimators.dynamic_sampling import kept_groups
@@ -29,12 +29,10 @@ from grpo_ustat.measurements.base import Joint, Measurement, PoolStudy, Rescored
 from grpo_ustat.pages.tables import Table, interval_text
 from grpo_ustat.records import ScorePool
 from grpo_ustat.runs.claims import FAMILY_ERROR, holm_adjust
-from grpo_ustat.runs.contents import NumberOrNull, Sometimes
 
 HOLDS, FAILS, UNDECIDED, UNMEASURED = WORDS = (
     "holds", "does not hold", "not decided", "not measured",
 )  # fmt: skip
-Word = Annotated[str, WORDS]
 LARGE_SIZE = 64
 # Relative difference up to which two numbers of rollouts, or two errors, count as equal.
 TOLERANCE = 0.1
@@ -74,18 +72,18 @@ class ClaimVerdict:
     # Description of the number that represents the claim.
     measured: str
     # Value of the number, with its interval for new questions.
-    number: Sometimes[Interval] = None
+    number: Interval | None = None
     # The claim holds if the number is between `least` and `most`; null means no bound.
-    least: NumberOrNull
-    most: NumberOrNull
+    least: float
+    most: float
     # p-value of the hypothesis that the true number is on the other side of a bound than its
     # estimate, with Holm's correction over all rows.
-    holm_p: Sometimes[float] = None
-    verdict: Word
+    holm_p: float | None = None
+    verdict: str
     # Further numbers, as text beside the verdict.
-    beside: Sometimes[str] = None
+    beside: str | None = None
     # Reason why the number was not measured.
-    reason: Sometimes[str] = None
+    reason: str | None = None
 
 
 class Claim(NamedTuple):

@@ -50,7 +50,6 @@ from grpo_ustat.mse.pool_parts import Completions, Part, WeightedPart
 from grpo_ustat.policy.configured import configured_task
 from grpo_ustat.policy.tokenizer import configured_tokenizer
 from grpo_ustat.records import Prompt
-from grpo_ustat.runs.contents import parsed_json
 from grpo_ustat.runs.files import PROMPT_DATE, atomic_write, create_whole, kept_moment
 from grpo_ustat.runs.folder import versions
 from grpo_ustat.runs.log import attempt, write_rows
@@ -112,7 +111,7 @@ def prompt_date(
         same = json.loads(json.dumps(draws))
         for note in _pools_below(output_root):
             with suppress(OSError, ValueError):
-                if parsed_json(note.read_text()) == same:
+                if json.loads(note.read_text()) == same:
                     kept.append(note.parent / PROMPT_DATE)
     first = next((file for file in kept if file.is_file()), None)
     pool.mkdir(parents=True, exist_ok=True)
@@ -151,7 +150,7 @@ class PoolStore:
         except OSError as error:
             raise ConfigError(f"the pool folder {self.folder} cannot be used: {error}") from error
         try:
-            stored = parsed_json(text)
+            stored = json.loads(text)
         except ValueError:
             stored = None
         if not isinstance(stored, dict):
@@ -289,7 +288,7 @@ class PoolStore:
         arrays = {key: value for key, value in vars(part).items() if value is not None}
         packages = arrays.pop("packages", None) or scored_with()
         arrays = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
-        facts = {"prompt": prompt.id, "digest": _digest(arrays), "packages": packages}
+        facts = {"prompt": prompt.id, "packages": packages}
         facts["draws"] = self._mark
         with atomic_write(path, shared=True) as staged:
             save_file(arrays, staged, facts)
@@ -320,10 +319,10 @@ class PoolStore:
 
     def _read(self, path: Path, count: int, record: type[Stored]) -> Stored:
         try:
-            part, facts, digest = _load(path, record)
+            part, facts = _load(path, record)
         except (OSError, SafetensorError, TypeError) as error:
             raise ConfigError(f"{path} is damaged: delete it; it will be recreated") from error
-        if facts.get("digest") != digest or len(part.rewards_N) != count:
+        if len(part.rewards_N) != count:
             raise ConfigError(f"{path} is damaged: delete it; it will be recreated")
         there = facts.get("draws")
         if self.draws and there != self._mark:
@@ -354,12 +353,12 @@ def distinct_rewards(rewards_NF: np.ndarray) -> set[tuple[float, ...]]:
     return set(map(tuple, rewards_NF.tolist()))
 
 
-def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str], str]:
-    """Return the part in a file, the file's metadata, and the digest of the part's arrays."""
+def _load(path: Path, record: type[Stored]) -> tuple[Stored, dict[str, str]]:
+    """Return the part in a file, and the file's metadata."""
     with safe_open(path, framework="numpy") as file:
         facts = file.metadata() or {}
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return record(**arrays, packages=facts.get("packages")), facts, _digest(arrays)
+    return record(**arrays, packages=facts.get("packages")), facts
 
 
 def reuse_pool(
@@ -387,7 +386,7 @@ def reuse_pool(
     best, most = folder, sum(count for _, count in store.usable_parts(prompts, size))
     for note in _pools_below(root):
         with suppress(OSError, ValueError):
-            if note.parent.resolve() != folder.resolve() and parsed_json(note.read_text()) == draws:
+            if note.parent.resolve() != folder.resolve() and json.loads(note.read_text()) == draws:
                 parts = PoolStore(note.parent, draws).usable_parts(prompts, size)
                 total = sum(count for _, count in parts)
                 best, most = (note.parent, total) if total > most else (best, most)
@@ -412,15 +411,6 @@ def scored_with() -> str:
     """Return the installed versions of the packages that compute scores."""
     installed = versions()
     return ", ".join(f"{name} {installed[name]}" for name in SCORING_PACKAGES)
-
-
-def _digest(arrays: dict[str, np.ndarray]) -> str:
-    """Return a checksum over the arrays' names, dtypes, shapes and bytes."""
-    total = hashlib.blake2b(digest_size=16)
-    for name, array in sorted(arrays.items()):
-        total.update(f"{name} {array.dtype} {array.shape}".encode())
-        total.update(np.ascontiguousarray(array).data)
-    return total.hexdigest()
 
 
 def _gapless(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,7 +20,6 @@ import yaml
 from grpo_ustat.config.identity import (
     drop_neutral_keys,
     drop_unused_baselines,
-    file_digest,
     fingerprint,
     identity,
     operational_keys,
@@ -29,10 +28,11 @@ from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import lock, slurm
 from grpo_ustat.distributed.ranks import is_main, main_only
-from grpo_ustat.runs import contents, history
+from grpo_ustat.runs import history
+from grpo_ustat.runs.contents import DAMAGE, command_of, content_of, read_mapping
 from grpo_ustat.runs.files import PROMPT_DATE, TRACKER_FOLDER, kept_moment, write_whole
 from grpo_ustat.runs.result import RESULT_TYPES, RunResult
-from grpo_ustat.terminal.streams import tell
+from grpo_ustat.terminal.streams import single_line, tell
 
 ARTEFACTS = (
     ".hydra",
@@ -59,7 +59,6 @@ ARTEFACTS = (
     ".checkpoint-*.tmp",
 )
 RESULT = "result.json"
-TABLES = ("curves.csv", "metrics.jsonl", "eval.csv", "completions.parquet")
 PACKAGES = ("grpo-ustat", "torch", "transformers", "accelerate", "hydra-core", "numpy", "scipy")
 
 
@@ -116,7 +115,7 @@ class RunFolder:
             )
         if self.mode == "overwrite":
             return
-        stored = self._read(".hydra/config.yaml", contents.parsed_yaml, contents.CONFIGURATION)
+        stored = self._read(".hydra/config.yaml")
         if self.mode == "error":
             raise ConfigError(
                 f"{self.path} exists and on_existing=error: use on_existing=resume or overwrite"
@@ -127,7 +126,7 @@ class RunFolder:
             drop_unused_baselines(drop_neutral_keys(current)),
         )
         if difference is None:
-            weights = self._read_code().get("weights")
+            weights = self._read("code.json").get("weights")
             if weights != self.weights:
                 difference = f"the model's weights: {weights} in the folder, {self.weights} now"
         if difference:
@@ -175,15 +174,9 @@ class RunFolder:
                 is_folder = old.is_dir() and not old.is_symlink()
                 shutil.rmtree(old) if is_folder else old.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
-        if "files" in (result := self.read_result() or {}):
-            # The run resumes, and its tables will grow, so the digests of the tables are removed.
-            del result["files"]
-            result["digest"] = contents.content_digest(result)
-            self.write(RESULT, json.dumps(result, indent=1, allow_nan=False))
         code = code_state()
         self._earlier = self._earlier_versions(code["versions"])
         code |= {"weights": self.weights, "data": self.data, "earlier_versions": self._earlier}
-        code["digest"] = contents.content_digest(code)
         self.write("code.json", json.dumps(code, indent=1))
         (self.path / ".hydra").mkdir(exist_ok=True)
         self.write(".hydra/config.yaml", yaml.safe_dump(asdict(self.config), sort_keys=False))
@@ -234,15 +227,9 @@ class RunFolder:
             return None
         result = self._read(
             RESULT,
-            contents.parsed_json,
-            RESULT_TYPES[contents.command_of(asdict(self.config))],
+            RESULT_TYPES[command_of(asdict(self.config))],
             "delete it, and run the same command to write it again",
         )
-        if changed := changed_files(self.path, result):
-            raise ConfigError(
-                f"{self.path / changed[0]} was changed after the run: restore it, or delete "
-                f"{self.path / RESULT} and run the same command to write it again"
-            )
         if result.get("config_hash") != self.config_hash:
             raise ConfigError(
                 f"{self.path}/result.json belongs to configuration {result.get('config_hash')}, "
@@ -260,11 +247,9 @@ class RunFolder:
 
     def finish(self, result: RunResult) -> None:
         """Write `result.json` as the last file; it marks the run as complete."""
-        content = contents.content_of(result)
-        content |= {"config_hash": self.config_hash, "files": file_digests(self.path)}
+        content = content_of(result) | {"config_hash": self.config_hash}
         if self._earlier:
             content["earlier_versions"] = self._earlier
-        content["digest"] = contents.content_digest(content)
         text = json.dumps(content, indent=1, allow_nan=False)
         self.write("result.json", text)
 
@@ -275,7 +260,7 @@ class RunFolder:
         """
         if not (self.path / "code.json").is_file():
             return []
-        stored = self._read_code()
+        stored = self._read("code.json")
         earlier, before = stored.get("earlier_versions") or [], stored.get("versions") or {}
         changed = [name for name in before if before[name] != now.get(name)]
         if not changed:
@@ -316,37 +301,20 @@ class RunFolder:
         """Return the files of earlier runs, which are the only files that overwriting removes."""
         return sorted(path for name in ARTEFACTS for path in self.path.glob(name))
 
-    def _read_code(self) -> dict[str, Any]:
-        return self._read("code.json", contents.parsed_code, contents.CODE)
-
     def _read(
         self,
         name: str,
-        parse: Callable[[str], Any],
-        shape: contents.Shape,
+        kind: Any = None,
         remedy: str = "use on_existing=overwrite to start the run again",
     ) -> dict[str, Any]:
-        """Read a mapping from a file in the run folder; see `contents.checked`."""
-        content, wrong = contents.checked(self.path, name, parse, shape)
-        if wrong:
-            raise ConfigError(f"{self.path / name} is missing or damaged: {remedy} ({wrong})")
-        return content
-
-
-def file_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each existing table of a finished run."""
-    return {name: file_digest(folder / name) for name in TABLES if (folder / name).is_file()}
-
-
-def changed_files(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Return the names of the files (result.json and tables) that were changed after the run."""
-    changed = []
-    if "digest" in result and result["digest"] != contents.content_digest(result):
-        changed.append(RESULT)
-    for name, digest in (result.get("files") or {}).items():
-        if name in TABLES and (folder / name).is_file() and file_digest(folder / name) != digest:
-            changed.append(name)
-    return changed
+        """Read a mapping from a file in the run folder; see `contents.read_mapping`."""
+        try:
+            return read_mapping(self.path / name, kind)
+        except DAMAGE as error:
+            raise ConfigError(
+                f"{self.path / name} is missing, damaged or of an older version: {remedy} "
+                f"({single_line(error, 200)})"
+            ) from error
 
 
 def create_folder(path: Path, key: str) -> None:

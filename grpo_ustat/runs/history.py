@@ -21,7 +21,6 @@ from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.distributed import slurm
 from grpo_ustat.distributed.ranks import world
 from grpo_ustat.distributed.signals import Stopped
-from grpo_ustat.runs.contents import scalar
 from grpo_ustat.runs.files import read_rows
 from grpo_ustat.terminal.streams import tell
 
@@ -131,15 +130,6 @@ def wall_seconds(rows: Sequence[dict[str, Any]], now: datetime | None = None) ->
 def launches(folder: Path) -> list[dict[str, Any]]:
     """Return all rows in order, without any line that a killed run left incomplete."""
     try:
-        return [row for row in read_rows(folder / NAME)[0] if _fits(row)]
+        return read_rows(folder / NAME)[0]
     except OSError:
         return []
-
-
-def _fits(row: dict[str, Any]) -> bool:
-    """Return True if a row has only scalars and a time with a time zone, as `append` writes."""
-    try:
-        zone = datetime.fromisoformat(row.get("time", "2000-01-01T00:00:00+00:00")).tzinfo
-    except (ValueError, TypeError):
-        return False
-    return zone is not None and all(map(scalar, row.values()))

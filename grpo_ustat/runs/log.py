@@ -16,7 +16,6 @@ from pyarrow import compute, parquet
 from pyarrow import json as arrow_json
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs.contents import count
 from grpo_ustat.runs.files import atomic_write
 from grpo_ustat.terminal.console import warn
 from grpo_ustat.terminal.streams import single_line
@@ -105,7 +104,7 @@ def _step_of(line: bytes) -> float:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
-    return step if count(step) else math.inf
+    return step if isinstance(step, int) else math.inf
 
 
 class RunLog:

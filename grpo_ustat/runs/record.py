@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 from grpo_ustat.config.identity import drop_neutral_keys, drop_unused_baselines, operational_keys
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.distributed.lock import owner
-from grpo_ustat.runs import contents, history
-from grpo_ustat.runs.contents import command_of, row_interval
+from grpo_ustat.runs import history
+from grpo_ustat.runs.contents import DAMAGE, command_of, read_mapping, record_of, row_interval
 from grpo_ustat.runs.files import CODE, CONFIG, RESULT, csv_rows, read_rows
-from grpo_ustat.runs.folder import changed_files
-from grpo_ustat.runs.result import AGREES, ANY_RESULT, DISAGREES, OPEN, RESULT_TYPES, Evaluation
+from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, RESULT_TYPES, Evaluation
 from grpo_ustat.terminal.streams import best_size, single_line
 
 if TYPE_CHECKING:
@@ -40,11 +39,6 @@ MAX_EVALS = 1000
 
 # Keys that usually differ between the runs of a sweep.
 SWEPT_KEYS = ("group_size", "seed", "budget.rollouts")
-# Entries of a study's `scaling` that are shown with its progress; see `measurements.group_size`.
-BEST_SIZES: contents.Shape = {
-    "gstar": float | None, "gstar_low": float | None, "gstar_high": float | None,
-    "best_divisor": dict[str, contents.Size],
-}  # fmt: skip
 
 DONE, RUNNING, FAILED, STOPPED, MISSING = "done", "running", "failed", "stopped", "missing"
 # Default number of rollouts of a training step, as in conf/budget/train.yaml.
@@ -129,18 +123,18 @@ class RunRecord:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Nested configuration."""
-        return self._read(CONFIG, contents.parsed_yaml, contents.CONFIGURATION) or {}
+        return self._read(CONFIG, read_mapping) or {}
 
     @cached_property
     def code(self) -> dict[str, Any]:
         """Commit, uncommitted changes, versions, and fingerprints of weights and data."""
-        return self._read(CODE, contents.parsed_code, contents.CODE) or {}
+        return self._read(CODE, read_mapping) or {}
 
     @cached_property
     def result(self) -> dict[str, Any] | None:
         """Content of `result.json`; None while the run is unfinished."""
-        kind = RESULT_TYPES[self.command] if self.config else ANY_RESULT
-        return self._read(RESULT, contents.parsed_json, kind)
+        kind = RESULT_TYPES[self.command] if self.config else None
+        return self._read(RESULT, lambda file: read_mapping(file, kind))
 
     @property
     def final_result(self) -> dict[str, Any]:
@@ -168,12 +162,7 @@ class RunRecord:
             return []
         if damaged:
             self.add_note(f"{METRICS} is damaged in {damaged} lines, which are not used")
-        rows, wrong = contents.typed_rows(rows)
-        if wrong:
-            self.add_note(f"{METRICS} is damaged: {wrong}")
-        by_step = {row["step"]: row for row in rows}
-        if len(by_step) < len(rows):
-            self.add_note(f"{METRICS} is damaged: {len(rows) - len(by_step)} rows repeat a step")
+        by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
         return [by_step[step] for step in sorted(by_step)]
 
     @cached_property
@@ -187,11 +176,7 @@ class RunRecord:
         all_rows = (self.result or {}).get("evals", self.eval_rows)
         decodings = self.value("eval.decoding") or [row.get("decoding") for row in all_rows]
         rows = [row for row in all_rows if row.get("decoding") == decodings[0]]
-        by_step = {
-            (row["step"], str(row.get("split"))): row
-            for row in rows
-            if contents.misfit(row, Evaluation) is None
-        }
+        by_step = {(row["step"], str(row.get("split"))): row for row in rows if is_evaluation(row)}
         if len(by_step) < len(rows) or bool(all_rows) > bool(rows):
             self.add_note(f"{EVALS} is partly damaged")
         steps = sorted(by_step)
@@ -203,21 +188,11 @@ class RunRecord:
 
     @property
     def notes(self) -> list[str]:
-        """One line for each damaged or changed file."""
+        """One line for each damaged file."""
         for name in ("config", "code", "result", "metrics", "eval_rows"):
             getattr(self, name)
-        for name in self._edited:
-            self.add_note(f"{name} was changed after the run")
         ranks = {name: rank for rank, name in enumerate(NOTE_ORDER)}
         return sorted(self._notes, key=lambda line: ranks.get(line.split()[0], len(ranks)))
-
-    @cached_property
-    def _edited(self) -> list[str]:
-        try:
-            return changed_files(self.folder, self.result or {})
-        except OSError:
-            # The property that reads the file reports the error.
-            return []
 
     def add_note(self, line: str) -> None:
         """Add a line about a damaged file, beginning with the file's name; drop duplicates."""
@@ -350,12 +325,11 @@ class RunRecord:
             summary |= {"low": policy["mean_reward_low"], "high": policy["mean_reward_high"]}
             summary["questions"] = result["questions"]
             scaling = result.get("scaling") or {}
-            if contents.misfit(scaling, BEST_SIZES) is None:
-                gstar = row_interval(scaling, "gstar")
-                summary["gstar"] = best_size(*gstar)
-                if all(map(math.isfinite, gstar)):
-                    divisors = scaling.get("best_divisor", {})
-                    summary["best_divisor"] = divisors.get(str(study_rollouts(self.config)))
+            gstar = row_interval(scaling, "gstar")
+            summary["gstar"] = best_size(*gstar)
+            if all(map(math.isfinite, gstar)):
+                divisors = scaling.get("best_divisor", {})
+                summary["best_divisor"] = divisors.get(str(study_rollouts(self.config)))
         if self.config_hash not in (None, result.get("config_hash")):
             return None, "its result belongs to another configuration"
         if summary.get("step", 0) < (self.max_steps or 0):
@@ -374,13 +348,13 @@ class RunRecord:
                 step = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-            if contents.count(step):
+            if isinstance(step, int):
                 return step
         return 0
 
     def csv_rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a CSV table; empty if the file does not exist."""
-        return self._read(name, csv_rows) or []
+        return self._read(name, lambda file: csv_rows(file.read_text())) or []
 
     def completions(self) -> tuple[list[dict[str, Any]], str]:
         """Return rows from the log of completions, and a sentence on how they were selected.
@@ -419,19 +393,23 @@ class RunRecord:
             sentence += f"; {len(table)} are shown here, {which}."
         return table.select(columns).to_pylist(), sentence
 
-    def _read(self, name: str, parse: Callable[[str], Any], shape: contents.Shape = None) -> Any:
-        """Return a file's parsed content, or None if it is missing or damaged; note any damage.
-
-        Args:
-            parse: parser of the file's text; raises a ValueError if the text is invalid.
-            shape: expected type of the content, see `contents.misfit`; None accepts any content.
-        """
+    def _read(self, name: str, read: Callable[[Path], Any]) -> Any:
+        """Return what `read` makes of a file, or None if it is missing or damaged; note damage."""
         if not (self.folder / name).is_file():
             return None
-        content, wrong = contents.checked(self.folder, name, parse, shape)
-        if wrong:
-            self.add_note(f"{name} is damaged and not shown: {wrong}")
-        return content
+        try:
+            return read(self.folder / name)
+        except DAMAGE as error:
+            self.add_note(f"{name} is damaged and not shown: {single_line(error, 200)}")
+            return None
+
+
+def is_evaluation(row: dict[str, Any]) -> bool:
+    """Return True if a row of `eval.csv` has all values of an evaluation."""
+    try:
+        return record_of(Evaluation, row) is not None
+    except DAMAGE:
+        return False
 
 
 def _thin(table: pyarrow.Table, steps: Sequence[int | None]) -> pyarrow.Table:

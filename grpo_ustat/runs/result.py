@@ -1,22 +1,20 @@
 """Records stored in `result.json`. Commands build them, and readers check the file against them.
 
 Each field is a key of the file, in the order of the fields. A key can be missing in the file if its
-field has a default. A key of type `Sometimes` is missing if its value is None. An estimate has
-three keys; see `Ends`. Squared norms and errors are in squared units of the gradient, lengths in
-tokens, and times in seconds.
+field has a default. An `Interval` has three keys; see `runs.contents`. Squared norms and errors
+are in squared units of the gradient, lengths in tokens, and times in seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.runs import study_parts as parts
-from grpo_ustat.runs.contents import Beside, Bounded, Count, Size, Sometimes
 
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "not decided"
-Verdict = Annotated[str, (AGREES, DISAGREES, OPEN)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +22,9 @@ class RunResult:
     """Fields that `RunFolder.finish` adds to every result."""
 
     # Fingerprint of the configuration.
-    config_hash: Sometimes[str] = None
-    # SHA-256 of each table in the folder.
-    files: Sometimes[dict[str, str]] = None
+    config_hash: str | None = None
     # Package versions used in earlier parts of the run, if they differ from the last versions.
-    earlier_versions: Sometimes[list[dict[str, str]]] = None
-    # Digest of all other values.
-    digest: Sometimes[str] = None
+    earlier_versions: list[dict[str, str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +35,18 @@ class Evaluation:
     """
 
     # Number of updates before the evaluation.
-    step: Count
+    step: int
     split: str
     decoding: str
-    quantity: parts.Quantity
+    quantity: str
     # Mean reward according to the data set's judge, with its interval from `low` to `high`.
     mean_reward: float
     low: float
     high: float
     # Number of questions.
-    n: Size
+    n: int
     # Number of completions per question.
-    num_generations: Size
+    num_generations: int
     # Share of truncated completions.
     clipped_ratio: float
     # Share of completions without an answer.
@@ -63,34 +57,34 @@ class Evaluation:
 class TrainResult(RunResult):
     """Result of a training run."""
 
-    quantity: parts.Quantity
+    quantity: str
     # Mean reward at the last evaluation with the first decoding method, with its interval.
     final_mean_reward: float
     mean_reward_low: float
     mean_reward_high: float
     # Mean reward at the last evaluation minus mean reward at the first, paired by question.
-    gain: Bounded
+    gain: Interval
     # Number of updates.
-    steps: Count
+    steps: int
     # Number of completions.
-    rollouts: Count
+    rollouts: int
     # Number of additional completions sampled for the baseline.
-    value_rollouts: Count
-    tokens: Count
+    value_rollouts: int
+    tokens: int
     # Total wall time of all steps.
     seconds: float
     # Wall time to write the last checkpoint.
     seconds_save: float
     # Number of checkpoints and tables that could not be written.
-    failed_saves: Count
-    evals: list[Annotated[dict[str, Any], Evaluation]]
+    failed_saves: int
+    evals: list[dict[str, Any]]
     # Number of steps at which each alarm was raised.
-    alarms: dict[str, Count]
+    alarms: dict[str, int]
     run: str
     summary: str
     versions: dict[str, str]
     # Numbers of dropped questions, by reason.
-    left_out: dict[str, Count]
+    left_out: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,26 +93,26 @@ class StudyResult(RunResult):
 
     # Numbers of completions by outcome; given only if all rewards are equal, so that no error can
     # be measured.
-    equal_rewards: Sometimes[parts.CompletionCounts] = None
-    metric: Sometimes[parts.Metric] = None
+    equal_rewards: parts.CompletionCounts | None = None
+    metric: parts.Metric | None = None
     precision: parts.Precision
     policy: parts.PolicyFacts
-    questions: Size
+    questions: int
     # Number of stored completions per question.
-    pool_completions: Size
+    pool_completions: int
     # Verdict in words, with warnings.
     summary: str
     cost: parts.StudyCost
     versions: dict[str, str]
     # Number of completions scored with each set of package versions.
-    pool_versions: dict[str, Count]
-    sampler: Sometimes[parts.Sampler] = None
+    pool_versions: dict[str, int]
+    sampler: parts.Sampler | None = None
     # Numbers of dropped questions, by reason.
-    left_out: dict[str, Count]
+    left_out: dict[str, int]
     # For `study.until=decided`: what the study knew after each batch of questions, in order.
-    looks: Sometimes[list[parts.Look]] = None
+    looks: list[parts.Look] | None = None
     # Records of the measurements in `measurements.registry`, by name.
-    measured: Beside = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ class Claim:
     high: float | None
     # `agrees`, `disagrees` or `not decided`. For a claim with a p-value, this verdict applies if
     # Holm's correction does not reject the prediction; see `runs.claims.correct_family`.
-    verdict: Verdict
+    verdict: str
     # Criterion, level and number of replicates.
     how: str
     # P-value of the hypothesis that the prediction is correct; None if the quantity was enumerated.
@@ -157,7 +151,7 @@ class Claim:
 class TheoremCost:
     """Number of sampled completions (0 if everything was enumerated) and wall time."""
 
-    rollouts: Count
+    rollouts: int
     seconds: float
 
 
@@ -172,7 +166,7 @@ class TheoremResult(RunResult):
     claims: list[Claim]
     answer: str
     # Joint verdict on all claims.
-    verdict: Verdict
+    verdict: str
     cost: TheoremCost
     summary: str
     versions: dict[str, str]
@@ -184,4 +178,3 @@ RESULT_TYPES: Mapping[str, Any] = {
     "mse": StudyResult,
     "gap": TheoremResult,
 }
-ANY_RESULT: Any = TrainResult | StudyResult | TheoremResult

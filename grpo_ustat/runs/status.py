@@ -21,7 +21,7 @@ from rich.text import Text
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import MIN_QUESTIONS, joint_quantity
 from grpo_ustat.runs import history
-from grpo_ustat.runs.contents import parsed_json, text_of
+from grpo_ustat.runs.contents import DAMAGE, read_mapping
 from grpo_ustat.runs.files import write_whole
 from grpo_ustat.runs.folder import RunFolder, create_folder
 from grpo_ustat.runs.record import (
@@ -154,12 +154,12 @@ def sweeps_in(place: Path) -> list[Sweep]:
 def _read_sweep(file: Path) -> Sweep:
     """Read the file of a sweep; refuse a damaged file or another kind of file."""
     try:
-        content = parsed_json(text_of(file.parent, file.name))
+        content = read_mapping(file)
         runs = [Entry(**run | {"folder": file.parent / run["folder"]}) for run in content["runs"]]
         if content["entry"] not in CAPTIONS:
             raise ValueError(f"its entry is {content['entry']!r}")
         return Sweep(file, content["entry"], runs)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except DAMAGE as error:
         raise ConfigError(
             f"{file} is not the file of a sweep, or it is damaged ({error})"
         ) from error

@@ -7,12 +7,8 @@ units of the gradient, lengths in tokens, and times in seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from grpo_ustat.records import ACCURACY, MEAN_REWARD
-from grpo_ustat.runs.contents import Bounded, Count, NumberOrNull, Size, Sometimes
-
-Quantity = Annotated[str, (ACCURACY, MEAN_REWARD)]
+from grpo_ustat.estimators.intervals import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +16,7 @@ class Metric:
     """Norm in which gradients were measured, and how heavy the tail of squared score norms is."""
 
     # Number of the model's parameters that the norm includes.
-    parameters: Count
+    parameters: int
     norm: str
     # How inner products of gradients of different questions were computed: exactly, or from
     # sketches.
@@ -30,8 +26,8 @@ class Metric:
     # Share of this sum that comes from the one percent of completions with the largest norms.
     top_percent_share: float
     # For this field and the next two, see `estimators.intervals.Tails`.
-    tail_size: NumberOrNull
-    variance_carriers: NumberOrNull
+    tail_size: float
+    variance_carriers: float
     heavy_tails: bool
 
 
@@ -50,9 +46,10 @@ class PolicyFacts:
     """Facts about the policy and its completions."""
 
     name: str
-    quantity: Quantity
+    # `accuracy` or `mean reward`.
+    quantity: str
     # Mean reward according to the data set's judge.
-    mean_reward: Bounded
+    mean_reward: Interval
     # Mean length of a completion, in tokens.
     mean_length: float
     # Share of truncated completions.
@@ -63,10 +60,10 @@ class PolicyFacts:
 class StudyCost:
     """Costs of a study; seconds are summed over workers and can therefore exceed the wall time."""
 
-    rollouts: Count
-    tokens: Count
-    judge_timeouts: Count
-    judge_failures: Count
+    rollouts: int
+    tokens: int
+    judge_timeouts: int
+    judge_failures: int
     seconds_generate: float
     seconds_score: float
 
@@ -85,28 +82,28 @@ class CompletionCounts:
     """Numbers of completions by outcome, in a study in which all completions have equal rewards."""
 
     reward: float
-    completions: Size
-    right: Sometimes[Count] = None
+    completions: int
+    right: int | None = None
     # Truncated completions.
-    cut: Sometimes[Count] = None
+    cut: int | None = None
     # Completions without an answer.
-    no_answer: Sometimes[Count] = None
-    wrong: Sometimes[Count] = None
+    no_answer: int | None = None
+    wrong: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """State of the decision on G after a batch of questions, with `study.until=decided`."""
 
-    questions: Size
+    questions: int
     # Number of completions per question, N.
-    completions: Size
+    completions: int
     # Chosen G, and the probability that its extra error is at most 5 %; see
     # `estimators.group_size.Estimates.choose`. None if the noise cannot be estimated yet.
-    group_size: Size | None
+    group_size: int | None
     probability: float | None
     # Bound on the extra error of the chosen G; None if the data do not decide.
     tolerance: float | None
     # Number of further questions after which half of all similar studies would have decided; None
     # if it is unknown or if the data decide already.
-    more_questions: Count | None
+    more_questions: int | None

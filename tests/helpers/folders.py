@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import asdict, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import Union, get_args, get_origin
 
 import yaml
 
@@ -18,7 +18,7 @@ from grpo_ustat.measurements.base import Study
 from grpo_ustat.measurements.loss_efficiencies import LossEfficiency
 from grpo_ustat.measurements.registry import MEASUREMENTS
 from grpo_ustat.pages.tables import csv_text
-from grpo_ustat.runs.contents import keys_of, record_of
+from grpo_ustat.runs.contents import ENDS, hints_of, is_interval, record_of
 from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import StudyResult, TheoremResult, TrainResult
 
@@ -72,7 +72,7 @@ def with_entries(kind, value):
 
 
 def record_in(kind):
-    """The record that a field's type is about, as in `Sometimes[list[RECORD]]`; None without."""
+    """The record that a field's type is about, as in `list[RECORD] | None`; None without."""
     if is_dataclass(kind):
         return kind if isinstance(kind, type) else None
     return next((x for x in map(record_in, get_args(kind)) if x), None)
@@ -83,14 +83,24 @@ def least(kind):
     if is_dataclass(kind):
         return completed(kind)
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        kind, mark = arguments
-        if isinstance(mark, tuple):  # of texts
-            return mark[0]
-        return mark if isinstance(mark, int) else least(kind)
     if origin in (Union, UnionType):
         return None if NoneType in arguments else least(arguments[0])
-    return {list: [], str: "", float: 1.0, bool: False}.get(origin or kind, {})
+    return {list: [], str: "", float: 1.0, bool: False, int: 1}.get(origin or kind, {})
+
+
+def keys_of(record):
+    """The keys of a record in a file, with their types, and whether they must be there."""
+    needed = {
+        field.name: field.default is MISSING and field.default_factory is MISSING
+        for field in fields(record)
+    }
+    found = {}
+    for name, kind in hints_of(record).items():
+        if name == "measured":
+            continue
+        ends, kind = (ENDS, float) if is_interval(kind) else (("",), kind)
+        found |= {f"{name}{end}": (kind, needed[name]) for end in ends}
+    return found
 
 
 @cache

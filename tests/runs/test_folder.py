@@ -1,4 +1,4 @@
-"""The run folder: removed when empty, its files known by checksums, its versions kept."""
+"""The run folder: removed when empty, its versions kept, overwritten as a whole."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from commands import compose
 from folders import completed
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.runs.contents import content_digest
-from grpo_ustat.runs.folder import RunFolder, changed_files, remove_empty
+from grpo_ustat.runs.folder import RunFolder, remove_empty
 from grpo_ustat.runs.log import MetricsLog
-from grpo_ustat.runs.record import RunRecord
 from grpo_ustat.runs.result import StudyResult
 
 
@@ -44,47 +42,11 @@ def finished_run(path):
     return folder
 
 
-@pytest.mark.parametrize(
-    "name, old, new",
-    [
-        ("result.json", "1.5", "1.4"),
-        ("result.json", "as it was", "better"),
-        ("curves.csv", "5", "4"),
-    ],
-)
-def test_an_edited_number_is_found_by_its_checksum(tmp_path, capsys, name, old, new):
-    folder, file = finished_run(tmp_path / "run"), tmp_path / "run" / name
-    assert changed_files(folder.path, folder.read_result()) == []
-    file.write_text(file.read_text().replace(old, new, 1))
-    remedy = (
-        f"{name} was changed after the run: restore it, or delete .*result.json and run the same"
-    )
-    with pytest.raises(ConfigError, match=remedy):
-        folder.read_result()
-
-
-def test_other_spaces_or_a_table_that_was_removed_change_no_result(tmp_path):
-    folder = finished_run(tmp_path / "run")
-    file = tmp_path / "run/result.json"
-    file.write_text(json.dumps(json.loads(file.read_text())))
-    (tmp_path / "run/curves.csv").unlink()
-    assert folder.read_result()["summary"] == "as it was"
-
-
-def test_a_result_of_before_has_no_checksums_and_is_read(tmp_path):
-    folder = finished_run(tmp_path / "run")
-    file = tmp_path / "run/result.json"
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps({k: v for k, v in content.items() if k not in ("digest", "files")}))
-    assert folder.read_result()["summary"] == "as it was"
-
-
 def test_earlier_versions_are_named_and_kept(tmp_path, capsys):
     config = compose("mse", "debug=mse")
     RunFolder(tmp_path, config).open()
     code = json.loads((tmp_path / "code.json").read_text())
     now, code["versions"]["torch"] = code["versions"]["torch"], "1.0"
-    code["digest"] = content_digest(code)
     (tmp_path / "code.json").write_text(json.dumps(code))
     capsys.readouterr()
     RunFolder(tmp_path, config).open()
@@ -95,38 +57,6 @@ def test_earlier_versions_are_named_and_kept(tmp_path, capsys):
     folder.finish(completed(StudyResult))
     (earlier,) = folder.read_result()["earlier_versions"]
     assert earlier["torch"] == "1.0"
-
-
-@pytest.mark.parametrize("key", ["versions", "weights", "digest"])
-def test_a_changed_letter_of_what_a_run_was_made_with_is_named(tmp_path, key):
-    """It was taken for an earlier version: 'acc%lerate 1.15.0, now None'."""
-    config = compose("mse", "debug=mse")
-    RunFolder(tmp_path, config).open()
-    file = tmp_path / "code.json"
-    old, new = {
-        "versions": ("accelerate", "acc%lerate"),
-        "weights": ('"weights": ', '"weight": '),
-        "digest": ('"digest": "', '"digest": "0'),
-    }[key]
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(ConfigError, match=r"code\.json.* on_existing=overwrite"):
-        RunFolder(tmp_path, config).open()
-    record = RunRecord(tmp_path)
-    assert not record.code and "code.json" in record.notes[0]
-
-
-def test_a_run_that_goes_on_past_its_result_may_change_its_tables(tmp_path, capsys):
-    """As training to a larger max_steps does, which may be killed before it has another result."""
-    path = finished_run(tmp_path / "run").path
-    folder = RunFolder(path, compose("mse", "debug=mse"))
-    folder.open()
-    (path / "curves.csv").write_text("mse\n1.5\n1.2\n")
-    result = folder.read_result()
-    assert result["summary"] == "as it was"
-    (path / "result.json").write_text((path / "result.json").read_text().replace("1.5", "1.4"))
-    with pytest.raises(ConfigError, match="result.json"):
-        folder.read_result()
 
 
 def begun_run(path, *overrides):
@@ -181,20 +111,19 @@ def test_a_kill_while_overwriting_leaves_no_result_and_the_same_command_goes_on(
 
 
 @pytest.mark.parametrize(
-    "name, content, wrong",
+    "name, content",
     [
-        ("result.json", '{"cost": {"tokens": "x"}}', "cost.tokens is 'x', not a whole number"),
-        ("result.json", '{"curves": [{"mse": NaN}]}', "it contains NaN, which no run writes"),
-        ("result.json", "[" * 100_000, "it is nested more than 40 deep"),
-        ("code.json", '{"versions": 3}', "versions is 3, not a mapping"),
+        ("result.json", '{"summary": "of an older version"}'),
+        ("result.json", "[" * 100_000),
+        ("code.json", "[3]"),
+        (".hydra/config.yaml", "a: ["),
     ],
 )
-def test_a_run_that_goes_on_reads_its_folder_with_limits(tmp_path, name, content, wrong):
+def test_a_damaged_file_is_named_in_one_line(tmp_path, name, content):
     folder = finished_run(tmp_path / "run")
     (tmp_path / "run" / name).write_text(content)
-    with pytest.raises(ConfigError, match=name) as refusal:
+    with pytest.raises(ConfigError, match=f"{name} is missing, damaged or of an older version"):
         folder.result()
-    assert wrong in str(refusal.value)
 
 
 def test_rows_of_no_step_are_written_again(tmp_path, capsys):

@@ -133,7 +133,7 @@ def test_tensorboard_has_the_numbers_and_the_settings(tmp_path):
 @pytest.mark.slow(minutes=0.5)
 def test_wandb_off_line_is_one_run_in_its_project_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    asked = (*SHORT, "logger=wandb", "project=mine", "schedule=constant")
+    asked = (*SHORT, "logger=wandb", "project=mine", "schedule=constant", "schedule.warmup_steps=0")
     for steps in (2, 4):
         folder = f"hydra.run.dir={tmp_path / 'run'}"
         code, text = finished("train", *asked, f"max_steps={steps}", folder, cwd=tmp_path)
