@@ -21,7 +21,7 @@ from grpo_ustat.distributed.lock import owner
 from grpo_ustat.runs import history
 from grpo_ustat.runs.contents import DAMAGE, command_of, read_mapping, record_of, row_interval
 from grpo_ustat.runs.files import CODE, CONFIG, RESULT, csv_rows, read_rows
-from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, RESULT_TYPES, Evaluation
+from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, RESULT_TYPES, Evaluation, result_type
 from grpo_ustat.terminal.streams import best_size, single_line
 
 if TYPE_CHECKING:
@@ -133,8 +133,14 @@ class RunRecord:
     @cached_property
     def result(self) -> dict[str, Any] | None:
         """Content of `result.json`; None while the run is unfinished."""
-        kind = RESULT_TYPES[self.command] if self.config else None
-        return self._read(RESULT, lambda file: read_mapping(file, kind))
+
+        def read(file: Path) -> dict[str, Any]:
+            content = read_mapping(file)
+            kind = RESULT_TYPES[self.command] if self.config else result_type(content)
+            record_of(kind, content)
+            return content
+
+        return self._read(RESULT, read)
 
     @property
     def final_result(self) -> dict[str, Any]:

@@ -178,3 +178,10 @@ RESULT_TYPES: Mapping[str, Any] = {
     "mse": StudyResult,
     "gap": TheoremResult,
 }
+
+
+def result_type(content: Mapping[str, Any]) -> Any:
+    """Return the record type of a result whose command is unknown."""
+    if "claims" in content:
+        return TheoremResult
+    return TrainResult if "final_mean_reward" in content else StudyResult

@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.pool_parts import Part
-from grpo_ustat.mse.pool_store import PoolStore, _digest
+from grpo_ustat.mse.pool_store import PoolStore
 from grpo_ustat.records import Prompt
 from grpo_ustat.runs.folder import RunFolder
 
@@ -119,18 +119,11 @@ def truncated(file, rng):
     file.write_bytes(file.read_bytes()[: int(rng.integers(file.stat().st_size))])
 
 
-def flipped(file, rng):
-    """One bit."""
-    content = bytearray(file.read_bytes())
-    content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
-    file.write_bytes(content)
-
-
 def removed(file, rng):
     file.unlink()
 
 
-DAMAGES = (truncated, flipped, removed)
+DAMAGES = (truncated, removed)
 
 
 class Sequence:
@@ -243,10 +236,9 @@ def draws_in(pool):
         try:
             with safe_open(file, framework="numpy") as part:
                 arrays = {name: part.get_tensor(name) for name in part.keys()}  # noqa: SIM118
-                whole = part.metadata()["digest"] == _digest(arrays)
-        except (SafetensorError, TypeError):
-            whole = False
-        for name in ("rewards_N", "lengths_N") if whole else ():
+        except SafetensorError:
+            continue
+        for name in ("rewards_N", "lengths_N"):
             rows = joined.setdefault((stem, name), {})
             rows.update(enumerate(arrays[name].tolist(), int(first)))
     return joined
@@ -323,28 +315,6 @@ def part_of(rng):
     )  # fmt: skip
 
 
-def test_a_bit_that_flips_in_a_pool_is_named(tmp_path):
-    """Anywhere in a part: its sizes, names and numbers."""
-    rng, prompt, store = (
-        np.random.default_rng(0),
-        Prompt("id", "1+1=", "1+1", "2", "sum"),
-        PoolStore(tmp_path, {}),
-    )
-    part = part_of(rng)
-    store.write(prompt, 0, part)
-    (file,) = tmp_path.glob("*.safetensors")
-    whole = file.read_bytes()
-    assert store.read(prompt, 0, 2).gram_NN.tolist() == part.gram_NN.tolist()
-    start = whole.index(b"}}") if b"}}" in whole else 0
-    for at in rng.choice(np.arange(start, len(whole)), 200):
-        content = bytearray(whole)
-        content[at] ^= 1 << int(rng.integers(8))
-        if bytes(content).rstrip() != whole.rstrip():
-            file.write_bytes(content)
-            with pytest.raises(ConfigError, match="is damaged: delete it"):
-                store.read(prompt, 0, 2)
-
-
 def test_parts_without_their_pool_json_are_of_the_settings_they_were_made_with(tmp_path):
     prompt, own = Prompt("id", "1+1=", "1+1", "2", "sum"), {"temperature": 1.0}
     PoolStore(tmp_path, own).open()
@@ -357,7 +327,7 @@ def test_parts_without_their_pool_json_are_of_the_settings_they_were_made_with(t
     (tmp_path / "pool.json").write_text('{"temperature": ')
     with pytest.raises(ConfigError, match="pool.json is damaged: "):
         other.open()
-    (tmp_path / "pool.json").write_text('{"temperatuse": 1.0}')  # a flipped bit
+    (tmp_path / "pool.json").write_text('{"temperatuse": 1.0}')  # an edited key
     with pytest.raises(ConfigError, match="pool.json is damaged: it has temperatuse=1"):
         PoolStore(tmp_path, own).open()
     with pytest.raises(

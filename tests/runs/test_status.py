@@ -151,7 +151,6 @@ def test_times_and_accuracies_are_those_of_the_results(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[]", "3", '{"config_hash": "abc"}',
                                      '{"config_hash": "abc", "steps": null}',
-                                     '{"config_hash": "abc", "claims": [{"verdict": "yes"}]}',
                                      '{"config_hash": "abc", "claims": {"verdict": "agrees"}}',
                                      '{"config_hash": "abc", "steps": 4}', "\0\0\0\0"])  # fmt: skip
 @pytest.mark.parametrize("config_hash", ["abc", None])
