@@ -70,7 +70,7 @@ def content_of(value: Any) -> Any:
         if is_interval(hints[field.name]):
             ends = zip(ENDS, x, strict=True)
             content |= {f"{field.name}{end}": content_of(y) for end, y in ends}
-        elif field.name == "measured":
+        elif field.name == "measured" and isinstance(x, Mapping):
             # The records of the measurements are keys of the result itself.
             content |= content_of(x)
         else:

@@ -267,9 +267,8 @@ def test_a_damaged_folder_is_one_line_and_can_be_overwritten(name, tmp_path):
     folder.open()
     folder.finish(completed(TrainResult, {"steps": 1}))
     (tmp_path / name).write_text("{")
-    with pytest.raises(
-        ConfigError, match="missing or damaged: (use on_existing=overwrite|delete it)"
-    ):
+    wanted = "missing, damaged or of an older version: (use on_existing=overwrite|delete it)"
+    with pytest.raises(ConfigError, match=wanted):
         folder.result()
     RunFolder(tmp_path, compose("train", "on_existing=overwrite")).open()
 
