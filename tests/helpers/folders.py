@@ -96,7 +96,7 @@ def keys_of(record):
     }
     found = {}
     for name, kind in hints_of(record).items():
-        if name == "measured":
+        if name == "measured" and kind is not float:
             continue
         ends, kind = (ENDS, float) if is_interval(kind) else (("",), kind)
         found |= {f"{name}{end}": (kind, needed[name]) for end in ends}
