@@ -8,6 +8,7 @@ drawn groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,9 +189,9 @@ def _row(study: PoolStudy, point: CurvePoint, error: GradientError, method: str)
         replicates=error.draws,
         bias2=error.bias2,
         variance=error.variance,
-        relative_mse=error.mse.estimate / target_sq.estimate if is_above_0 else None,
-        best_scalar_mse=error.best_scalar_mse if is_above_0 else None,
-        cosine=error.cosine if is_above_0 else None,
+        relative_mse=error.mse.estimate / target_sq.estimate if is_above_0 else math.nan,
+        best_scalar_mse=error.best_scalar_mse if is_above_0 else math.nan,
+        cosine=error.cosine if is_above_0 else math.nan,
     )
 
 

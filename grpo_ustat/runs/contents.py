@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -64,11 +64,11 @@ def content_of(value: Any) -> Any:
     content: dict[str, Any] = {}
     hints = hints_of(type(value))
     for field in fields(value):
-        x = getattr(value, field.name)
+        x: Any = getattr(value, field.name)
         if x is None and field.default is None:
             continue
         if is_interval(hints[field.name]):
-            ends = zip(ENDS, x, strict=True)
+            ends = zip(ENDS, cast(Interval, x), strict=True)
             content |= {f"{field.name}{end}": content_of(y) for end, y in ends}
         elif field.name == "measured" and isinstance(x, Mapping):
             # The records of the measurements are keys of the result itself.
