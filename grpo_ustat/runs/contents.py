@@ -46,6 +46,7 @@ def read_mapping(file: Path, kind: Any = None) -> dict[str, Any]:
 def content_of(value: Any) -> Any:
     """Convert a record into content for a file: mappings, lists, texts and numbers.
 
+    >>> from dataclasses import dataclass
     >>> @dataclass
     ... class Law:
     ...     gstar: Interval
@@ -91,6 +92,7 @@ def record_of(kind: Any, content: Any, name: str = "it") -> Any:
     Raises:
         TypeError, ValueError: a key is missing, or a value has another type.
 
+    >>> from dataclasses import dataclass
     >>> @dataclass
     ... class Law:
     ...     gstar: Interval
@@ -136,9 +138,9 @@ def row_interval(row: Mapping[str, Any], name: str) -> Interval:
     """
     estimate, low, high = (row.get(f"{name}{end}") for end in ENDS)
     return Interval(
-        math.nan if estimate is None else float(estimate),
-        math.nan if low is None else float(low),
-        (math.nan if low is None else math.inf) if high is None else float(high),
+        record_of(float, estimate, name),
+        record_of(float, low, name),
+        (math.nan if low is None else math.inf) if high is None else record_of(float, high, name),
     )
 
 
