@@ -190,9 +190,13 @@ def _row(study: PoolStudy, point: CurvePoint, error: GradientError, method: str)
         bias2=error.bias2,
         variance=error.variance,
         relative_mse=error.mse.estimate / target_sq.estimate if is_above_0 else math.nan,
-        best_scalar_mse=error.best_scalar_mse if is_above_0 else math.nan,
-        cosine=error.cosine if is_above_0 else math.nan,
+        best_scalar_mse=_known(error.best_scalar_mse) if is_above_0 else math.nan,
+        cosine=_known(error.cosine) if is_above_0 else math.nan,
     )
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _target_sq(study: PoolStudy, method: str) -> Interval:

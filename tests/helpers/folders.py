@@ -98,7 +98,7 @@ def keys_of(record):
     for name, kind in hints_of(record).items():
         if name == "measured" and kind is not float:
             continue
-        ends, kind = (ENDS, float) if is_interval(kind) else (("",), kind)
+        ends, kind = (ENDS, float | None) if is_interval(kind) else (("",), kind)
         found |= {f"{name}{end}": (kind, needed[name]) for end in ends}
     return found
 

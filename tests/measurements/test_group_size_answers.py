@@ -164,8 +164,6 @@ def test_a_record_keeps_the_prior_of_its_decision():
     assert not scaling.needs_prior and extra_error_table(study) is None
     assert scaling.gstar_data == (2.5, 2.4, math.inf)
     assert record_of(Scaling, content_of(scaling)) == scaling
-    with pytest.raises(ConfigError, match="scaling is missing or has the wrong type"):
-        unsaved_study(changed(prior="strong")).need(SCALING)
 
 
 @pytest.mark.parametrize("prior, sources", [

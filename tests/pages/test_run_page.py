@@ -254,7 +254,7 @@ def test_damaged_files_are_named_and_cost_nothing_else(tmp_path):
     page = page_of(folder)
     named = [note.split()[0] for note in page.notes]
     assert sorted(named) == [
-        "code.json", "completions.parquet", "metrics.jsonl", "own.svg", "result.json",
+        "code.json", "completions.parquet", "eval.csv", "metrics.jsonl", "own.svg", "result.json",
     ]  # fmt: skip
     assert "small" in render(page)
 
