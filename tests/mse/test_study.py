@@ -252,8 +252,9 @@ def test_closed_forms_and_fresh_rollouts_agree_on_tiny(
     ]
     limit, scores = stats.norm.ppf(1 - 0.01 / len(pairs) / 2), {}
     for ours, carlo in pairs:
-        # The interval of the closed form covers other questions. For these questions, its pool
-        # is at least as precise as the replicates.
+        # The interval of the closed form covers other questions. For the 2 questions, a jackknife
+        # over completions gave its error as 0.8 to 1.7 times that of the replicates. Both errors
+        # count as equal here, which is too strict for the oracle.
         error = math.sqrt(2) * (carlo["high"] - carlo["low"]) / 2 / 1.96
         assert error < 0.2 * carlo["mse"], (ours, carlo)  # sharp enough to be worth comparing
         score = (ours["mse"] - carlo["mse"]) / error
