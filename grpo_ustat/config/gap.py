@@ -240,8 +240,6 @@ class Theorem12Config(TheoryConfig):
     limit_sizes: list[int] = listed(256, 512, 1024)
     # Weight of the KL term.
     beta: float = 0.1
-    # Random paths of updates.
-    replicates: int = 64
 
     def check(self) -> None:
         """Refuse inconsistent sizes and fewer than three learning rates."""

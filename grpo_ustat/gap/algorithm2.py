@@ -35,7 +35,7 @@ prompt's estimate N are
 If rejected groups are redrawn, all expectations are conditional on acceptance of the group.
 
 In the names of arrays, Y is the number of completions, L their length in tokens, D the number of
-parameters, E the number of learning rates, and R the number of random paths.
+parameters, and E the number of learning rates.
 """
 
 from __future__ import annotations
@@ -47,15 +47,8 @@ from functools import cached_property
 import numpy as np
 from scipy import stats
 
-from grpo_ustat.draws import generator
-from grpo_ustat.estimators.intervals import (
-    Interval,
-    jackknife_variance,
-    positive_interval,
-    t_interval,
-)
 from grpo_ustat.gap.sequences import SequencePolicy
-from grpo_ustat.records import Array, Integers
+from grpo_ustat.records import Array
 
 LEVELS = ("token", "sequence")
 # Divisors of the advantages; see `Setting.divisor`.
@@ -210,10 +203,10 @@ class Setting:
         return self.bias(self.old)
 
     def quality(self, current: SequencePolicy) -> dict[str, float]:
-        """Compute squared biases, variances and mean squared errors of both levels.
+        """Compute squared biases and variances of both levels.
 
-        A key begins with the level and names the quantity: `_bias2`, `_variance` or `_mse`. The
-        ending `_kl` marks values of the penalty only, and `_policy` values without the penalty.
+        A key begins with the level and names the quantity: `_bias2` or `_variance`. The ending
+        `_kl` marks values of the penalty only, and `_policy` values without the penalty.
         `token_drift2` is the squared difference between the bias at `current` and at theta_old.
         """
         values: dict[str, float] = {}
@@ -223,13 +216,11 @@ class Setting:
             both, plain = self.moments(weight_PYD, penalty_PYD), self.moments(weight_PYD)
             policy_D = plain.mean_PD.mean(axis=0) - policy_target_D
             penalty_D = (both.mean_PD - plain.mean_PD).mean(axis=0) - penalty_target_D
-            bias2, variance = squared_norm(policy_D + penalty_D), both.variance(self.num_prompts)
             values |= {
-                f"{level}_bias2": bias2,
+                f"{level}_bias2": squared_norm(policy_D + penalty_D),
                 f"{level}_bias2_policy": squared_norm(policy_D),
                 f"{level}_bias2_kl": squared_norm(penalty_D),
-                f"{level}_variance": variance,
-                f"{level}_mse": bias2 + variance,
+                f"{level}_variance": both.variance(self.num_prompts),
             }
             if level == "token":
                 drift_D = policy_D + penalty_D
@@ -261,67 +252,7 @@ def squared_norm(vector_D: Array) -> float:
     return float(vector_D @ vector_D)
 
 
-# Paths of updates
-
-
-@dataclass(frozen=True)
-class Draws:
-    """Minibatches of one path of U updates, whose completions were all sampled from pi_old.
-
-    The same minibatches are used at every learning rate.
-    """
-
-    # Indices of each update's prompts, drawn independently and uniformly.
-    prompt_UB: Integers
-    # Indices of the completions sampled for these prompts.
-    outcome_UBG: Integers
-
-
-def draw(setting: Setting, updates: int, seed: int, replicate: int) -> Draws:
-    """Draw the minibatches of one path.
-
-    Args:
-        setting: pi_old and shape of a minibatch.
-        updates: number of updates, each with its own minibatch.
-        seed, replicate: seed and number of the path, which together determine the random numbers.
-    """
-    rng = generator(seed, "theorem12", replicate)
-    law_PY = setting.old.probabilities_PY
-    prompt_UB = rng.integers(len(law_PY), size=(updates, setting.num_prompts))
-    uniform_UBG = rng.random((*prompt_UB.shape, setting.group_size))
-    cumulative_UBY = (law_PY / law_PY.sum(axis=1, keepdims=True)).cumsum(axis=1)[prompt_UB]
-    below_UBG = (cumulative_UBY[:, :, None, :-1] <= uniform_UBG[..., None]).sum(axis=-1)
-    return Draws(prompt_UB, below_UBG)
-
-
-def estimate(
-    setting: Setting, current: SequencePolicy, prompt_B: Integers, outcome_BG: Integers
-) -> Array:
-    """Compute Algorithm 2's gradient estimate from one minibatch, [D].
-
-    Args:
-        setting: setting with the divisor `none` or `group_std`.
-        current: current policy, pi_theta.
-        prompt_B: indices of the minibatch's prompts.
-        outcome_BG: indices of the completions of these prompts, sampled from pi_old.
-    """
-    weight_PYD, penalty_PYD = setting.tables(current, "token")
-    rows, size = (prompt_B[:, None], outcome_BG), outcome_BG.shape[1]
-    reward_BG = setting.reward_PY[rows]
-    advantage_BG = (size * reward_BG - reward_BG.sum(axis=1, keepdims=True)) / (size - 1)
-    if setting.divisor != "none":
-        std_B1 = reward_BG.std(axis=1, ddof=1, keepdims=True)
-        advantage_BG = advantage_BG * setting.factor(std_B1)
-    return (advantage_BG[..., None] * weight_PYD[rows] + penalty_PYD[rows]).mean(axis=(0, 1))
-
-
-def random_path(setting: Setting, draws: Draws, learning_rate: float) -> SequencePolicy:
-    """Return the policy after one update on each minibatch in turn, starting from pi_old."""
-    current = setting.old
-    for prompt_B, outcome_BG in zip(draws.prompt_UB, draws.outcome_UBG, strict=True):
-        step_D = estimate(setting, current, prompt_B, outcome_BG)
-        current = current.at(current.theta_D + learning_rate * step_D)
-    return current
+# The path of exact updates
 
 
 def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[SequencePolicy]:
@@ -335,10 +266,9 @@ def exact_path(setting: Setting, updates: int, learning_rate: float) -> list[Seq
 
 @dataclass(frozen=True)
 class PathErrors:
-    """Exact errors of the estimate at the last policy of each path of k updates.
+    """Errors of the estimate after k updates along the exact path.
 
-    An exact path follows the exact target; a random path follows estimates on minibatches. The keys
-    of all dictionaries are those of `Setting.quality`.
+    The keys of the dictionaries are those of `Setting.quality`.
     """
 
     # Policies, rewards and shape of a minibatch.
@@ -347,79 +277,38 @@ class PathErrors:
     rates: Array
     # Errors at theta_old, before any update.
     start: dict[str, float]
-    # Errors at the end of the exact path, each [E].
-    exact: dict[str, Array]
-    # Errors at the end of the R random paths, each [E, R].
-    random: dict[str, Array]
-    # Squared bias with token ratios after 0, 1, ..., k updates along the exact path, [E, k + 1].
-    exact_by_place: Array
-    # Limit of bias^2 / eta^2 along each random path as the learning rate eta tends to 0. It is
-    # meaningful only without normalisation.
-    leading_R: Array
+    # Errors at the end of the path, each [E].
+    end: dict[str, Array]
+    # Squared bias with token ratios after 0, 1, ..., k updates, [E, k + 1].
+    by_place: Array
 
-    def mean(self, name: str) -> list[Interval]:
-        """Return the mean of an error over random paths for each learning rate, with an interval.
+    @cached_property
+    def leading(self) -> float:
+        """Limit of bias^2 / eta^2 after k updates as the learning rate eta tends to 0.
 
-        Args:
-            name: key of `random`.
+        It is meaningful only without normalisation.
         """
-        values_ER = self.random[name]
-        count = values_ER.shape[1]
-        pairs = zip(values_ER.mean(axis=1), values_ER.var(axis=1, ddof=1) / count, strict=True)
-        return [positive_interval(float(mean), float(var), count - 1) for mean, var in pairs]
-
-    def slope(self, name: str, at: int = 0) -> Interval:
-        """Return the slope of log(mean error) on log(eta) between two neighbouring learning rates.
-
-        The interval is computed with the jackknife, which leaves out one path at a time.
-
-        Args:
-            name: key of `random`.
-            at: index of the smaller of the two learning rates.
-        """
-        low, high = self.random[name][at : at + 2]
-        step, count = np.log(self.rates[at + 1] / self.rates[at]), len(low)
-        without_R = np.log((high.sum() - high) / (low.sum() - low)) / step
-        estimate = float(np.log(high.sum() / low.sum()) / step)
-        return t_interval(estimate, float(jackknife_variance(without_R)), count - 1)
+        updates = self.by_place.shape[1] - 1
+        direction_D = updates * sum(self.setting.target(self.setting.old))
+        return squared_norm(self.setting.first_order_bias(direction_D))
 
 
-def path_errors(
-    setting: Setting, rates_E: Array, updates: int, replicates: int, seed: int
-) -> PathErrors:
-    """Compute errors of the estimate at the last policy of each exact or random path.
+def path_errors(setting: Setting, rates_E: Array, updates: int) -> PathErrors:
+    """Compute the errors of the estimate after k updates along the exact path.
 
     Args:
         setting: policies, rewards and shape of a minibatch.
         rates_E: learning rates in ascending order.
-        updates: number of updates on a path, k.
-        replicates: number of random paths.
-        seed: seed of the minibatches. The seed and a path's number determine its random numbers.
+        updates: number of updates on the path, k.
     """
-    draws = [draw(setting, updates, seed, replicate) for replicate in range(replicates)]
     paths = [exact_path(setting, updates, rate) for rate in rates_E]
-    exact = [setting.quality(path[-1]) for path in paths]
-    table = [[setting.quality(random_path(setting, x, rate)) for x in draws] for rate in rates_E]
-    places = [[squared_norm(setting.bias(x)) for x in path] for path in paths]
-    # Sums of the minibatches' estimates at theta_old.
-    sums_RD = [
-        np.sum(
-            [
-                estimate(setting, setting.old, *pair)
-                for pair in zip(x.prompt_UB, x.outcome_UBG, strict=True)
-            ],
-            axis=0,
-        )
-        for x in draws
-    ]
+    ends = [setting.quality(path[-1]) for path in paths]
     return PathErrors(
         setting=setting,
         rates=rates_E,
         start=setting.quality(setting.old),
-        exact={name: np.array([x[name] for x in exact]) for name in exact[0]},
-        random={name: np.array([[x[name] for x in row] for row in table]) for name in exact[0]},
-        exact_by_place=np.array(places),
-        leading_R=np.array([squared_norm(setting.first_order_bias(x)) for x in sums_RD]),
+        end={name: np.array([x[name] for x in ends]) for name in ends[0]},
+        by_place=np.array([[squared_norm(setting.bias(x)) for x in path] for path in paths]),
     )
 
 
@@ -437,7 +326,6 @@ def on_policy(setting: Setting, divisor: str, sizes: Sequence[int]) -> dict[str,
         - `variance`: B times the variance
         - `between`: C1 of the oracle, whose baseline is the exact V(x)
         - `oracle`: B times the oracle's variance, C1 + (variance given the prompt) / G
-        - `zero_variance`: probability of a group with equal rewards, averaged over prompts
     """
     scores_PYD, reward_PY, law_PY = (
         setting.old.scores_PYD, setting.reward_PY, setting.old.probabilities_PY
@@ -452,12 +340,7 @@ def on_policy(setting: Setting, divisor: str, sizes: Sequence[int]) -> dict[str,
         second_P = (law_PY * centred_PY**2 * np.square(scores_PYD).sum(axis=2)).sum(axis=1)
         within = (second_P - np.square(mean_PD).sum(axis=1)).mean()
         between = np.square(mean_PD - mean_PD.mean(axis=0)).sum(axis=1).mean()
-        zero_variance_P = at.value_P**size + (1 - at.value_P) ** size
-        rows.append(
-            [
-                bias2 / squared_norm(target_D), bias2**0.5, plain.variance(1), between,
-                between + within / size, zero_variance_P.mean(),
-            ]
-        )  # fmt: skip
-    names = "bias2_share", "bias", "variance", "between", "oracle", "zero_variance"
+        share, bias = bias2 / squared_norm(target_D), bias2**0.5
+        rows.append([share, bias, plain.variance(1), between, between + within / size])
+    names = "bias2_share", "bias", "variance", "between", "oracle"
     return dict(zip(names, np.array(rows).T, strict=True))

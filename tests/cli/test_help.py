@@ -189,7 +189,8 @@ def test_the_page_of_60_lines_has_the_usual_fields_with_their_values(entry, caps
     assert len(lines) <= 60 and all(len(line) <= 80 and line == line.rstrip() for line in lines)
     said = re.findall(r"^  ([a-z][\w.]*)=(\S+)", text, re.MULTILINE)
     assert [name for name, _ in said] == names_of(entry)
-    assert 20 <= len(said) == len(dict(said)) <= 45
+    fewest = 20 if entry == "gap" else 29
+    assert fewest <= len(said) == len(dict(said)) <= 45
     composed = page(entry)
     values = {field.key.path: field.value for field in composed.fields}
     values |= {group.name: group.chosen or "NAME" for group in composed.groups}

@@ -16,12 +16,9 @@ from grpo_ustat.config.objective import ObjectiveConfig
 from grpo_ustat.gap.algorithm2 import (
     DIVISORS,
     Setting,
-    draw,
-    estimate,
     exact_path,
     on_policy,
     path_errors,
-    random_path,
 )
 from grpo_ustat.gap.lemma11 import by_prompt, limits, moments
 from grpo_ustat.gap.sequences import SequencePolicy
@@ -155,55 +152,17 @@ def test_first_order_bias_is_the_derivative(setting, rng):
     np.testing.assert_allclose(setting.first_order_bias(direction), slope, atol=1e-9)
 
 
-@pytest.mark.parametrize("divisor", ["none", "group_std"])
-def test_an_estimate_is_the_average_over_its_minibatch(setting, current, divisor):
-    setting, expected = replace(setting, divisor=divisor), np.zeros(8)
-    for p, group in zip(PROMPTS, OUTCOMES, strict=True):
-        rewards = [setting.reward_PY[p, y] for y in group]
-        for a, y in zip(advantages_of(setting, p, rewards), group, strict=True):
-            weight, penalty = written_out(setting, current, p, y, "token")
-            expected += (a * weight + BETA * penalty) / 6
-    np.testing.assert_allclose(estimate(setting, current, PROMPTS, OUTCOMES), expected, rtol=1e-12)
-
-
-# Paths: draws, steps, and what is read from many
-
-
-def test_draws_follow_the_policy_that_writes(setting):
-    found = draw(setting, 30_000, seed=0, replicate=0)
-    for prompt in range(2):
-        outcomes = found.outcome_UBG[found.prompt_UB == prompt].ravel()
-        share = np.bincount(outcomes, minlength=4) / len(outcomes)
-        np.testing.assert_allclose(share, setting.old.probabilities_PY[prompt], atol=0.01)
-    again, other = (draw(setting, 30_000, seed=0, replicate=r) for r in (0, 1))
-    assert (again.outcome_UBG == found.outcome_UBG).all()
-    assert (other.outcome_UBG != found.outcome_UBG).any()
-
-
-def test_paths_are_steps_one_after_the_other(setting):
-    draws = draw(setting, 2, seed=3, replicate=5)
-    theta, target = setting.old.theta_D, setting.old.theta_D
-    for u in range(2):
-        theta = theta + 0.1 * estimate(
-            setting, setting.old.at(theta), draws.prompt_UB[u], draws.outcome_UBG[u]
-        )
+def test_the_path_ascends_the_target_and_its_errors_are_those_of_its_policies(setting):
+    target = setting.old.theta_D
+    for _ in range(2):
         target = target + 0.1 * sum(setting.target(setting.old.at(target)))
-    np.testing.assert_array_equal(random_path(setting, draws, 0.1).theta_D, theta)
     np.testing.assert_array_equal(exact_path(setting, 2, 0.1)[-1].theta_D, target)
-
-
-def test_errors_over_paths_are_those_of_each_path(setting):
-    found = path_errors(setting, RATES, updates=2, replicates=3, seed=7)
-    draws = [draw(setting, 2, 7, replicate) for replicate in range(3)]
-    for place, rate in enumerate(RATES):
-        each = [setting.quality(random_path(setting, x, rate))["token_bias2"] for x in draws]
-        np.testing.assert_array_equal(found.random["token_bias2"][place], each)
-        assert found.mean("token_bias2")[place].estimate == pytest.approx(np.mean(each))
-    low, high = found.random["token_bias2"][:2].mean(axis=1)
-    assert found.slope("token_bias2").estimate == pytest.approx(math.log10(high / low))
-    np.testing.assert_allclose(found.random["token_bias2"][0] / 1e-6, found.leading_R, rtol=0.05)
-    assert found.exact_by_place.shape == (3, 3)
-    np.testing.assert_allclose(found.exact_by_place[:, 2], found.exact["token_bias2"])
+    found = path_errors(setting, RATES, updates=2)
+    each = [setting.quality(exact_path(setting, 2, rate)[-1])["token_bias2"] for rate in RATES]
+    np.testing.assert_array_equal(found.end["token_bias2"], each)
+    assert found.by_place.shape == (3, 3)
+    np.testing.assert_allclose(found.by_place[:, 2], each)
+    assert each[0] / RATES[0] ** 2 == pytest.approx(found.leading, rel=0.05)
 
 
 # Without updates: another route to the same numbers
@@ -234,8 +193,6 @@ def test_the_oracle_has_the_variance_of_exact_values(setting):
     between = np.square(np.array(g) - np.mean(g, axis=0)).sum(axis=1).mean()
     np.testing.assert_allclose(found["between"], between, rtol=1e-12)
     np.testing.assert_allclose(found["oracle"], between + np.mean(expected) / np.array([2, 4]))
-    value_P = setting.value_P
-    np.testing.assert_allclose(found["zero_variance"][0], (value_P**2 + (1 - value_P) ** 2).mean())
 
 
 def test_the_limit_of_the_variance_is_the_delta_methods(setting):
@@ -287,10 +244,9 @@ def trained(setting, current, level, beta, advantages):
 def test_both_ratios_and_the_penalty_are_those_of_training(setting, current):
     rewards = [[setting.reward_PY[p, y] for y in g] for p, g in zip(PROMPTS, OUTCOMES, strict=True)]
     advantages = [a for row in rewards for a in plain_advantages("leave_one_out", row, None)]
-    found = trained(setting, current, "token", BETA, advantages)
-    expected = estimate(setting, current, PROMPTS, OUTCOMES)
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
-    found = trained(setting, current, "whole_sequence", 0.0, advantages)
     own = np.repeat(PROMPTS, 3), OUTCOMES.ravel()
-    expected = np.array(advantages) @ setting.tables(current, "sequence")[0][own] / 6
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+    for level, name, beta in (("token", "token", BETA), ("sequence", "whole_sequence", 0.0)):
+        weight, penalty = (x[own] for x in setting.tables(current, level))
+        expected = (np.array(advantages) @ weight + bool(beta) * penalty.sum(axis=0)) / 6
+        found = trained(setting, current, name, beta, advantages)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)

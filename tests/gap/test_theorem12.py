@@ -17,7 +17,7 @@ from grpo_ustat.runs.result import AGREES, DISAGREES
 LENGTH, PROMPTS = 3, 2
 SMALL = {
     "learning_rates": [1e-3, 1e-2, 0.1, 1.0], "minibatches": 3, "group_size": 4,
-    "group_sizes": [2, 4, 8], "limit_sizes": [64, 128, 256], "num_prompts": 6, "replicates": 8,
+    "group_sizes": [2, 4, 8], "limit_sizes": [64, 128, 256], "num_prompts": 6,
 }  # fmt: skip
 
 
@@ -27,9 +27,9 @@ def study(rng):
     reference = policy.at(policy.theta_D + rng.normal(size=12) / 3)
     reward_PY = (rng.random((PROMPTS, 2**LENGTH)) < 0.5).astype(float)
 
-    def run(seed=0, **changed):
+    def run(**changed):
         design = Theorem12Config(**SMALL | changed)
-        return twelve.theorem12(policy, reference, reward_PY, design, seed)
+        return twelve.theorem12(policy, reference, reward_PY, design)
 
     return run
 
@@ -42,11 +42,10 @@ def test_as_the_paper_states_it_it_disagrees_and_without_normalisation_it_agrees
     for size in (2, 4, 8):
         assert f"bias^2 / ||target||^2 at learning rate 0, with normalisation, G = {size}" in wrong
     plain = [claim for claim in found.claims if claim.what.startswith("without")]
-    assert {claim.verdict for claim in plain} == {AGREES} and len(plain) == 11
-    assert all(claim.p_value > 0.05 for claim in plain if claim.low is not None)
+    assert {claim.verdict for claim in plain} == {AGREES} and len(plain) == 10
     drift = [claim for claim in found.claims if claim.what.startswith("with normalisation")]
     assert {claim.verdict for claim in drift} == {AGREES}
-    assert found.verdict == DISAGREES and found.rollouts == 2 * 8 * 2 * 2 * 4
+    assert found.verdict == DISAGREES and found.rollouts == 0
     assert len({tuple(row) for row in found.rows}) == 1
     json.dumps([content_of(found.claims), list(found.rows)], allow_nan=False)
 
@@ -54,11 +53,6 @@ def test_as_the_paper_states_it_it_disagrees_and_without_normalisation_it_agrees
 def test_without_the_penalty_its_claims_are_gone(study):
     found = study(beta=0.0)
     assert not any("KL term only" in claim.what for claim in found.claims)
-
-
-@pytest.mark.slow
-def test_the_same_seed_is_the_same_study_and_another_is_not(study):
-    assert study().rows == study().rows != study(seed=1).rows
 
 
 def test_a_target_that_the_estimate_does_not_have_disagrees(study, monkeypatch):
