@@ -26,14 +26,6 @@ class Option:
 
 OPTIONS = {
     "value": Option("number that is subtracted from rewards"),
-    "process_variance": Option(
-        "process variance Q of the Kalman filter, added to the state variance at each completion",
-        0.0,
-    ),
-    "measurement_variance": Option(
-        "measurement variance R of the Kalman filter: variance of a reward around its latent mean",
-        1e-12,
-    ),
     "epsilon": Option("number added to the divisor, so that the divisor is never 0", 0.0),
     "level": Option(
         "level, from 0 to 1, of the quantile of the group's rewards that is used as baseline",

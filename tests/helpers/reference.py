@@ -19,7 +19,6 @@ BASELINE_OPTIONS = {  # of every baseline that has any
     "quantile": {"level": 0.4, "epsilon": 1e-4},
     "pods": {"share": 0.6, "epsilon": 1e-4},
     "length_weighted": {"power": 0.75, "epsilon": 1e-4},
-    "krpo": {"process_variance": 0.01, "measurement_variance": 0.1, "epsilon": 0.1},
     "ebpo": {"epsilon": 1e-8},
     "gdpo": {"epsilon": 1e-4},
     "maxrl": {"epsilon": 1e-4},
@@ -27,7 +26,6 @@ BASELINE_OPTIONS = {  # of every baseline that has any
     "reinforce_pp": {"epsilon": 1e-8},
     "reinforce_pp_baseline": {"epsilon": 1e-8},
     "james_stein": {"epsilon": 1e-8},
-    "jspo": {"epsilon": 1e-6},
     "beta": {"minimum": 0.0, "maximum": 1.0, "ceiling": 1e6},
 }
 
@@ -88,11 +86,12 @@ def beta_weights(means, ceiling):
     return [min(1 / d, ceiling) if d > 0 else ceiling for d in density]
 
 
-def james_stein_row(rewards, p, epsilon, factor):
+def james_stein_row(rewards, p, epsilon):
     """Advantages of prompt p's group."""
     others = [row for k, row in enumerate(rewards) if k != p]
     means = [mean_of(row) for row in others]
     noise = mean_of([variance_of(row) / len(row) for row in others])
+    factor = 1 - 1 / len(rewards)
     shrink = factor * noise / (noise + variance_of(means, ddof=0) + epsilon)
     result = []
     for i, r in enumerate(rewards[p]):
@@ -131,17 +130,6 @@ def kept_row(row, kept, epsilon):
     inside = standardised([row[i] for i in best], epsilon)
     found = dict(zip(best, inside, strict=True))
     return [size / kept * found.get(i, 0.0) for i in range(size)]
-
-
-def kalman_row(row, process_variance, measurement_variance, epsilon):
-    """KRPO by Bayes' rule: the posterior of a latent mean with prior N(0, 1), after each reward."""
-    result, precision, mean = [], 1.0, 0.0
-    for r in row:
-        prior = 1 / (1 / precision + process_variance)  # the precision before this reward
-        precision = prior + 1 / measurement_variance
-        mean = (prior * mean + r / measurement_variance) / precision
-        result.append((r - mean) / (math.sqrt(1 / precision) + epsilon))
-    return result
 
 
 def ebpo_rows(rewards, history, epsilon):
@@ -205,17 +193,14 @@ def zoo_advantages(name, rewards, lengths, context, options):
         return token_whitened(shifted, lengths, options["epsilon"])
     if name == "ebpo":
         return ebpo_rows(rewards, context["past"], options["epsilon"])
-    if name == "krpo":
-        return [kalman_row(row, **options) for row in rewards]
     if name == "beta":
         low, width = options["minimum"], options["maximum"] - options["minimum"]
         rewards = [[(r - low) / width for r in row] for row in rewards]
         weights = beta_weights([mean_of(row) for row in rewards], options["ceiling"])
     for p, row in enumerate(rewards):
         centre = mean_of(row)
-        if name in ("james_stein", "jspo"):
-            factor = 1 - 1 / len(rewards) if name == "james_stein" else 1
-            result.append(james_stein_row(rewards, p, options["epsilon"], factor))
+        if name == "james_stein":
+            result.append(james_stein_row(rewards, p, options["epsilon"]))
             continue
         if name == "group_std_jackknife":
             result.append(jackknifed_row(row, options["epsilon"]))
@@ -256,10 +241,9 @@ def zoo_advantages(name, rewards, lengths, context, options):
                 a = (r - centre) / (math.sqrt(variance_of(flat)) + options["epsilon"])
             elif name == "beta":
                 a = weights[p] * (r - centre)
-            elif name in ("opo", "opo_self"):
-                inside = others if name == "opo" else range(len(row))
-                total = sum(lengths[p][j] for j in inside)
-                a = r - sum(lengths[p][j] * row[j] for j in inside) / total
+            elif name == "opo":
+                total = sum(lengths[p][j] for j in others)
+                a = r - sum(lengths[p][j] * row[j] for j in others) / total
             group.append(a)
         result.append(group)
     return result

@@ -140,7 +140,7 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
         s = mean over other prompts of (prompt mean - mean of these prompt means)^2
 
     P is the number of prompts in the batch. The factor (P - 1)/P is from equation 15 of the paper;
-    the authors' released code omits it, see `jspo`. The paper has no epsilon; here it prevents a
+    the authors' released code omits it. The paper has no epsilon; here it prevents a
     division of 0 by 0.
 
     The estimate is unbiased because lambda_x and the mean of the other prompts do not depend on
@@ -153,37 +153,15 @@ def james_stein(rewards_PG: Array, context: BaselineContext, *, epsilon: float =
     >>> james_stein(rewards, BaselineContext(), epsilon=0.0)[1].round(4).tolist()  # lambda = 4/9
     [0.3333, 0.3333]
     """
-    count = len(rewards_PG)
-    return _shrink(rewards_PG, (count - 1) / count, epsilon)
-
-
-@baseline(
-    "james_stein as in its authors' code: without the factor (P-1)/P for P prompts. Unbiased.",
-    unbiased=True, min_group_size=2, min_prompts=3, couples_prompts=True,
-)  # fmt: skip
-def jspo(rewards_PG: Array, context: BaselineContext, *, epsilon: float = 1e-6) -> Array:
-    """Return `james_stein` as in the authors' code (JSPO-Official), without the factor (P - 1)/P.
-
-    The authors' code uses epsilon 1e-6. The estimate is unbiased for the reasons given in
-    `james_stein`.
-
-    >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    >>> jspo(rewards, BaselineContext(), epsilon=0.0)[1].tolist()  # lambda = 2/3
-    [0.5, 0.5]
-    """
-    return _shrink(rewards_PG, 1.0, epsilon)
-
-
-def _shrink(rewards_PG: Array, factor: float, epsilon: float) -> Array:
-    """Compute the advantages of `james_stein`, with `factor` in place of (P - 1)/P."""
     count, size = rewards_PG.shape
     loo_PG = (rewards_PG.sum(axis=1, keepdims=True) - rewards_PG) / (size - 1)
     mean_P, noise_P = rewards_PG.mean(axis=1), rewards_PG.var(axis=1, ddof=1) / size
     others_PQ = np.broadcast_to(mean_P, (count, count))[~np.eye(count, dtype=bool)]
     others_PQ = others_PQ.reshape(count, count - 1)
     noise_P = (noise_P.sum() - noise_P) / (count - 1)
-    shrink_P = factor * quotient(noise_P, noise_P + others_PQ.var(axis=1) + epsilon)
-    shrink_P1, pooled_P1 = shrink_P[:, None], others_PQ.mean(axis=1, keepdims=True)
+    shrink_P = quotient(noise_P, noise_P + others_PQ.var(axis=1) + epsilon)
+    shrink_P1 = (count - 1) / count * shrink_P[:, None]
+    pooled_P1 = others_PQ.mean(axis=1, keepdims=True)
     return rewards_PG - (1 - shrink_P1) * loo_PG - shrink_P1 * pooled_P1
 
 
