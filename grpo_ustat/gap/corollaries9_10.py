@@ -16,7 +16,7 @@ from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, replicates_converge
 from grpo_ustat.gap.convergence import limit_weights
 from grpo_ustat.gap.covariance import baseline_values
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, line_of
+from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise
 from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories
@@ -65,23 +65,22 @@ def plan(design: CorollariesConfig) -> list[Simulation]:
 def judge(problem: Problem, design: CorollariesConfig, runs: Sequence[Trajectories]) -> Evidence:
     """Enumerate the limit weights and compare GRPO's gaps with the oracle's gaps."""
     n, c = design.rollouts, design.decaying_rate
-    claims, rows = _weight_claims(problem, c), []
+    claims, rows, last = _weight_claims(problem, c), [], []
     for grpo, oracle in zip(runs[::2], runs[1::2], strict=True):
-        size, prompts = grpo.estimator.group_size, grpo.estimator.num_prompts
         sums = [weight_sum(problem, c, run.estimator) for run in (grpo, oracle)]
         predicted = n * (sums[0] - sums[1])
         differences = [n * (grpo.scaled_gap(place) - oracle.scaled_gap(place)) for place in (0, 1)]
-        for step, difference_R in zip(grpo.simulation.steps, differences, strict=True):
-            mean, low, high = mean_interval(difference_R)
-            rows.append(
-                {"group_size": size, "num_prompts": prompts, "step": step}
-                | {"grpo_weights": sums[0], "oracle_weights": sums[1]}
-                | {"predicted_difference": predicted, "difference": mean}
-                | {"low": low, "high": high, "replicates": grpo.replicates}
-            )
+        measured = [mean_interval(difference_R) for difference_R in differences]
+        same = {"grpo_weights": sums[0], "oracle_weights": sums[1]}
+        same |= {"predicted_difference": predicted}
+        columns = {"step": grpo.steps_S} | columns_of("difference", measured)
+        rows += rows_of(grpo.columns | same, columns)
+        last.append((grpo.estimator.group_size, measured[-1], predicted))
         claims.append(_difference_claim(grpo, predicted, differences))
     claims += baseline_claims(problem, c)
-    return Evidence(claims, [_panel(problem, c, rows[1::2])], rows)
+    series = Series("GRPO - oracle", *zip(*last, strict=True))
+    panel = Panel("group size G", "n T x difference of mean gaps", [series])
+    return Evidence(claims, panel, rows)
 
 
 def weight_sum(problem: Problem, c: float, estimator: Estimator) -> float:
@@ -254,15 +253,6 @@ def baseline_claims(problem: Problem, c: float) -> list[Claim]:
             for baseline in ("none", "optimal")
         ),
     ]  # fmt: skip
-
-
-def _panel(problem: Problem, c: float, rows: Sequence[dict]) -> Panel:
-    """Return the panel of the gaps' difference at the last step against G."""
-    measured = line_of("GRPO - oracle", rows, "group_size", "difference")
-    line = [size * weight_excess(problem, c, size) for size in map(int, measured.x)]
-    curves = [measured, PlotLine(measured.label, measured.x, line, predicted=True)]
-    ylabel = "n T x difference of mean gaps"
-    return Panel("fixed n = B G", "group size G", ylabel, curves, "xy")
 
 
 THEOREM = simulated(STATEMENT, plan, judge)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ustat.config.gap import GapConfig
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.runs.claims import agreement, correct_family, worst_verdict
 from grpo_ustat.runs.result import Claim
 
@@ -17,58 +18,43 @@ Points = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
-class PlotLine:
-    """A curve in a figure."""
+class Series:
+    """Measurements and predictions in the figure that share a colour."""
 
     # Label in the legend.
     label: str
     x: Points
-    y: Points
-    # Ends of the intervals of y, or None if y has no intervals.
-    low: Points | None = None
-    high: Points | None = None
-    # True to draw a line, for a prediction. Measurements are drawn as markers.
-    predicted: bool = False
-    # True to draw a dashed line, for an upper bound on the measurements.
-    bound: bool = False
-
-
-def line_of(
-    label: str,
-    rows: Sequence[Mapping[str, Any]],
-    x: str,
-    y: str,
-    predicted: bool = False,
-    bound: bool = False,
-) -> PlotLine:
-    """Make a curve from two columns of curves.csv.
-
-    Measurements must also have the columns `low` and `high`, the ends of their intervals.
-
-    Args:
-        label: label in the legend.
-        rows: rows of curves.csv.
-        x, y: names of the columns that are plotted.
-        predicted, bound: see `PlotLine`.
-    """
-    column = {name: [row[name] for row in rows] for name in (x, y)}
-    low, high = (
-        None if predicted or bound else [row[name] for row in rows] for name in ("low", "high")
-    )
-    return PlotLine(label, column[x], column[y], low, high, predicted, bound)
+    # Measured values, or intervals of them; drawn as markers.
+    measured: Points | Sequence[Interval] = ()
+    # Predicted values, drawn as a line.
+    predicted: Points = ()
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of a figure."""
+    """The figure of a theorem's test."""
 
-    title: str
     xlabel: str
     ylabel: str
-    # Curves with the same label share a colour, for example a measurement and its prediction.
-    curves: Sequence[PlotLine]
-    # Logarithmic axes: "x", "y", "xy" or "" for none.
-    log: str = ""
+    series: Sequence[Series]
+    # Logarithmic axes: "x" or "xy".
+    log: str = "xy"
+
+
+def columns_of(name: str, intervals: Sequence[Interval]) -> dict[str, Points]:
+    """Return the columns `name`, `low` and `high` of estimates with intervals."""
+    return dict(zip((name, "low", "high"), np.array(intervals).T, strict=True))
+
+
+def rows_of(same: Mapping[str, Any], columns: Mapping[str, Points]) -> list[dict[str, Any]]:
+    """Return rows of curves.csv.
+
+    Args:
+        same: values that all rows share, keyed by column.
+        columns: values of the rows, keyed by column.
+    """
+    values = (np.asarray(x).tolist() for x in columns.values())
+    return [{**same, **dict(zip(columns, row, strict=True))} for row in zip(*values, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -77,9 +63,8 @@ class Evidence:
 
     # Claims in order of importance. `correct_family` corrects their verdicts for multiple testing.
     claims: Sequence[Claim]
-    # Panels of the figure.
-    panels: Sequence[Panel]
-    # Rows of curves.csv. They contain the values in the panels and further values.
+    panel: Panel
+    # Rows of curves.csv. They contain the values in the figure and further values.
     rows: Sequence[Mapping[str, Any]]
     # Facts about the test problem, keyed by their names on the page.
     problem: Mapping[str, float | str] = field(default_factory=dict)

@@ -27,13 +27,14 @@ At epsilon = 0 the following limits hold as G grows:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import GapConfig
 from grpo_ustat.gap.claims import at_infinity, enumerated_claim, enumeration_converges, limit_claim
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.evidence import Evidence, Panel, Series, Theorem
 from grpo_ustat.gap.problems import PROBLEMS
 from grpo_ustat.records import Array
 from grpo_ustat.runs.claims import Claim, comma_list
@@ -196,14 +197,14 @@ def lemma11(
             )
         )  # fmt: skip
     labels = ("E||N - U||^2", "Var N", "Var U", "bias of N")
-    lines = [
-        PlotLine(label, sizes, [abs(row[name]) for row in rows])
+    series = [
+        Series(label, sizes, [abs(row[name]) for row in rows])
         for label, name in zip(labels, far[0], strict=True)
     ]
-    lines.append(PlotLine(labels[0], sizes, shift.mean() / np.array(sizes), predicted=True))
-    panel = Panel("N and U at epsilon = 0", "group size G", "mean over prompts", lines, "xy")
+    series[0] = replace(series[0], predicted=shift.mean() / np.array(sizes))
+    panel = Panel("group size G", "mean over prompts, epsilon = 0", series)
     facts = {"prompts": len(p), "smallest V": float(p.min()), "largest V": float(p.max())}
-    return Evidence(claims, [panel], rows, facts)
+    return Evidence(claims, panel, rows, facts)
 
 
 def run(config: GapConfig) -> Evidence:

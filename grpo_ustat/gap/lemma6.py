@@ -15,7 +15,7 @@ from grpo_ustat.config.gap import Lemma6Config
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, mean_p_value
 from grpo_ustat.gap.convergence import decaying_bound, quadratic_recursion, recursion
-from grpo_ustat.gap.evidence import Evidence, Panel, line_of
+from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
 from grpo_ustat.gap.exact import largest_error, noise, noise_everywhere
 from grpo_ustat.gap.problems import CoinProblem, Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, log_spaced_steps
@@ -58,12 +58,20 @@ def plan(design: Lemma6Config) -> list[Simulation]:
 def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) -> Evidence:
     """Compare the mean gap with the recursion's solution and with the bound of order 1/T."""
     curve, (mu, smoothness) = log_spaced_steps(design.steps), problem.constants
-    claims, rows = [], []
+    first, claims, rows, series = problem.start_K - problem.best_K, [], [], []
     for run in runs:
-        name = f"{run.estimator.name}, {run.rate.name}"
+        name, rates_T = f"{run.estimator.name}, {run.rate.name}", run.simulation.rates_T
         s2 = largest_error(problem, run.estimator)
-        bound = recursion(float(run.gap_SR[0, 0]), mu, smoothness, s2, run.simulation.rates_T)
-        rows += _rows(problem, run, curve, bound, s2)
+        bound = recursion(float(run.gap_SR[0, 0]), mu, smoothness, s2, rates_T)
+        sigma = noise(problem, problem.best_K, run.estimator)
+        model = quadratic_recursion(first, problem.curvature_KK, sigma, rates_T)
+        gaps = [mean_interval(run.gap_SR[run.place(step)]) for step in curve]
+        left = [int(((run.exit_R > 0) & (run.exit_R <= step)).sum()) for step in curve]
+        columns = {"step": curve, "bound": bound[curve], "quadratic_model": model[curve]}
+        columns |= {"left": left, **columns_of("gap", gaps)}
+        rows += rows_of(run.columns | {"s2": s2}, columns)
+        shares = np.array(gaps) / bound[curve][:, None]
+        series.append(Series(name, curve, shares, model[curve] / bound[curve]))
         what = f"{name}: largest ratio over T of the mean gap to the recursion's bound"
         claims.append(_bound_claim(what, run, bound, curve))
         if run.rate.kind == "decaying":
@@ -75,32 +83,8 @@ def judge(problem: Problem, design: Lemma6Config, runs: Sequence[Trajectories]) 
             claims.append(_bound_claim(what, run, limit, [design.steps], holds))
         if isinstance(problem, CoinProblem):
             claims.append(_next_step_claim(problem, run, curve))
-    return Evidence(
-        claims=claims,
-        panels=[_panel(rate, rows) for rate in dict.fromkeys(row["rate"] for row in rows)],
-        rows=rows,
-    )
-
-
-def _rows(
-    problem: Problem, run: Trajectories, curve: list[int], bound: np.ndarray, s2: float
-) -> list[dict]:
-    """Return one row of curves.csv for each step in `curve`."""
-    estimator = run.estimator
-    first, sigma = problem.start_K - problem.best_K, noise(problem, problem.best_K, estimator)
-    model = quadratic_recursion(first, problem.curvature_KK, sigma, run.simulation.rates_T)
-    rows = []
-    for step in curve:
-        gap_R = run.gap_SR[list(run.steps_S).index(step)]
-        mean, low, high = mean_interval(gap_R)
-        rows.append(
-            {"estimator": estimator.name, "group_size": estimator.group_size}
-            | {"num_prompts": estimator.num_prompts, "rate": run.rate.name, "step": step}
-            | {"gap": mean, "low": low, "high": high, "bound": float(bound[step])}
-            | {"quadratic_model": float(model[step]), "s2": s2, "replicates": run.replicates}
-            | {"left": int(((run.exit_R > 0) & (run.exit_R <= step)).sum())}
-        )
-    return rows
+    label = "mean gap / bound (line: quadratic recursion)"
+    return Evidence(claims, Panel("step T", label, series, "x"), rows)
 
 
 def _bound_claim(
@@ -120,7 +104,7 @@ def _bound_claim(
         holds: False if T is too small for the theory to guarantee the bound. The claim then has no
             p-value, and a mean above the bound leaves it undecided.
     """
-    places = [list(run.steps_S).index(step) for step in steps]
+    places = [run.place(step) for step in steps]
     intervals = [mean_interval(run.gap_SR[place], among=len(steps)) for place in places]
     ratios = np.array([np.array(x) / bound[s] for x, s in zip(intervals, steps, strict=True)])
     mean, low, high = ratios[ratios[:, 0].argmax()]
@@ -156,17 +140,17 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
     replicate. Next gaps minus their means have mean zero and are uncorrelated between steps. The
     sum over steps of their squared t statistics is therefore approximately chi-square distributed.
     """
-    rates_T, places = run.simulation.rates_T, list(run.steps_S)
+    rates_T = run.simulation.rates_T
     shares_F = np.array([1.0, *OTHER_NOISE])
     total_F = np.zeros(len(shares_F))
     for step in curve:
-        at_KR, eta = run.u_SKR[places.index(step)], rates_T[step]
+        at_KR, eta = run.u_SKR[run.place(step)], rates_T[step]
         u_KR = at_KR - problem.best_K[:, None]
         sigma_KR = np.einsum("kkr->kr", noise_everywhere(problem, at_KR, run.estimator))
         shrink_K = np.square(1 - eta * problem.lambda_K)
         drift_R = problem.lambda_K @ (shrink_K[:, None] * u_KR**2) / 2
         noise_R = eta**2 * problem.lambda_K @ sigma_KR / 2
-        after_drift_R = run.gap_SR[places.index(step + 1)] - drift_R
+        after_drift_R = run.gap_SR[run.place(step + 1)] - drift_R
         rest_FR = after_drift_R - shares_F[:, None] * noise_R
         score_F = rest_FR.mean(axis=1) / rest_FR.std(axis=1, ddof=1)
         total_F += after_drift_R.size * np.square(score_F)
@@ -186,18 +170,6 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
         p_value=float(p_F[0]),
         alternatives={f"noise x {x}": float(p) for x, p in zip(shares_F[1:], p_F[1:], strict=True)},
     )
-
-
-def _panel(rate: str, rows: list[dict]) -> Panel:
-    """Return the panel of one learning rate: mean gap, recursion and bound of every estimator."""
-    curves = []
-    for name in dict.fromkeys(row["estimator"] for row in rows):
-        points = [row for row in rows if (row["estimator"], row["rate"]) == (name, rate)]
-        curves.append(line_of(name, points, "step", "gap"))
-        curves.append(line_of(name, points, "step", "quadratic_model", predicted=True))
-        curves.append(line_of(name, points, "step", "bound", bound=True))
-    label = "mean gap (solid: quadratic\nrecursion, dashed: bound)"
-    return Panel(rate, "step T", label, curves, "xy")
 
 
 THEOREM = simulated(STATEMENT, plan, judge)

@@ -27,7 +27,7 @@ from scipy.optimize import brentq
 from grpo_ustat.config.gap import Proposition13Config
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
 from grpo_ustat.gap.claims import interval_p_value, limit_claim, mean_interval
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
+from grpo_ustat.gap.evidence import Evidence, Panel, Series
 from grpo_ustat.gap.lemma11 import mean_weight
 from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, reference_law
@@ -144,7 +144,16 @@ def judge(problem: Problem, design: Proposition13Config, runs: Sequence[Trajecto
         for end in ends
     ]  # fmt: skip
     by_size = [end for end in ends[1:] if not variant(end.estimator)]
-    return Evidence(claims, [_panel(by_size, float(problem.best_K[0]))], rows)
+    sizes, best = [end.estimator.group_size for end in by_size], float(problem.best_K[0])
+    series = [
+        Series(
+            "normalised (line: root)", sizes,
+            [end.measured for end in by_size], [end.root for end in by_size],
+        ),
+        Series("arcsin maximiser", sizes, predicted=[end.maximiser for end in by_size]),
+        Series("maximiser of J", sizes, predicted=[best] * len(sizes)),
+    ]  # fmt: skip
+    return Evidence(claims, Panel("group size G", "mean end point of u", series, "x"), rows)
 
 
 def normalised(design: Proposition13Config, size: int, **changes: Any) -> Estimator:
@@ -268,20 +277,6 @@ def _limit_claim(problem: Problem, design: Proposition13Config, **changes: Any) 
     )
     what = f"as G grows: limit of the root, against the maximiser of E[2 arcsin sqrt V]{label}"
     return limit_claim(what, limit, roots, TOLERANCE * distance, how)
-
-
-def _panel(ends: list[EndPoint], best: float) -> Panel:
-    """Return the panel of measured end points, roots and maximisers by group size."""
-    x = [end.estimator.group_size for end in ends]
-    y, low, high = zip(*(end.measured for end in ends), strict=True)
-    curves = [
-        PlotLine("normalised", x, y, low, high),
-        PlotLine("normalised", x, [end.root for end in ends], predicted=True),
-        PlotLine("arcsin maximiser", x, [end.maximiser for end in ends], predicted=True),
-        PlotLine("maximiser of J", x, [best] * len(x), predicted=True),
-    ]
-    title = "mean end point of training (line: root)"
-    return Panel(title, "group size G", "mean end point of u", curves, "x")
 
 
 THEOREM = simulated(STATEMENT, plan, judge)

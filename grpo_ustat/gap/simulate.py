@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -137,6 +138,19 @@ class Trajectories:
     def replicates(self) -> int:
         """Number of replicates, R."""
         return self.gap_SR.shape[1]
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Columns of curves.csv that describe the simulation."""
+        one = self.estimator
+        return {
+            "estimator": one.name, "num_prompts": one.num_prompts, "group_size": one.group_size,
+            "rate": self.rate.name, "replicates": self.replicates,
+        }  # fmt: skip
+
+    def place(self, step: int) -> int:
+        """Return the index of a recorded step."""
+        return self.steps_S.tolist().index(step)
 
     def scaled_gap(self, place: int) -> np.ndarray:
         """Return (T + offset) times each replicate's gap at a recorded step T, [R]."""

@@ -32,7 +32,7 @@ from grpo_ustat.gap.claims import (
     limit_claim,
     nearing_claim,
 )
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine, Theorem
+from grpo_ustat.gap.evidence import Evidence, Panel, Series, Theorem
 from grpo_ustat.gap.sequences import SequencePolicy, build_sequences
 from grpo_ustat.records import Array
 from grpo_ustat.runs.claims import Claim, comma_list
@@ -84,16 +84,9 @@ def theorem12(
     plain, normalised = (
         path_errors(replace(with_epsilon, divisor=x), rates, updates) for x in ("none", "group_std")
     )
-    share = [
-        PlotLine(LABELS[x], design.group_sizes, start[x]["bias2_share"])
+    series = [
+        Series(LABELS[x], design.group_sizes, start[x]["bias2_share"])
         for x in ("group_std", "group_std_redrawn")
-    ]
-    lines = [
-        PlotLine("without normalisation", rates, plain.end["token_bias2"]),
-        PlotLine("without normalisation", rates, plain.leading * rates**2, predicted=True),
-        PlotLine(
-            "with normalisation, change since theta_old", rates, normalised.end["token_drift2"]
-        ),
     ]
     return Evidence(
         claims=[
@@ -101,10 +94,7 @@ def theorem12(
             *_drift_claims(normalised),
             *_plain_claims(plain),
         ],
-        panels=[
-            Panel("Learning rate 0", "group size G", "bias^2 / ||target||^2", share, "xy"),
-            Panel("Squared bias, token ratios", "learning rate", "bias^2", lines, "xy"),
-        ],
+        panel=Panel("group size G", "bias^2 / ||target||^2 at learning rate 0", series),
         rows=[
             *(
                 _row("group_size", size, kind, name, value)

@@ -13,7 +13,7 @@ from grpo_ustat.config.gap import Theorem7Config
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
 from grpo_ustat.gap.convergence import quadratic_recursion, recursion
-from grpo_ustat.gap.evidence import Evidence, Panel, line_of
+from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
 from grpo_ustat.gap.exact import noise, scaling_at
 from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
@@ -73,8 +73,26 @@ def judge(problem: Problem, design: Theorem7Config, runs: Sequence[Trajectories]
     rates = list(dict.fromkeys(run.rate for run in runs))
     for total, rate in product(design.totals, rates):
         claims.append(total_claim(total, rate, cells, theories, design.steps))
-    rows = [row for point in cells for row in _rows(problem, point, cells, best, theories)]
-    return Evidence(claims, _panels(rows, design), rows)
+    rows, series = [], []
+    for point, gaps in cells.items():
+        (rate, n, step), sizes = point, sorted(gaps)
+        measured = [mean_interval(gaps[size]) for size in sizes]
+        model = [
+            model_gap(problem, Estimator("leave_one_out", n // size, size), rate, step)
+            for size in sizes
+        ]
+        columns = {"group_size": sizes, "num_prompts": [n // size for size in sizes]}
+        columns |= columns_of("gap", measured) | {"quadratic_model": model}
+        columns |= {"best": [size in best[point] for size in sizes]} | {
+            f"best_by_{kind}": [size == choice for size in sizes]
+            for kind, choice in theories[point].items()
+        }
+        same = {"rate": rate.name, "rollouts": n, "step": step, "total": n * step}
+        rows += rows_of(same | {"replicates": design.replicates}, columns)
+        if n == max(design.rollouts, default=n):
+            series.append(Series(f"{rate.name}, n = {n}, T = {step}", sizes, measured, model))
+    panel = Panel("group size G", "mean gap (line: recursion)", series)
+    return Evidence(claims, panel, rows)
 
 
 def p_value_of_best(gaps: Mapping[Any, np.ndarray], choice: Any) -> float:
@@ -292,48 +310,6 @@ def total_claim(
         when_rejected=DISAGREES,
         alternatives={f"G = {size}": p for size, p in by_size.items() if size != expected},
     )
-
-
-def _rows(
-    problem: Problem,
-    point: GridPoint,
-    cells: dict[GridPoint, Gaps],
-    best: dict[GridPoint, set[int]],
-    theories: dict[GridPoint, dict[str, int]],
-) -> list[dict]:
-    """Return one row of curves.csv for each G in a cell."""
-    rate, n, step = point
-    rows = []
-    for size, gap_R in sorted(cells[point].items()):
-        mean, low, high = mean_interval(gap_R)
-        model = model_gap(problem, Estimator("leave_one_out", n // size, size), rate, step)
-        rows.append(
-            {"rate": rate.name, "rollouts": n, "step": step, "total": n * step}
-            | {"group_size": size, "num_prompts": n // size, "gap": mean, "low": low, "high": high}
-            | {"quadratic_model": model, "best": size in best[point]}
-            | {f"best_by_{kind}": size == choice for kind, choice in theories[point].items()}
-            | {"replicates": len(gap_R)}
-        )
-    return rows
-
-
-def _panels(rows: list[dict], design: Theorem7Config) -> list[Panel]:
-    """Return panels of the gap against G, one for each learning rate and each T, or each total."""
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    ends = sorted({min(design.steps), max(design.steps)}) if design.rollouts else []
-    axes = [(rate, "step", step, "rollouts", "n") for rate in rates for step in ends]
-    axes += [(rate, "total", total, "step", "T") for rate in rates for total in design.totals]
-    panels = []
-    for rate, within, value, by, letter in axes:
-        inside = [row for row in rows if (row["rate"], row[within]) == (rate, value)]
-        curves = []
-        for number in dict.fromkeys(row[by] for row in inside):
-            label, points = f"{letter} = {number}", [row for row in inside if row[by] == number]
-            curves.append(line_of(label, points, "group_size", "gap"))
-            curves.append(line_of(label, points, "group_size", "quadratic_model", predicted=True))
-        title = f"{rate}, {'T' if within == 'step' else 'n T'} = {value}"
-        panels.append(Panel(title, "group size G", "mean gap (line: recursion)", curves, "xy"))
-    return panels
 
 
 THEOREM = simulated(STATEMENT, plan, judge)

@@ -14,7 +14,7 @@ from grpo_ustat.config.gap import Theorem8Config
 from grpo_ustat.estimators.intervals import CONFIDENCE
 from grpo_ustat.gap.claims import mean_interval, replicates_converge
 from grpo_ustat.gap.convergence import limit_weights, mixture_cdf, mixture_quantiles
-from grpo_ustat.gap.evidence import Evidence, Panel, PlotLine
+from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
 from grpo_ustat.gap.exact import noise_everywhere
 from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
@@ -62,34 +62,24 @@ def judge(problem: Problem, design: Theorem8Config, runs: Sequence[Trajectories]
     replicate's scaled gap into a value between 0 and 1, its probability integral transform. If the
     theorem holds, these values are uniformly distributed.
     """
-    claims, rows, panels = [], [], []
+    claims, rows, series = [], [], []
     for run in runs:
         weights_KR = limit_weights_at(problem, run.estimator, run.rate, run.u_SKR[-1])
-        rows += _rows(run, weights_KR)
         claims += [_law_claim(run, weights_KR), _mean_claim(run, weights_KR)]
         if weights_KR.shape[1] > 1:
             claims.append(_trend_claim(problem, run, weights_KR))
-        panels.append(_panel(run, weights_KR))
-    return Evidence(claims, panels, rows)
-
-
-def _rows(run: Trajectories, weights_KR: np.ndarray) -> list[dict]:
-    """Return one row of curves.csv for each recorded step."""
-    band = float(stats.kstwo.ppf(CONFIDENCE, run.replicates))
-    rows = []
-    for place, step in enumerate(run.steps_S):
-        values_R = run.scaled_gap(place)
-        mean, low, high = mean_interval(values_R)
-        rows.append(
-            {"estimator": run.estimator.name, "num_prompts": run.estimator.num_prompts}
-            | {"group_size": run.estimator.group_size, "step": int(step)}
-            | {"mean": mean, "low": low, "high": high}
-            | {"predicted_mean": float(weights_KR.sum(axis=0).mean())}
-            | {"ks": float(ks_distance(limit_cdf(weights_KR, values_R))[0]), "ks_band": band}
-            | {"mean_weights": " ".join(f"{w:.6g}" for w in weights_KR.mean(axis=1))}
-            | {"replicates": run.replicates}
-        )
-    return rows
+        gaps_SR = [run.scaled_gap(place) for place in range(len(run.steps_S))]
+        same = {
+            "predicted_mean": float(weights_KR.sum(axis=0).mean()),
+            "ks_band": float(stats.kstwo.ppf(CONFIDENCE, run.replicates)),
+            "mean_weights": " ".join(f"{w:.6g}" for w in weights_KR.mean(axis=1)),
+        }
+        distances = [ks_distance(limit_cdf(weights_KR, gap_R))[0] for gap_R in gaps_SR]
+        columns = {"step": run.steps_S, "ks": distances}
+        columns |= columns_of("mean", [mean_interval(gap_R) for gap_R in gaps_SR])
+        rows += rows_of(run.columns | same, columns)
+        series.append(_quantiles(run, weights_KR))
+    return Evidence(claims, Panel("quantile of the limit law", "quantile of T x gap", series), rows)
 
 
 def label_of(estimator: Estimator) -> str:
@@ -296,24 +286,15 @@ def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) ->
     )
 
 
-def _panel(run: Trajectories, weights_KR: np.ndarray) -> Panel:
-    """Return a panel that plots measured quantiles, with intervals, against predicted quantiles."""
+def _quantiles(run: Trajectories, weights_KR: np.ndarray) -> Series:
+    """Return measured quantiles, with intervals, against predicted quantiles."""
     sorted_R = np.sort(run.scaled_gap(-1))
     limit, count = limit_quantiles(weights_KR, 2 * sorted_R[-1]), len(sorted_R)
-    ranks = [
-        stats.binom.ppf(p, count, QUANTILES) for p in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
-    ]
-    low, high = sorted_R[np.clip(np.array(ranks).astype(int), 0, count - 1)]
-    points = np.quantile(sorted_R, QUANTILES)
-    curves = [
-        PlotLine("measured", limit, points, low, high),
-        PlotLine("predicted", limit, limit, predicted=True),
-    ]
-    if weights_KR.shape[1] > 1:
-        one_law = limit_quantiles(_mean_weights(weights_KR), 2 * sorted_R[-1])
-        curves.append(PlotLine(ONE_LAW, limit, one_law, bound=True))
-    title = f"{label_of(run.estimator)}, T = {run.steps_S[-1]}"
-    return Panel(title, "quantile of the limit law", "quantile of T x gap", curves, "xy")
+    ends = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+    ranks = np.array([stats.binom.ppf(p, count, QUANTILES) for p in ends]).astype(int)
+    ends_2Q = sorted_R[np.clip(ranks, 0, count - 1)]
+    measured = np.array([np.quantile(sorted_R, QUANTILES), *ends_2Q]).T
+    return Series(label_of(run.estimator), limit, measured, limit)
 
 
 def limit_quantiles(weights_KR: np.ndarray, top: float) -> np.ndarray:

@@ -10,7 +10,7 @@ from scipy import stats
 
 from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.gap.claims import interval_p_value, mean_interval, mean_p_value, replicates_converge
-from grpo_ustat.gap.evidence import Evidence
+from grpo_ustat.gap.evidence import Evidence, Panel
 from grpo_ustat.runs.claims import Claim, correct_family, holm_adjust
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
@@ -20,7 +20,7 @@ def claim(p_value, verdict=AGREES, **changes):
 
 
 def evidence(*claims):
-    return Evidence(claims, [], [])
+    return Evidence(claims, Panel("", "", []), [])
 
 
 def test_adjusted_p_values_are_those_worked_by_hand():

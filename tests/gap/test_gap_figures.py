@@ -1,20 +1,23 @@
-"""Figures of theorems: a baseline has the colour that it has elsewhere."""
+"""Figure of a theorem: markers with intervals for measurements, lines for predictions."""
 
 from __future__ import annotations
 
 import matplotlib.pyplot as plt
 
-from grpo_ustat.gap.evidence import Panel, PlotLine
+from grpo_ustat.estimators.intervals import Interval
+from grpo_ustat.gap.evidence import Panel, Series
 from grpo_ustat.gap.figures import draw
-from grpo_ustat.pages.figures import STYLE
 
 
-def test_a_baseline_has_its_own_colour_and_no_other_line_has_it():
-    lines = [PlotLine(name, [1, 2], [1, 2]) for name in ("normalised", "GRPO", "vanilla", "oracle")]
+def test_measurements_are_markers_and_predictions_are_lines_of_their_colour():
+    measured = [Interval(1.0, -1.0, 3.0), Interval(2.0, 1.0, 4.0)]
+    lines = [Series("both", [2, 4], measured, [1.0, 2.0]), Series("line", [2, 4], predicted=[1, 1])]
     figure, axes = plt.subplots()
-    draw(axes, Panel("", "x", "y", lines))
-    colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
+    draw(axes, Panel("group size G", "y", lines))
+    markers, line, alone = axes.get_lines()
+    assert markers.get_linestyle() == "None" and line.get_color() == markers.get_color()
+    assert alone.get_color() != line.get_color()
+    (ends,) = axes.collections[0].get_segments()[:1]
+    assert ends[:, 1].tolist() == [0.01, 3.0]  # a logarithmic axis ends above 0
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["both", "line"]
     plt.close(figure)
-    for label, baseline in (("GRPO", "leave_one_out"), ("vanilla", "none"), ("oracle", "oracle")):
-        assert colours[label] == STYLE[baseline][0]
-    assert len(set(colours.values())) == 4
