@@ -1,7 +1,6 @@
 """Model card of a finished run: README.md of the last checkpoint, in the format of the Hub.
 
-Next to the card, the checkpoint contains the full configuration, with which the run can be
-repeated.
+Next to the card, the checkpoint contains the full configuration.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from grpo_ustat.config.command_line import typed_command
+from grpo_ustat.config.secrets import redact_code
 from grpo_ustat.config.train import TrainConfig
 from grpo_ustat.pages.tables import plain
 from grpo_ustat.runs.folder import versions
@@ -22,20 +23,6 @@ from grpo_ustat.train.evaluate import held_out_gain
 
 NAME, CONFIG = "README.md", "grpo_ustat_config.yaml"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-HEADER = """\
-# Repeats this run: grpo-ustat train --config-dir=FOLDER --config-name=grpo_ustat_config
-defaults:
-  - train_schema
-  - _self_
-  - override hydra/job_logging: stdout
-hydra:
-  output_subdir: null
-  run:
-    dir: ${output_root}/train/${folder_name:}/seed-${seed}
-  sweep:
-    dir: ${output_root}/train
-    subdir: ${folder_name:}/seed-${seed}
-"""
 TEMPLATE = """\
 ---
 {{ card_data }}
@@ -51,13 +38,13 @@ On {{ questions }} test questions, the {{ quantity }} is {{ mean }}, with 95 % i
 {{ interval }}. The change over the run is {{ gain }}. The intervals cover the choice of test
 questions, but not the choice of the seed. Other tasks, other languages and safety were not tested.
 
-To repeat the run:
+{% if command %}Command:
 
-```sh
-grpo-ustat train --config-dir=FOLDER_OF_THIS_CARD --config-name=grpo_ustat_config
-```
+````sh
+{{ command }}
+````
 
-Versions: {{ versions }}.
+{% endif %}The full configuration is in `grpo_ustat_config.yaml`. Versions: {{ versions }}.
 """
 
 
@@ -71,7 +58,7 @@ def card_files(run: TrainContext, progress: TrainProgress) -> dict[str, str]:
         config = asdict(run.config) | {"output_root": "outputs"}
         return {
             NAME: card(run, progress),
-            CONFIG: HEADER + yaml.safe_dump(config, sort_keys=False),
+            CONFIG: yaml.safe_dump(config, sort_keys=False),
         }
     except Exception as error:
         warn(f"no model card: {type(error).__name__}: {error}")
@@ -94,6 +81,7 @@ def card(run: TrainContext, progress: TrainProgress) -> str:
             metadata(config),
             template_str=TEMPLATE,
             kind=kind,
+            command=redact_code(typed_command() or ""),
             steps=progress.step,
             prompts=config.prompts_per_step,
             group_size=config.group_size,

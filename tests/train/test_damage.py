@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_never_displaces_a_whole_one(through, tmp_path):
     shutil.copytree(through, tmp_path / "run")
     stopped = rewind(tmp_path / "run")
     halve(stopped / "checkpoint-4/model.safetensors")
-    assert differences(fit(stopped, "save_total_limit=1"), through) == [
-        *(f"checkpoint-{step}" for step in (1, 2, 3)),
-        *sorted(f"checkpoint-{step}/{name}" for step in (1, 2, 3) for name in {*READ, *OTHERS}),
-    ]
+    names = differences(fit(stopped, "save_total_limit=1"), through)
+    assert [path.name for path in stopped.glob("checkpoint-*")] == ["checkpoint-4"]
+    others = {name.partition("/")[0] for name in names}
+    assert others == {".hydra", "checkpoint-1", "checkpoint-2", "checkpoint-3"}
