@@ -37,8 +37,9 @@ from grpo_ustat.records import Array, BaselineContext, Integers
 
 NO_CAUSE = "no known cause"
 NOT_OF_ROWS = (
-    "no row weights reproduce it; check for dropout, for another term in the loss (such as a "
-    "penalty or an entropy bonus), and for tokens, masks or parameters that were not declared"
+    "no row weights reproduce it; check for dropout, for importance weights, for another term in "
+    "the loss (such as a penalty or an entropy bonus), and for tokens, masks or parameters that "
+    "were not declared"
 )
 # If the tolerance for ||p - d|| / ||d|| is at least this value, rounding errors are as large as d.
 # The declared gradient d then counts as 0.
@@ -173,7 +174,6 @@ def judged(
     others: Mapping[str, Array],
     tolerance: float,
     faults: Sequence[Fault] = (),
-    hints: Sequence[str] = (),
 ) -> GradientAudit:
     """Compare two gradients, or their sketches, and name the cause of a difference.
 
@@ -184,13 +184,12 @@ def judged(
         tolerance: largest relative difference that rounding explains; see `rounding`.
         faults: known faults that multiply the gradient by a factor. If none has the right factor,
             divisions by small whole numbers are considered.
-        hints: other possible causes, named if neither a factor nor row weights explain p.
     """
     comparison = compared(applied_R, declared_R)
     if (settled := without_cause(comparison, tolerance, bool(applied_R.any()))) is not None:
         return settled
-    cause = cause_of(applied_R, declared_R, others, tolerance, faults) or " or ".join(hints)
-    return GradientAudit(*comparison, comparison.difference, tolerance, cause or NO_CAUSE)
+    cause = cause_of(applied_R, declared_R, others, tolerance, faults) or NOT_OF_ROWS
+    return GradientAudit(*comparison, comparison.difference, tolerance, cause)
 
 
 def compared(applied_R: Array, other_R: Array) -> Agreement:

@@ -48,7 +48,6 @@ from grpo_ustat.estimators.intervals import (
     Interval,
     jackknife_interval,
     jackknife_variance,
-    positive_interval,
     ratio_interval,
     t_interval,
     tails,
@@ -290,34 +289,6 @@ def relative(unbiased_D: Array, loss: LossError, level: float = CONFIDENCE) -> I
         return UNKNOWN
     low, high = float(unbiased_D[0] / most), float(unbiased_D[0] / least)
     return Interval(efficiency.estimate, min(efficiency.low, low), max(efficiency.high, high))
-
-
-def between_sizes(loss: LossError, smaller: LossError, level: float = CONFIDENCE) -> Interval:
-    """Estimate the error of a loss divided by the error of the same loss with smaller groups.
-
-    The ratio is the efficiency of the smaller groups relative to the larger groups. The interval is
-    computed on the log scale with Student's t. The degrees of freedom come from the effective
-    number of prompts that determine the standard error. They do not come from the total number of
-    prompts, because the standard error is too small if few prompts have most of the gradient. With
-    the total number, the interval missed the true ratio in 9 % of cases
-    (simulated with 64 groups at commit ebbcb118).
-
-    The result is `UNKNOWN` if the kappa of either error may be 0. It is also `UNKNOWN` if the ratio
-    is not positive, for all prompts together or without any one of them.
-
-    Args:
-        loss: error of the loss at n rollouts in groups of G.
-        smaller: error of the same loss at n rollouts in groups of g.
-        level: confidence level of the interval.
-    """
-    if not (loss.kappa_known and smaller.kappa_known):
-        return UNKNOWN
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio_D = loss.error_D / smaller.error_D
-    if not (np.isfinite(ratio_D).all() and (ratio_D > 0).all()):
-        return UNKNOWN
-    variance, dof = effective_variance(ratio_D)
-    return positive_interval(ratio_D[0], variance, dof, level)
 
 
 def direction(loss: LossError, level: float = CONFIDENCE) -> Interval:

@@ -23,7 +23,8 @@ rollouts the error with groups of 3 is at most the error with pairs.
 group, the groups of several successive batches form a window, which takes the place of the step.
 These groups were sampled from successive policies. C2, C3 and E||g||^2 are computed within groups,
 so they are means over these policies. Products between groups, however, combine different policies,
-and the later policies were trained on the earlier groups. `withheld` describes the resulting bias.
+and the later policies were trained on the earlier groups. ||grad J||^2 is therefore underestimated,
+and C1 is overestimated by the same amount.
 """
 
 from __future__ import annotations
@@ -48,13 +49,6 @@ from grpo_ustat.estimators.intervals import (
 from grpo_ustat.estimators.moments import norm_moments, shifted_moments
 from grpo_ustat.estimators.scaling import C1, C2, C3, GRAD_SQ, MIN_GSTAR, ScalingLaw
 from grpo_ustat.records import Array
-
-# Bias of ||grad J||^2 from a window, in units of one group's E||ghat||^2, if the policy drifts by 1
-# nat; see `withheld`.
-LOST = 0.0175
-# Largest tolerated ratio of bias to estimate, and largest tolerated drift in nats. `withheld`
-# withholds estimates beyond these limits.
-TOLERABLE_BIAS, MAX_DRIFT = 0.2, 1.0
 
 
 class GroupTerms(NamedTuple):
@@ -318,65 +312,3 @@ def gstar_bounds(law: ScalingLaw, most_c3_4: Array, has_ends: bool = True) -> di
         bounds[name] = bound.gstar() if has_ends else estimate
     low = max(bounds["gstar_least"].low, MIN_GSTAR)
     return bounds | {"gstar": Interval(math.nan, low, bounds["gstar_most"].high)}
-
-
-def policy_drift(before_GT: Array, after_GT: Array) -> float:
-    """Estimate the KL divergence between two policies, in nats per completion.
-
-    The completions were sampled from the first policy. The estimate is the mean over completions of
-    `sum_t (exp(d) - 1 - d)`, where d is the log-probability of token t under the second policy
-    minus that under the first. It is unbiased and never negative.
-
-    Args:
-        before_GT, after_GT: log-probability of each token under the first and the second policy;
-            both are equal at padding positions.
-
-    >>> round(policy_drift(np.log([[0.5], [0.5]]), np.log([[0.8], [0.2]])), 6)
-    0.223144
-    """
-    change_GT = np.asarray(after_GT, float) - before_GT
-    return float((np.expm1(change_GT) - change_GT).sum(axis=1).mean())
-
-
-def withheld(estimate: NoiseEstimate, group_size: int, drift: float) -> dict[str, str]:
-    """Return reasons to withhold estimates that policy drift within a window makes unreliable.
-
-    The policy changes between the groups of a window. Products between its groups are too small on
-    average: when the later groups are drawn, the update on an earlier group has already made part
-    of the improvement in that group's direction. ||grad J||^2 is therefore underestimated, and C1
-    is overestimated by the same amount.
-
-    In measurements with a drift of up to 1 nat (docs/benchmarks.md), this bias was at most
-    `.0175 sqrt(drift) E||ghat||^2`, where ghat is the gradient estimate from one group. This bound
-    is small compared with C1 but large compared with a small ||grad J||^2. C1 or ||grad J||^2 is
-    withheld if the bound exceeds both a fifth of its estimate and a fifth of the half-width of its
-    interval. If the drift is above 1 nat, both are withheld. Estimates that are computed from a
-    withheld one are withheld too. A bias of a fifth in C1, the largest that is tolerated, lowers
-    G* - 1 by 9 %.
-
-    Args:
-        estimate: estimate from windows.
-        group_size: current group size G.
-        drift: result of `policy_drift` for the first and the last policy of a window. It is
-            measured on a group of unequal rewards from the first policy, because the probabilities
-            of such completions change most.
-
-    Returns:
-        The reasons by name of the withheld estimate.
-    """
-    length = estimate.intervals["grad_sq"].estimate + estimate.law.n_mse(group_size) / group_size
-    lost = LOST * math.sqrt(drift) * length
-    bound = [name for name in estimate.intervals if name.startswith("gstar")]
-    reasons: dict[str, str] = {}
-    for name, word, others in (
-        ("grad_sq", "small", ("noise_scale", "noise_scale_best")),
-        ("c1", "large", ("prompt_share", *bound)),
-    ):
-        value, _, high = estimate.intervals[name]
-        if drift > MAX_DRIFT or lost > TOLERABLE_BIAS * np.fmax(value, high - value):
-            reason = (
-                f"the policy drifted by {drift:.2g} nats per completion within a window, so {name} "
-                f"may be too {word} by {lost:.2g}"
-            )
-            reasons |= dict.fromkeys((name, *others), reason)
-    return reasons

@@ -13,7 +13,6 @@ from grpo_ustat.estimators.efficiency import (
     LossError,
     UpdateMoments,
     best_sizes,
-    between_sizes,
     direction,
     loss_error,
     mean_over_prompts,
@@ -297,22 +296,3 @@ def test_updates_that_are_all_0_are_worth_nothing_that_is_known():
     zeros_D = np.zeros(6)
     nothing = LossError(zeros_D, zeros_D, zeros_D, zeros_D, False, zeros_D, zeros_D)
     assert relative(zeros_D, nothing) == UNKNOWN
-
-
-def test_what_few_prompts_decide_of_smaller_groups_is_known_less_well():
-    """Two errors of 60 prompts with one jackknife variance, which 4 of them or all carry."""
-
-    def error(deviations_P):
-        values_D = 1 + np.concatenate([[0.0], deviations_P])
-        return LossError(values_D, values_D, values_D, values_D, kappa_known=True)
-
-    flat = error(np.zeros(60))
-    few_P, every_P = np.zeros(60), np.resize([1.0, -1.0], 60)
-    few_P[:4] = [1.0, -1.0, 1.0, -1.0]
-    few, every = (
-        between_sizes(error(0.01 * x / np.sqrt(np.square(x).sum())), flat) for x in (few_P, every_P)
-    )
-    assert every == pytest.approx((1.0, 0.9805, 1.0199), abs=2e-4)
-    assert few == pytest.approx((1.0, 0.9688, 1.0322), abs=2e-4)
-    assert between_sizes(replace(flat, kappa_known=False), flat).high == np.inf
-    assert between_sizes(flat, error(np.full(60, -1.0))).high == np.inf

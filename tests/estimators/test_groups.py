@@ -12,8 +12,6 @@ from grpo_ustat.estimators.groups import (
     group_terms,
     law_of_prompts,
     noise_estimate,
-    policy_drift,
-    withheld,
 )
 from grpo_ustat.estimators.intervals import ratio_interval
 from grpo_ustat.estimators.moments import exact_moments, pool_gradient_weights
@@ -289,33 +287,3 @@ def test_pairs_bound_the_best_group_size(rng):
     assert estimate.assumption2 and law.c2 + law.c3 == pytest.approx(both)
     assert law.c3 == pytest.approx(both / 2 + c1 + grad_sq)
     assert found["gstar_assumption2"].estimate == pytest.approx(1 + np.sqrt(law.c3 / c1))
-
-
-def test_drift_is_the_divergence_of_the_policies():
-    """KL(p || p') of two tokens, the second's law given the first, over all that p may write."""
-    first, given = [0.2, 0.8], [[0.5, 0.5], [0.9, 0.1]]
-    later, later_given = [0.4, 0.6], [[0.7, 0.3], [0.6, 0.4]]
-    expected = found = 0.0
-    for i, j in itertools.product(range(2), repeat=2):
-        before, after = [first[i], given[i][j]], [later[i], later_given[i][j]]
-        chance = np.prod(before)
-        expected += chance * np.log(chance / np.prod(after))
-        found += chance * policy_drift(np.log([[*before, 1.0]]), np.log([[*after, 1.0]]))
-    assert found == pytest.approx(expected)
-
-
-def test_what_drifting_policies_say_is_withheld(rng):
-    """A bias of .0175 E||ghat||^2 sqrt(drift), beyond a fifth of an estimate and its half-width."""
-    many = noise_estimate([group_terms(*groups(rng, 400, 4, shift=0.1)) for _ in range(20)], 4)
-    few = noise_estimate([group_terms(*groups(rng, 400, 4, shift=0.1))], 4)
-    names = {"grad_sq", "noise_scale", "noise_scale_best"}
-    value, low, high = many.intervals["grad_sq"]
-    assert 0 < high - low < value < 0.06 < many.intervals["c1"].estimate / 10
-    length = 0.78 + 0.03 + (4 * 0.78 + 3) * (1 / 4 + 1 / 12)  # of `groups`, about
-    limit = (0.2 * value / (0.0175 * length)) ** 2
-    assert withheld(many, 4, 0.7 * limit) == {}
-    assert set(withheld(many, 4, 1.4 * limit)) == names
-    assert withheld(few, 4, 1.4 * limit) == {}
-    everything = withheld(many, 4, 1.1)
-    assert set(everything) == names | {"c1", "gstar", "prompt_share"}
-    assert "1.1 nats" in everything["gstar"] and "c1" in everything["gstar"]

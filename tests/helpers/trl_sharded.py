@@ -34,7 +34,6 @@ WAYS = {  # what `accelerate launch` makes of the usual files
     "zero2": DEEPSPEED,
     "zero3": DEEPSPEED,
     "fsdp2": SHARDED | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
-    "fsdp1": SHARDED | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"},
 }
 
 
@@ -72,7 +71,6 @@ def let_fsdp_shard_on_a_cpu():
             self.fsdp_plugin = plugin
             if self._mixed_precision != "no":
                 plugin.set_mixed_precision(self._mixed_precision)
-            self.device = shared["device"] = torch.device("cpu")  # FSDP1 refuses cpu:0
 
     state.AcceleratorState.__init__ = patched
 
@@ -112,15 +110,6 @@ def made_of(trainer):
         "partitioned": sum(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters),
         "of": len(parameters),
     }
-
-
-def weights_of(trainer):
-    """Whole, as accelerate gathers them; FSDP1's state_dict crashes where there is no GPU."""
-    model = trainer.model_wrapped
-    if type(model).__name__ != "FullyShardedDataParallel":
-        return trainer.accelerator.get_state_dict(model)
-    with type(model).summon_full_params(model, writeback=False):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def needs_more(act, by_layer):
@@ -203,7 +192,7 @@ def run(
     finally:
         sharding.SHARDED |= sharded
     made = made_of(trainer)
-    weights = weights_of(trainer)
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if rank == 0:
         torch.save(weights, folder / f"{name}.pt")
     if callback is not None:

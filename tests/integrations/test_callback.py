@@ -166,34 +166,6 @@ def test_batches_of_one_prompt_are_pooled(monkeypatch):
     assert [(one.first, one.last) for one in callback.windows[1:]] == [(18, 19)]
 
 
-@pytest.mark.parametrize("moved, said", [(0.0, True), (0.1, True), (3.0, False)])
-def test_what_policies_far_apart_do_not_tell_is_withheld(moved, said, monkeypatch, capsys):
-    """A window's first group is read again by each later policy."""
-    read = []
-
-    def logprobs(self, model, group):
-        read.append(group.completions[0].prompt_ids)
-        return np.full((SIZE, 1), -moved * (len(read) > 1))
-
-    monkeypatch.setattr(GroupScorer, "logprobs", logprobs)
-    monkeypatch.setattr(windows, "WINDOW_GROUPS", PROMPTS)
-    trainer = GRPOTrainer(SIZE)
-    callback = GradientNoiseCallback(trainer, every=1)
-    for step in range(PROMPTS):
-        one_prompt(trainer, step, step)
-    (window,) = callback.windows
-    assert window.drift == pytest.approx(np.exp(-moved) - 1 + moved)
-    assert read and all(prompt == read[0] for prompt in read)
-    callback.on_train_end(trainer.args, trainer.state, None)
-    text = capsys.readouterr().out
-    words = (
-        "Some numbers are not given: the policy drifted by 2 nats per completion within a window"
-    )
-    assert (words in text) != said
-    assert np.isfinite(callback.estimate().intervals["c2"].estimate)
-    assert np.isfinite(callback.estimate().intervals["c1"].estimate) == said
-
-
 def test_two_completions_of_a_prompt_give_bounds(capsys):
     """Prompts whose gradients hardly differ: G* is far above 2."""
     trainer, callback = measured()

@@ -127,7 +127,7 @@ def of_two_ranks(folder, way, cases):
     "way, kind",
     [
         ("ddp", "DistributedDataParallel"), ("zero2", "DeepSpeedEngine"),
-        ("zero3", "DeepSpeedEngine"), ("fsdp2", "DTensor"), ("fsdp1", "FullyShardedDataParallel"),
+        ("zero3", "DeepSpeedEngine"), ("fsdp2", "DTensor"),
     ],
 )  # fmt: skip
 def test_every_way_of_two_ranks(tmp_path, way, kind):

@@ -291,23 +291,6 @@ def length(completions, **_):
     return [float(len(text)) for text in completions]
 
 
-def missing(completions, **_):
-    """No reward for every eighth completion."""
-    return [None if i % 8 == 0 else float("nan") if i % 8 == 1 else 1.0
-            for i in range(len(completions))]  # fmt: skip
-
-
-def test_nothing_was_measured_with_its_reason(tmp_path, monkeypatch, capsys):
-    _, callback = trl_run.train(tmp_path, rewards=(missing,), max_steps=2, save_steps=100)
-    (line,) = callback.summary()
-    assert "32 of 128 completions had no finite reward (missing gave None, NaN" in line
-    rows = trl_run.questions()
-    monkeypatch.setattr(trl_run, "questions", lambda: rows[:3])
-    _, callback = trl_run.train(tmp_path, max_steps=2, save_steps=100)
-    (line,) = callback.summary()
-    assert "train_dataset has 3 prompts, but a generation batch needs 8" in line
-
-
 def train_on_two_processes(folder, **changes):
     """Two steps of ten rows a rank and micro-batch in groups of four; see `trl_run`."""
     changes |= {"num_generations": 4, "per_device_train_batch_size": 10, "max_steps": 2}

@@ -54,7 +54,6 @@ SHARDED = [
     pytest.param("zero2", marks=no_deepspeed),
     pytest.param("zero3", marks=no_deepspeed),
     "fsdp2",
-    "fsdp1",
 ]
 
 
@@ -112,7 +111,6 @@ def test_parameters_are_sharded(run):
         assert made["partitioned"] == (made["of"] if way == "zero3" else 0)
         assert made["parameters"] == ["DTensor" if way == "fsdp2" else "Parameter"]
         assert ("DeepSpeedEngine" in modules) == way.startswith("zero")
-        assert ("FullyShardedDataParallel" in modules) == (way == "fsdp1")
         if name in (*PLAIN, "no memory"):
             continue
         in_step = "layer" in name or name == "small batches"
@@ -120,7 +118,7 @@ def test_parameters_are_sharded(run):
         whole = "with full weights" if way != "zero2" else ""
         assert made["way"] == ("layer by layer" if by_layer else whole)
         assert made["at_once"] == (4 if name == "layers run out" else 8)
-    under = {"zero3": " under ZeRO-3", "fsdp1": " under FSDP1", "fsdp2": " under FSDP2"}
+    under = {"zero3": " under ZeRO-3", "fsdp2": " under FSDP2"}
     for name in ("measured", "layers"):
         way_of = json.loads((folder / f"{name}-0.json").read_text())["way"]
         words = f"{under.get(way, '')}{way_of and ' '}{way_of}"
@@ -156,6 +154,6 @@ def test_training_ends_in_the_same_weights(run, case):
     lines = [line for line in said[case].splitlines() if line.startswith("grpo_ustat")]
     if fault is None or (case == "no memory" and way == "zero2"):  # which holds them all
         assert "grpo_ustat: G*" in said[case] or "grpo_ustat: Your loss" in said[case]
-        assert "stopped" not in said[case] and "moved is unknown" not in said[case]
+        assert "stopped" not in said[case]
     else:
         assert lines == [f"grpo_ustat: stopped measuring at step 0: {fault}"]

@@ -21,14 +21,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.fsdp import (
-    CPUOffload,
     CPUOffloadPolicy,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from trl_run import MODEL
@@ -89,22 +86,16 @@ def assert_empty(layers):
             assert parameter.isnan().all() and parameter.untyped_storage().nbytes() <= 8
 
 
-def sharded(version, checkpointing, policy=None):
+def sharded(checkpointing, policy=None):
     """The embedded policy in FSDP's units, a layer each, as accelerate wraps them."""
     model = load_policy(str(MODEL)).model.train()
-    if version == 1:
-        model = FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({Qwen2DecoderLayer}), use_orig_params=True,
-            device_id=torch.device("cpu"),
-        )  # fmt: skip
     if checkpointing:
         apply_activation_checkpointing(
             model, check_fn=lambda module: isinstance(module, Qwen2DecoderLayer)
         )
-    if version == 2:
-        units = [m for m in model.modules() if isinstance(m, Qwen2DecoderLayer)]
-        for unit in [*units, model]:
-            fully_shard(unit, mp_policy=policy or MixedPrecisionPolicy())
+    units = [m for m in model.modules() if isinstance(m, Qwen2DecoderLayer)]
+    for unit in [*units, model]:
+        fully_shard(unit, mp_policy=policy or MixedPrecisionPolicy())
     return model
 
 
@@ -133,16 +124,15 @@ def step(model):
 @pytest.mark.slow(minutes=0.5)
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("version", [1, 2])
-def test_scores_are_those_of_one_process(version, checkpointing, by_layer):
+def test_scores_are_those_of_one_process(checkpointing, by_layer):
     expected = scores_of(load_policy(str(MODEL)).model)
 
     def work(rank):
         PartialState(cpu=True)
-        untouched = step(sharded(version, checkpointing))
-        model = sharded(version, checkpointing)
+        untouched = step(sharded(checkpointing))
+        model = sharded(checkpointing)
         before = state_of(model)
-        trainer, found = trainer_of(model, version), None
+        trainer, found = trainer_of(model, 2), None
         with scored_weights(trainer, by_layer) as (whole, layers), unchanged(whole):
             assert not any(isinstance(p, DTensor) for p in whole.parameters())
             precision = precision_of(whole)
@@ -182,7 +172,7 @@ def test_a_fault_of_one_rank_is_raised_on_all():
 
     def work(rank):
         PartialState(cpu=True)
-        trainer = trainer_of(sharded(2, False, NARROW), 2, mixed_precision_policy=NARROW)
+        trainer = trainer_of(sharded(False, NARROW), 2, mixed_precision_policy=NARROW)
         model, gather = sharding.SHARDED["FSDP2"](trainer)
         before, said = state_of(model), []
         for more, way in (([10**15] if rank == 1 else [], None), ([], broken), ([], None)):
@@ -266,13 +256,10 @@ def test_layers_have_their_weights_in_turn():
         with pytest.raises(ValueError), in_step.round(1), broken_layer:
             scores_of(model, in_step.weights)
         assert elsewhere.gathered == 4 * sweep
-        with in_step.round(1, backward=False), in_step.forward(), torch.no_grad():
-            assert model(IDS).logits.isfinite().all()
-        assert elsewhere.gathered == [*4 * sweep, *layers]
         with pytest.raises(ConfigError, match="computed out of order"), in_step.round(1):
             scores_of(model, in_step.weights)
             scores_of(model, in_step.weights)
-        assert elsewhere.gathered == [*4 * sweep, *layers, *sweep]
+        assert elsewhere.gathered == 5 * sweep
         assert_empty(in_step)
     assert dict(model.named_parameters()) == kept
 
@@ -291,7 +278,7 @@ def test_layers_that_share_weights_cannot_have_them_in_turn():
 
 def test_what_shards_by_name():
     assert sharding_of(trainer_of()) == ""
-    assert [sharding_of(trainer_of(fsdp=version)) for version in (1, 2)] == ["FSDP1", "FSDP2"]
+    assert sharding_of(trainer_of(fsdp=2)) == "FSDP2"
     assert [sharding_of(zero(stage)) for stage in (2, 3)] == ["", "ZeRO-3"]
 
 
@@ -310,14 +297,14 @@ def in_parts(**sizes):
 
 
 REFUSED = {
-    "use fsdp_offload_params=False": trainer_of(fsdp=1, cpu_offload=CPUOffload(True)),
+    "use fsdp_version=2": trainer_of(fsdp=1),
+    "use fsdp_offload_params=False": trainer_of(fsdp=2, cpu_offload=True),
     "fsdp_offload_params=True": trainer_of(fsdp=2, cpu_offload=CPUOffloadPolicy()),
     "offload_param.device=nvme": zero(3, offload_param={"device": "nvme"}),
     "tp_size=2 splits": in_parts(tp_size=2),
     "use sp_size=1": in_parts(tp_size=1, sp_size=4),
 }
 TAKEN = {
-    "fsdp1": trainer_of(fsdp=1, cpu_offload=CPUOffload(False)),
     "fsdp2": trainer_of(fsdp=2, cpu_offload=OffloadPolicy()),
     "zero3": zero(3, offload_param={"device": "none"}),
     "optimizer": zero(3, offload_optimizer={"device": "cpu"}),
@@ -339,8 +326,5 @@ def test_weights_on_the_device_are_taken(trainer):
 
 def test_precision_in_words():
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
-    layer.register_buffer("scale", torch.ones(1))
     assert precision_of(layer) == "float32"
     assert precision_of(nn.Sequential(other, layer)) == "bfloat16 and float32"
-    layer.register_buffer("scale", torch.ones(1).bfloat16())  # as FSDP1's mixed precision has it
-    assert precision_of(layer) == "float32 (buffers in bfloat16)"

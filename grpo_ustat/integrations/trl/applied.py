@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_ustat.integrations.trl.sharding import WRAPPED, sharding_of
+from grpo_ustat.integrations.trl.sharding import WRAPPED
 from grpo_ustat.policy.scores.sketch import Sketch
 
 # Number of gradient entries that are sketched at once, in float64.
@@ -22,6 +22,8 @@ COMPILED = "_orig_mod"
 
 Shard = tuple[str, int, torch.Tensor]
 """Name of a parameter, an index into its flattened gradient, and the entries from this index on."""
+
+Parameters = list[tuple[str, torch.nn.Parameter]]
 
 
 def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
@@ -40,7 +42,7 @@ def add_applied(out_1R: torch.Tensor, trainer: Any, sketch: Sketch) -> None:
         LookupError: a parameter of the sketch is not trained, or its gradient cannot be read.
     """
     scale, names = 1 / gradient_scale(trainer), sketch.signs.sizes.keys()
-    if missing := names - {name for name, _ in _trained(_model(trainer))}:
+    if missing := names - {name for name, _ in _trained(trainer)}:
         raise LookupError(f"{min(missing)} was scored but is not trained")
     for name, start, flat in shards(trainer):
         if name not in names:
@@ -54,19 +56,11 @@ def shards(trainer: Any) -> Iterator[Shard]:
     """Yield this rank's part of the gradient of each trained parameter."""
     accelerator = trainer.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
-    model = _model(trainer)
+    parameters = _trained(trainer)
     if is_deepspeed(trainer):
-        yield from _deepspeed(model, rank, world)
-    elif sharding_of(trainer) == "FSDP1":
-        yield from _fsdp1(model, rank, world)
+        yield from _deepspeed(parameters, rank, world)
     else:
-        yield from _full_or_dtensor(model, rank, world)
-
-
-def _model(trainer: Any) -> torch.nn.Module:
-    """Return the module that contains the parameters; with FSDP1, this is the wrapped model."""
-    model, fsdp1 = trainer.model, sharding_of(trainer) == "FSDP1"
-    return model if fsdp1 else trainer.accelerator.unwrap_model(model)
+        yield from _full_or_dtensor(parameters, rank, world)
 
 
 def gradient_scale(trainer: Any) -> float:
@@ -87,24 +81,26 @@ def is_deepspeed(trainer: Any) -> bool:
 def plain_name(name: str) -> str:
     """Return the name of a parameter without the wrappers around modules.
 
-    >>> plain_name("_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.q.weight")
+    >>> plain_name("_orig_mod.model.layers.0._checkpoint_wrapped_module.q.weight")
     'model.layers.0.q.weight'
     """
-    return ".".join(part for part in name.split(".") if part not in (*WRAPPED, COMPILED))
+    return ".".join(part for part in name.split(".") if part not in (WRAPPED, COMPILED))
 
 
-def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+def _trained(trainer: Any) -> Parameters:
+    """Return the trained parameters of a trainer's model, with plain names."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
     return [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _full_or_dtensor(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
+def _full_or_dtensor(parameters: Parameters, rank: int, world: int) -> Iterator[Shard]:
     """Yield this rank's parts of the gradients with FSDP2, DDP or a single process.
 
     With DDP, all ranks have the same gradients, so only one rank yields each parameter.
     """
     from torch.distributed.tensor import DTensor
 
-    for place, (name, parameter) in enumerate(_trained(model)):
+    for place, (name, parameter) in enumerate(parameters):
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             yield from _dtensor(name, gradient, place % world == rank)
@@ -138,7 +134,7 @@ def _dtensor(name: str, gradient: Any, gathers: bool) -> Iterator[Shard]:
         yield name, (offset[0] if offset else 0) * row, local.flatten()
 
 
-def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]:
+def _deepspeed(parameters: Parameters, rank: int, world: int) -> Iterator[Shard]:
     """Yield this rank's part of the gradient of each parameter with ZeRO-3.
 
     With other stages of ZeRO, the gradients are gathered one at a time, and one rank yields each
@@ -149,7 +145,7 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
         safe_get_local_grad,
     )
 
-    for place, (name, parameter) in enumerate(_trained(model)):
+    for place, (name, parameter) in enumerate(parameters):
         sharded: Any = getattr(parameter, "ds_tensor", None)
         if sharded is None:
             # All ranks must call `safe_get_full_grad`.
@@ -163,20 +159,3 @@ def _deepspeed(model: torch.nn.Module, rank: int, world: int) -> Iterator[Shard]
         # Entries from `size` on are padding.
         if part is not None and start < size:
             yield name, start, part.flatten()[: size - start]
-
-
-def _fsdp1(model: Any, rank: int, world: int) -> Iterator[Shard]:
-    """Yield full gradients with FSDP1; each rank yields every `world`-th gradient.
-
-    All ranks must iterate to the end, because the gathering is collective. FSDP1 must be used with
-    `use_orig_params=True`. Otherwise it stores the gradients of several parameters in one tensor,
-    and they cannot be told apart.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    if not all(m._use_orig_params for m in FSDP.fsdp_modules(model)):
-        raise LookupError("FSDP1 keeps a gradient per parameter only with use_orig_params=True")
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        for place, (name, parameter) in enumerate(_trained(model)):
-            if parameter.grad is not None and place % world == rank:
-                yield name, 0, parameter.grad.flatten()

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.applied_gradient import (
-    NOT_OF_ROWS,
     Fault,
     GradientAudit,
     advantages_by_baseline,
@@ -32,11 +30,11 @@ from grpo_ustat.estimators.applied_gradient import (
 from grpo_ustat.estimators.row_weights import BY_TOKENS_OF_ALL, Loss, token_weights
 from grpo_ustat.integrations.trl.applied import add_applied, is_deepspeed
 from grpo_ustat.integrations.trl.generation import Group, completions_of, tokenizer_of
+from grpo_ustat.integrations.trl.scoring import from_all_ranks, reason_of
 from grpo_ustat.policy.audit import epsilon_of
-from grpo_ustat.policy.dropout import RandomStates, active_dropout, random_states
+from grpo_ustat.policy.dropout import RandomStates, random_states
 from grpo_ustat.policy.scores.sketch import Sketch
-from grpo_ustat.records import Array, BaselineContext, Mask
-from grpo_ustat.terminal.streams import single_line
+from grpo_ustat.records import Array, BaselineContext
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of a completion."""
@@ -87,10 +85,6 @@ class Consumed(NamedTuple):
     scored: set[bytes]
 
 
-class NotComparedError(Exception):
-    """Error that is raised on all ranks if the gradient of an update cannot be compared."""
-
-
 class UpdateAudit:
     """Comparison of an update's gradient with `sum_r W_r s_r`, based on sketches of both vectors.
 
@@ -126,9 +120,10 @@ class UpdateAudit:
         self.results: list[UpdateResult] = []
         self._step = -1
         self._inputs: list[MicroBatch] = []
+        # Step of the scheduled comparison, with the scores and the groups from `expect`.
+        self._expected_at = -1
         self._scores: dict[bytes, np.ndarray] = {}
-        self._advantages: dict[bytes, list[dict[str, float]]] = defaultdict(list)
-        self._expected_at, self._fault = -1, ""
+        self._batches: list[Sequence[Group]] = []
         self._engine: Any = None
         self._compute_loss = trainer.compute_loss
         trainer.compute_loss = self._recording
@@ -148,28 +143,8 @@ class UpdateAudit:
             self._forget()
         self._expected_at = self.trainer.state.global_step
         self._scores |= {digest(*key): sketch_R for key, sketch_R in scores.items()}
-        if not groups:
-            return
-        rewards_PG = np.stack([group.rewards_G for group in groups])
-        try:
-            context = BaselineContext(
-                lengths_PG=np.array(
-                    [[row.length for row in group.completions] for group in groups]
-                ),
-                rewards_PGF=np.stack([group.rewards_GF for group in groups]),
-                reward_weights_F=self.trainer.reward_weights.double().cpu().numpy(),
-            )
-            by_baseline = advantages_by_baseline(self.loss, rewards_PG, context)
-        # Training continues after any error, as in `_update`.
-        except Exception as error:
-            self._fault = f"{type(error).__name__}: {error}"
-            return
-        for p, group in enumerate(groups):
-            for i, completion in enumerate(group.completions):
-                key = digest(completion.prompt_ids, completion.completion_ids)
-                self._advantages[key].append(
-                    {baseline: float(values[p, i]) for baseline, values in by_baseline.items()}
-                )
+        if groups:
+            self._batches.append(groups)
 
     def _recording(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss for a micro-batch, and keep its inputs until the update."""
@@ -200,80 +175,73 @@ class UpdateAudit:
                 finding = (audit.ratio, audit.cosine, audit.agrees, audit.sentence())
             # All ranks raise the same error, and training continues.
             except Exception as error:
-                is_expected = isinstance(error, NotComparedError)
-                text = single_line(error if is_expected else f"{type(error).__name__}: {error}")
-                finding = (math.nan, math.nan, None, f"The gradient was not compared: {text}")
+                text = f"The gradient was not compared: {reason_of(error)}"
+                finding = (math.nan, math.nan, None, text)
             self.results.append(UpdateResult(self._step, *finding))
         self._inputs = []
         self._forget()
 
     def _forget(self) -> None:
         """Cancel a scheduled comparison."""
-        self._expected_at, self._fault = -1, ""
+        self._expected_at = -1
         self._scores.clear()
-        self._advantages.clear()
+        self._batches.clear()
 
     def _compare(self) -> GradientAudit:
         """Audit the current update.
 
         Raises:
-            NotComparedError: a rank cannot compare the gradients; raised on all ranks.
+            ConfigError: a rank cannot compare the gradients; raised on all ranks.
         """
         accelerator = self.trainer.accelerator
-        consumed: Any
-        try:
-            consumed = self._fault or self._consumed()
-        # The error is sent to the other ranks, which wait for this rank.
-        except Exception as error:
-            consumed = f"{type(error).__name__}: {error}"
-        consumed_by_rank = _of_all_ranks(consumed)
+        consumed_by_rank = from_all_ranks(lambda: [self._consumed()])
         rows = [micro_batch for on_rank in consumed_by_rank for micro_batch in on_rank.rows]
         row_N = [row for micro_batch in rows for row in micro_batch]
         weights = self._weights(rows, row_N)
-        counts = [sum(map(len, on_rank.rows)) for on_rank in consumed_by_rank]
-        consumer_N = np.repeat(range(len(counts)), counts)
-        scorer_N = consumer_N
-        if self.rescored is None:
-            scorer_N = [
-                next(
-                    (k for k, on_rank in enumerate(consumed_by_rank) if row.key in on_rank.scored),
-                    -1,
-                )
-                for row in row_N
-            ]
-        unscored_N = np.array([rank < 0 for rank in scorer_N])
-        is_here_N = np.array([rank == accelerator.process_index for rank in scorer_N])
+        # Rank that has the scores of each row; -1 if no rank has them.
+        if self.rescored is not None:
+            counts = [sum(map(len, on_rank.rows)) for on_rank in consumed_by_rank]
+            scorer_N = np.repeat(range(len(counts)), counts)
+        else:
+            scorers = {key: k for k, one in enumerate(consumed_by_rank) for key in one.scored}
+            scorer_N = np.array([scorers.get(row.key, -1) for row in row_N])
+        is_here_N = scorer_N == accelerator.process_index
         declared_N = weights.pop(self.loss.name)
-        if missing := int((unscored_N & (declared_N != 0)).sum()):
-            raise NotComparedError(
-                f"{missing} of the update's {len(row_N)} completions have no scores"
-            )
+        if missing := int(((scorer_N < 0) & (declared_N != 0)).sum()):
+            raise ConfigError(f"{missing} of the update's {len(row_N)} completions have no scores")
         weights = {
             text: weights_N for text, weights_N in weights.items()
-            if not (unscored_N & (weights_N != 0)).any()
+            if not ((scorer_N < 0) & (weights_N != 0)).any()
         }  # fmt: skip
-        scores = self._own_scores(row_N, is_here_N, declared_N)
+        scores: dict[str, Array] = {}
+
+        def score() -> list[None]:
+            """Score this rank's rows; return no items for the other ranks."""
+            here = [row for row, is_here in zip(row_N, is_here_N, strict=True) if is_here]
+            scores.update(self._own_scores(here, declared_N[is_here_N]))
+            return []
+
+        from_all_ranks(score)
         changed = [text for text in scores if text]
         share_SR = torch.zeros(
             (2 + len(weights) + len(changed), self.sketch.dimension), dtype=torch.float64,
             device=accelerator.device,
         )  # fmt: skip
         rows_sq_1 = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
-        fault = None
-        try:
+
+        def add_shares() -> list[None]:
+            """Add this rank's parts of all gradients; return no items for the other ranks."""
             add_applied(share_SR[:1], self.trainer, self.sketch)
             if is_here_N.any():
                 weights_WO = np.stack([declared_N, *weights.values()])[:, is_here_N]
-                scores_OR = scores[""]
                 others_CR = [weights_WO[:1] @ scores[text] for text in changed]
                 share_SR[1:] = torch.from_numpy(
-                    np.concatenate([weights_WO @ scores_OR, *others_CR])
+                    np.concatenate([weights_WO @ scores[""], *others_CR])
                 )
-                rows_sq_1 += float(weights_WO[0] ** 2 @ np.square(scores_OR).sum(axis=1))
-        # The error is sent to the other ranks, which wait for this rank.
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-        _of_all_ranks(fault)
+                rows_sq_1.add_(float(weights_WO[0] ** 2 @ np.square(scores[""]).sum(axis=1)))
+            return []
+
+        from_all_ranks(add_shares)
         if accelerator.num_processes > 1:
             share_SR = accelerator.reduce(share_SR, reduction="sum")
             rows_sq_1 = accelerator.reduce(rows_sq_1, reduction="sum")
@@ -283,41 +251,20 @@ class UpdateAudit:
             *(p.dtype for p in self.trainer.model.parameters() if p.requires_grad),
         )
         tolerance = rounding(epsilon, float(declared_R @ declared_R), float(rows_sq_1))
-        return judged(
-            applied_R, declared_R, dict(zip([*weights, *changed], others, strict=True)), tolerance,
-            self._faults(), self._hints(),
-        )  # fmt: skip
+        others_by_text = dict(zip([*weights, *changed], others, strict=True))
+        return judged(applied_R, declared_R, others_by_text, tolerance, self._faults())
 
-    def _own_scores(
-        self, row_N: Sequence[Row], is_here_N: Mask, declared_N: Array
-    ) -> Mapping[str, Array]:
+    def _own_scores(self, rows: Sequence[Row], declared_O: Array) -> Mapping[str, Array]:
         """Return the scores of this rank's O rows, [O, R], for each model; see `UpdateScores`.
 
         Args:
-            row_N: the N rows of all ranks.
-            is_here_N: True for each row whose scores this rank contributes.
-            declared_N: weights of the rows in the declared loss.
-
-        Raises:
-            NotComparedError: a rank cannot score its rows; raised on all ranks.
+            rows: rows whose scores this rank contributes.
+            declared_O: weights of the rows in the declared loss.
         """
         if self.rescored is None:
-            scores_OR = [
-                self._scores[row.key]
-                for row, is_here in zip(row_N, is_here_N, strict=True)
-                if is_here
-            ]
-            return {"": np.array(scores_OR, dtype=np.float64)}
-        signs = np.split(np.where(declared_N[is_here_N] < 0, -1.0, 1.0), len(self._inputs))
-        fault, scores = None, {}
-        try:
-            scores = self.rescored(list(zip(self._inputs, signs, strict=True)))
-        # The error is sent to the other ranks, which wait for this rank.
-        except Exception as error:
-            is_plain = isinstance(error, ConfigError)
-            fault = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        _of_all_ranks(fault)
-        return scores
+            return {"": np.array([self._scores[row.key] for row in rows], dtype=np.float64)}
+        signs = np.split(np.where(declared_O < 0, -1.0, 1.0), len(self._inputs))
+        return self.rescored(list(zip(self._inputs, signs, strict=True)))
 
     def _consumed(self) -> Consumed:
         """Return the rows on which the update trained, on this rank."""
@@ -348,20 +295,21 @@ class UpdateAudit:
         If the gradients differ, the other losses are tried as explanations. The keys are the name
         of the declared loss and descriptions of the other losses.
         """
-        places = {key: list(advantages) for key, advantages in self._advantages.items()}
-        if unknown := sum(not places.get(row.key) for row in row_N):
-            raise NotComparedError(
+        advantages = self._advantages()
+        if unknown := sum(row.key not in advantages for row in row_N):
+            raise ConfigError(
                 f"{unknown} of the update's {len(row_N)} completions are not in a measured group"
             )
-        by_row = [places[row.key].pop(0) if len(places[row.key]) > 1 else places[row.key][0]
+        # Equal completions take their advantages in turn.
+        by_row = [of_key.pop(0) if len(of_key := advantages[row.key]) > 1 else of_key[0]
                   for row in row_N]  # fmt: skip
         advantage_N = {
-            baseline: np.array([advantages[baseline] for advantages in by_row])
+            baseline: np.array([by_baseline[baseline] for by_baseline in by_row])
             for baseline in by_row[0]
         }
         size, loss = len(rows[0]), self.loss
         if any(len(micro_batch) != size for micro_batch in rows):
-            raise NotComparedError("the update's micro-batches have different sizes")
+            raise ConfigError("the update's micro-batches have different sizes")
         length_N = np.array([row.tokens for row in row_N])
         weight_N = token_weights(
             loss.loss_type, length_N, loss.max_completion_length,
@@ -380,6 +328,26 @@ class UpdateAudit:
             weights[description] = advantage_N[loss.baseline] * factor_N * (length_N > 0)
         return weights | other_losses(loss, advantage_N, weight_N, length_N)
 
+    def _advantages(self) -> dict[bytes, list[dict[str, float]]]:
+        """Compute the advantages of the measured completions by baseline, keyed by `digest`."""
+        found: dict[bytes, list[dict[str, float]]] = defaultdict(list)
+        for groups in self._batches:
+            context = BaselineContext(
+                lengths_PG=np.array(
+                    [[row.length for row in group.completions] for group in groups]
+                ),
+                rewards_PGF=np.stack([group.rewards_GF for group in groups]),
+                reward_weights_F=self.trainer.reward_weights.double().cpu().numpy(),
+            )
+            rewards_PG = np.stack([group.rewards_G for group in groups])
+            by_baseline = advantages_by_baseline(self.loss, rewards_PG, context)
+            for p, group in enumerate(groups):
+                for i, completion in enumerate(group.completions):
+                    found[digest(*completion.key)].append(
+                        {baseline: float(values[p, i]) for baseline, values in by_baseline.items()}
+                    )
+        return found
+
     def _faults(self) -> list[Fault]:
         """List known trainer faults that multiply the gradient by a constant."""
         trainer, faults = self.trainer, []
@@ -390,11 +358,7 @@ class UpdateAudit:
             setting = "without epsilon_high" if typed is None else f"with epsilon_high={typed:g}"
             faults.append(Fault(high, f"loss_type='cispo' {setting} caps every weight at {high:g}"))
         steps = args.gradient_accumulation_steps
-        liger = "Liger's loss is " if _uses_liger(args) else ""
-        faults += [
-            Fault(fault.ratio, liger + fault.says)
-            for fault in divided(window, "gradient_accumulation_steps")
-        ]
+        faults += divided(window, "gradient_accumulation_steps")
         if window != steps:
             sentence = (
                 f"a window of {window} micro-batches is divided by {steps}, as if it were full"
@@ -402,49 +366,9 @@ class UpdateAudit:
             faults.append(Fault(window / steps, sentence))
         return faults + divided(trainer.accelerator.num_processes, "processes")
 
-    def _hints(self) -> list[str]:
-        """List settings of this run that change the gradient in other ways than by row weights."""
-        trainer, hints = self.trainer, []
-        args = trainer.args
-        dropout = active_dropout(trainer.model) if self.rescored is None else None
-        if dropout:
-            hints.append(
-                f"dropout, {dropout[0]} of {dropout[1]:g}, which the scores do not include"
-            )
-        if getattr(trainer, "beta", 0) and self._step:
-            hints.append(
-                f"the penalty, beta={trainer.beta:g}, which is not in the declared gradient"
-            )
-        if getattr(args, "entropy_coef", 0):
-            hints.append(f"the entropy bonus, entropy_coef={args.entropy_coef:g}")
-        if (share := getattr(trainer, "top_entropy_quantile", 1.0)) < 1:
-            hints.append(f"top_entropy_quantile={share:g}, which leaves tokens out")
-        correction = "vllm_importance_sampling_correction"
-        if getattr(trainer, "use_vllm", False) and getattr(trainer, correction, False):
-            hints.append(f"importance weights against vLLM's probabilities, {correction}")
-        if getattr(trainer, "aux_loss_enabled", False):
-            hints.append("the auxiliary loss of the router")
-        return [f"likely {hint}" for hint in hints] or [NOT_OF_ROWS]
-
 
 def digest(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> bytes:
     """Return a 16-byte digest of a prompt and its completion."""
     parts = [np.array([len(prompt_ids)]), np.array(prompt_ids), np.array(completion_ids)]
     tokens = np.concatenate([part.astype(np.int64) for part in parts])
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
-
-
-def _of_all_ranks(item: Any) -> list[Any]:
-    """Gather one item from each rank, in rank order.
-
-    Raises:
-        NotComparedError: some rank's item is a text, which describes an error; raised on all ranks.
-    """
-    items = gather_object([item])
-    if faults := [text for text in items if isinstance(text, str)]:
-        raise NotComparedError(faults[0])
-    return items
-
-
-def _uses_liger(args: Any) -> bool:
-    return any(getattr(args, name, False) for name in ("use_liger_kernel", "use_liger_loss"))

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from grpo_ustat.config.schema import ConfigError
-from grpo_ustat.estimators.groups import NoiseEstimate, noise_estimate, policy_drift, withheld
-from grpo_ustat.estimators.intervals import UNDETERMINED
+from grpo_ustat.estimators.groups import NoiseEstimate, noise_estimate
 from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT
 from grpo_ustat.integrations.trl.audit import MicroBatch, UpdateAudit
 from grpo_ustat.integrations.trl.generation import (
@@ -38,9 +38,7 @@ from grpo_ustat.integrations.trl.objective import (
     rollouts_of,
     unmeasured,
     with_functions,
-    without_batches,
 )
-from grpo_ustat.integrations.trl.recorder import record
 from grpo_ustat.integrations.trl.sampling import (
     mean_score_share,
     mean_score_warning,
@@ -54,7 +52,6 @@ from grpo_ustat.integrations.trl.scoring import (
     unchanged,
 )
 from grpo_ustat.integrations.trl.sharding import (
-    in_precision_of_loss,
     narrow_loss,
     precision_of,
     scored_weights,
@@ -67,7 +64,6 @@ from grpo_ustat.integrations.trl.windows import (
     Window,
     score_pool,
     scored_group,
-    window_batches,
     window_of,
 )
 from grpo_ustat.policy.dropout import active_dropout
@@ -81,6 +77,10 @@ MIN_WINDOWS = 4
 # efficiency of the run's loss is computed from them.
 POOL_BYTES = 2**27
 PREFIX = "grpo_ustat"
+NO_GROUPS = (
+    "training did not generate 2 groups in which every completion has a finite reward: use more "
+    "steps or prompts, and rewards that are numbers"
+)
 TRL_POSITIONS = (
     "positions that count the padding before a prompt: TRL's loss passes no positions to the "
     "model, so absolute positions are shifted, unlike during sampling. Use "
@@ -208,8 +208,6 @@ class GradientNoiseCallback(TrainerCallback):
         self._open, self._audit = OpenWindow(), AuditProgress()
         # Groups of the recent windows; only on the main process.
         self._kept: list[ScoredGroup] = []
-        # Number of measured completions, and number of completions without a finite reward.
-        self._rewards = np.zeros(2, dtype=int)
         try:
             check_trainer(trainer)
             check_parameters(trainer.model, parameters)
@@ -298,14 +296,13 @@ class GradientNoiseCallback(TrainerCallback):
         A group can be spread over two ranks. All completions are therefore sent to all ranks, so
         that the rank that scores a group has all of its completions.
         """
-        trainer, accelerator = self.trainer, self.trainer.accelerator
+        trainer = self.trainer
         rows = from_all_ranks(lambda: self._own_rows(output))
         gaps, tokens = np.sum(from_all_ranks(lambda: [sampler_difference(output)]), axis=0)
         if tokens:
             trainer._metrics["train"][f"{PREFIX}/sampler_gap"].append(gaps / tokens)
         logged = {name: trainer._logs["rewards"][name] for name in trainer.reward_func_names}
         rewards = logged_rewards(logged, trainer.reward_weights, len(rows))
-        self._rewards += len(rows), int((~np.isfinite(rewards[0])).sum())
         groups, unknown = whole_groups(rows, *rewards, trainer.num_generations)
         places = [place for place, group in enumerate(groups) if self._is_scored(group)]
         scored = self.scorer.all_scores(model, {place: groups[place] for place in places}, layers)
@@ -318,30 +315,6 @@ class GradientNoiseCallback(TrainerCallback):
             scored_group(step, group, scored.get(place)) for place, group in enumerate(groups)
         ]
         self._open.unknown += unknown
-        if window_batches(max(1, len(groups))) > 1:
-            with self.scorer.reads_group(layers):
-                if accelerator.is_main_process:
-                    self._follow(model, groups)
-
-    def _follow(self, model: Any, groups: Sequence[Group]) -> None:
-        """Measure how far the policy has moved since the window's first group with unequal rewards.
-
-        Only the main process calls this method. It adds an error to the notes and does not raise
-        it, because the other ranks continue training.
-        """
-        try:
-            if self._open.first is not None:
-                group, before = self._open.first
-                self._open.drift = policy_drift(before, self.scorer.logprobs(model, group))
-                return
-            for group in groups:
-                if group.varies and group.completions[0].images is None:
-                    self._open.first = group, self.scorer.logprobs(model, group)
-                    return
-        except Exception as error:
-            self.scorer.notes.append(
-                f"The change of the policy within a window is unknown: {reason_of(error)}."
-            )
 
     def _announce(
         self,
@@ -369,7 +342,7 @@ class GradientNoiseCallback(TrainerCallback):
         narrow = None if again else narrow_loss(trainer, model)
         if reason is None and narrow is not None:
             try:
-                with in_precision_of_loss(trainer, model, layers, narrow):
+                with torch.autocast(model.device.type, narrow):
                     same = {place: groups[place] for place in scored}
                     scored = self.scorer.all_scores(model, same, layers)
             # All ranks raise the same error.
@@ -401,7 +374,7 @@ class GradientNoiseCallback(TrainerCallback):
             scored_weights(trainer, self.options.by_layer) as (model, layers),
             unchanged(model),
             nullcontext() if (narrow := narrow_loss(trainer, model)) is None
-            else in_precision_of_loss(trainer, model, layers, narrow),
+            else torch.autocast(model.device.type, narrow),
         ):  # fmt: skip
             if layers is not None:
                 raise ConfigError(
@@ -473,7 +446,7 @@ class GradientNoiseCallback(TrainerCallback):
             for sentence in mean_score_warning(share):
                 self.warnings.append(sentence)
                 self._print(f"{PREFIX}: {sentence}")
-        self.windows.append(window_of(groups, ended.unknown, ended.drift, not self.warnings))
+        self.windows.append(window_of(groups, ended.unknown, not self.warnings))
         if self.trainer.accelerator.is_main_process:
             sizes = [
                 group.scores.features_GR.nbytes for group in groups if group.scores is not None
@@ -525,27 +498,9 @@ class GradientNoiseCallback(TrainerCallback):
         return max(half, self.windows[-MIN_WINDOWS:], key=len)
 
     def estimate(self) -> NoiseEstimate | None:
-        """Return averages over `recent()` with intervals; None if nothing was measured.
-
-        Intervals that `withheld` lists are replaced by `UNDETERMINED`.
-        """
-        size, steps = self.trainer.num_generations, [window.terms for window in self.recent()]
-        if not steps:
-            return None
-        estimate = noise_estimate(steps, size)
-        unknown = dict.fromkeys(self.withheld(), UNDETERMINED)
-        return replace(estimate, intervals={**estimate.intervals, **unknown})
-
-    def withheld(self) -> dict[str, str]:
-        """Return the names of the intervals that are not reported, with the reasons.
-
-        An interval is withheld if the policy changed too much while a window was collected.
-        """
-        size, recent = self.trainer.num_generations, self.recent()
-        drift = max((window.drift for window in recent), default=0.0)
-        if drift == 0:
-            return {}
-        return withheld(noise_estimate([window.terms for window in recent], size), size, drift)
+        """Return averages over `recent()` with intervals; None if nothing was measured."""
+        steps = [window.terms for window in self.recent()]
+        return noise_estimate(steps, self.trainer.num_generations) if steps else None
 
     def _log(self, window: Window) -> None:
         """Write to TRL's metrics and print a line on the main process."""
@@ -585,7 +540,7 @@ class GradientNoiseCallback(TrainerCallback):
         """
         estimate = self.estimate()
         if estimate is None:
-            return [f"{PREFIX}: nothing was measured: {self.fault or self._why_nothing()}."]
+            return [f"{PREFIX}: nothing was measured: {self.fault or NO_GROUPS}."]
         if self.trainer.accelerator.is_main_process:
             self.judge_own_loss(draws=400)
         under = f" under {sharding}" if (sharding := sharding_of(self.trainer)) else ""
@@ -596,29 +551,7 @@ class GradientNoiseCallback(TrainerCallback):
             estimate, self.recent(), self.own_loss, self.trainer.num_generations,
             rollouts_of(self.trainer), f"scores{part} in {self.precision}{under}", self._cost(),
         )  # fmt: skip
-        reasons = sorted(set(self.withheld().values()))
-        missing = [f"Some numbers are not given: {reason}." for reason in reasons]
-        return [f"{PREFIX}: {first}", *others, *missing, *self.scorer.notes]
-
-    def _why_nothing(self) -> str:
-        """Explain why fewer than two groups were measured, and suggest a remedy."""
-        trainer, size = self.trainer, self.trainer.num_generations
-        if not self._seen:
-            return without_batches(trainer)
-        rows, without = map(int, self._rewards)
-        if without:
-            names = [name for name in trainer.reward_func_names if name != record.__name__]
-            functions = " and ".join(names) or "no reward function"
-            return (
-                f"{without} of {rows} completions had no finite reward ({functions} gave None, NaN "
-                f"or infinity), but a group needs finite rewards for all {size} completions: let a "
-                "reward function return a number for every completion (for example 0 if it cannot "
-                "judge a completion)"
-            )
-        return (
-            f"training ended after {rows // size} of the 2 groups (of {size} completions) that a "
-            "measurement needs: use more steps, or more prompts per step"
-        )
+        return [f"{PREFIX}: {first}", *others, *self.scorer.notes]
 
     def _print(self, *lines: str) -> None:
         # An object that `check_trainer` refused may have no accelerator.

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.memory import out_of_memory
-from grpo_ustat.policy.output_layer import causal, replaced_forward
+from grpo_ustat.policy.output_layer import causal
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 
 Gathered = tuple[list[int], AbstractContextManager[object]]
@@ -70,18 +69,16 @@ class LayersInStep:
                 place.put(place.sharded)
 
     @contextmanager
-    def round(self, sweeps: int, backward: bool = True) -> Iterator[None]:
-        """Allow a fixed number of passes through the layers within the block.
+    def round(self, sweeps: int) -> Iterator[None]:
+        """Allow a fixed number of forward and backward passes through the layers within the block.
 
         All ranks enter and leave together. If a rank makes fewer passes, it takes part in the
         remaining gatherings when it leaves the block.
 
         Args:
             sweeps: number of passes.
-            backward: True if each forward pass is followed by a backward pass.
         """
-        sweep = [*self.layers, *reversed(self.layers)] if backward else self.layers
-        self._ahead.extend([*sweep] * sweeps)
+        self._ahead.extend([*self.layers, *reversed(self.layers)] * sweeps)
         self._reserve = self._reserved()
         try:
             yield
@@ -100,25 +97,6 @@ class LayersInStep:
         with self._gathered(self._ahead.popleft()):
             yield
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Gather each layer's weights whenever the layer is called within the block."""
-
-        def compute(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-            """Return a forward function that gathers the layer's weights first."""
-
-            def gathered(*args: Any, **kwargs: Any) -> Any:
-                """Return the output of the layer."""
-                with self.weights(layer):
-                    return forward(*args, **kwargs)
-
-            return gathered
-
-        with ExitStack() as patched:
-            for layer in self.layers:
-                patched.enter_context(replaced_forward(layer, compute(layer, layer.forward)))
-            yield
-
     def _skip(self) -> None:
         with self._gathered(self._ahead.popleft()):
             pass
@@ -127,7 +105,6 @@ class LayersInStep:
     def _gathered(self, layer: nn.Module) -> Iterator[None]:
         """Gather a layer's full weights for the block."""
         places, self._reserve = self._places[layer], []
-        # FSDP1 must not see the stand-ins, because it would mistake them for changed weights.
         for place in places:
             place.put(place.sharded)
         try:

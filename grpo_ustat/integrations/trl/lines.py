@@ -56,8 +56,6 @@ def end_lines(
         f"{numbers(estimate.intervals)}; from {groups} groups of steps {windows[0].first} to "
         f"{windows[-1].last}, averaged over these steps; {scores}; measuring took {cost}.",
     ]
-    if own_loss is not None and (sizes := own_loss.smaller_sizes()):
-        lines.append(sizes)
     if estimate.heavy:
         lines.append(
             "A few groups dominate the estimates, so the coverage of the 95 % intervals may be "

@@ -9,18 +9,16 @@ gradient in another way, `unmeasured` returns the reason why the loss is not mea
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from grpo_ustat.estimators.efficiency import RelativeEfficiency, between_sizes, relative_efficiency
-from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
+from grpo_ustat.estimators.efficiency import RelativeEfficiency, relative_efficiency
+from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.losses import UNBIASED, Refusal, loss_errors, refusal
 from grpo_ustat.estimators.row_weights import LOSS_TYPES, Loss
-from grpo_ustat.pages.advice import TOLERABLE_EXTRA_ERROR
 from grpo_ustat.records import Array, ScorePool
 
 # Constant that TRL adds to a standard deviation before it divides by it.
@@ -87,21 +85,6 @@ def rollouts_of(trainer: Any) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
 
 
-def without_batches(trainer: Any) -> str:
-    """Explain why a training run had no generation batch, and suggest a remedy."""
-    args, dataset = trainer.args, getattr(trainer, "train_dataset", None)
-    needed = args.generation_batch_size // trainer.num_generations
-    count = len(dataset) if isinstance(dataset, Sized) else None
-    if count is None or count >= needed:
-        return "there was no generation batch during training"
-    return (
-        f"train_dataset has {count} prompt{'s' * (count != 1)}, but a generation batch needs "
-        f"{needed} ({args.generation_batch_size} completions in groups of "
-        f"{trainer.num_generations}), and TRL makes no smaller batch: use {needed} prompts or "
-        "more, or lower per_device_train_batch_size or steps_per_generation"
-    )
-
-
 def described(trainer: Any) -> str:
     """Describe the loss in a few words, including terms that are not measured.
 
@@ -142,9 +125,6 @@ class OwnLoss:
     compared: str = ""
     # Relative efficiency at G; None if it is unknown, and `reason` then says why.
     efficiency: RelativeEfficiency | None = None
-    # Efficiency of groups of g completions relative to groups of G, for several g < G, which are
-    # the keys. The 95 % intervals hold simultaneously (Bonferroni).
-    against: dict[int, Interval] = field(default_factory=dict[int, Interval])
 
     @property
     def decided(self) -> bool:
@@ -159,23 +139,6 @@ class OwnLoss:
         if self.efficiency is None or not self.decided:
             return Interval(math.nan, 0.0, 1.0)
         return Interval(*(math.sqrt(max(0.0, square)) for square in self.efficiency.direction))
-
-    @property
-    def better(self) -> int | None:
-        """Best smaller group size, or None if no smaller size is significantly better."""
-        better = {g: x.estimate for g, x in self._finite_sizes.items() if x.low > 1}
-        return max(better, key=lambda g: better[g], default=None)
-
-    @property
-    def none_better(self) -> bool:
-        """True if the intervals exclude that a smaller size is clearly better.
-
-        A size would be clearly better if its relative efficiency exceeded 1 by more than
-        `TOLERABLE_EXTRA_ERROR`. Sizes without an interval are ignored.
-        """
-        if self.better is not None:
-            return False
-        return all(x.high <= 1 + TOLERABLE_EXTRA_ERROR for x in self._finite_sizes.values())
 
     def line(self) -> str:
         """Return a sentence with the efficiency and the direction, or with the reason for none."""
@@ -198,27 +161,6 @@ class OwnLoss:
             f"against the unbiased gradient{self.compared}. {direction}."
         )
 
-    def smaller_sizes(self) -> str:
-        """Return a sentence that compares smaller groups with the run's group size for this loss.
-
-        The text is empty if the comparison is unknown. It is also empty if the direction is
-        unbiased, because the best size is then the same as for the unbiased gradient.
-        """
-        if not self.decided or self.unbiased or not self._finite_sizes:
-            return ""
-        verdict = "the data do not show which size is best"
-        if self.better is not None:
-            verdict = f"groups of {self.better} are significantly better"
-        elif self.none_better:
-            verdict = "no smaller size is significantly better"
-        each = ", ".join(
-            f"{_two_digits(x)} in groups of {g}" for g, x in self._finite_sizes.items()
-        )
-        return (
-            f"With your loss, the relative efficiency of smaller groups against groups of "
-            f"{self.group_size} is {each}; {verdict}."
-        )
-
     def numbers(self) -> dict[str, float]:
         """Return the estimates that are known, keyed by their name in TRL's metrics."""
         if self.efficiency is None:
@@ -229,11 +171,6 @@ class OwnLoss:
             "loss/noise": self.efficiency.noise.estimate,
         }
         return {name: value for name, value in values.items() if math.isfinite(value)}
-
-    @property
-    def _finite_sizes(self) -> dict[int, Interval]:
-        """Entries of `against` that have an interval."""
-        return {g: x for g, x in self.against.items() if math.isfinite(x.estimate)}
 
     def _noise(self) -> str:
         """Return a clause on the noise as a share of an update; empty if the share is unknown."""
@@ -246,7 +183,7 @@ class OwnLoss:
 
 
 def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int = DRAWS) -> OwnLoss:
-    """Estimate the efficiency of a loss at the group size of a pool and at smaller group sizes.
+    """Estimate the efficiency of a loss at the group size of a pool.
 
     Args:
         pool: groups on which a run trained; the N completions of a prompt are its group. Scores may
@@ -262,20 +199,13 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
     fault = refusal(pool, loss, size, rollouts)
     if fault is not None:
         return OwnLoss(words, size, rollouts, groups, _reason(fault, size, rollouts))
-    sizes = [g for g in _smaller(size) if refusal(pool, loss, g, rollouts) is None]
-    errors = loss_errors(
-        pool, {UNBIASED: [*sizes, size], loss: [*sizes, size]}, rollouts, draws, seed=0
-    )
-    level = 1 - (1 - CONFIDENCE) / max(1, len(sizes))
-    at_size = errors[loss, size]
-    against = {g: between_sizes(at_size, errors[loss, g], level=level) for g in sizes}
+    errors = loss_errors(pool, {UNBIASED: [size], loss: [size]}, rollouts, draws, seed=0)
     unbiased = {size: errors[UNBIASED, size].error_D}
     return OwnLoss(
         words, size, rollouts, groups,
         unbiased=loss.scale(size) is not None,
         compared=" of the rewards' weighted sum" if loss.baseline == "gdpo" else "",
-        efficiency=relative_efficiency(at_size, size, unbiased),
-        against=against,
+        efficiency=relative_efficiency(errors[loss, size], size, unbiased),
     )  # fmt: skip
 
 
@@ -342,19 +272,6 @@ def ratio_factors(
         else:
             return None
         return torch.autograd.grad(gain_BT.sum(), log_BT)[0] * sign_B1
-
-
-def _smaller(size: int) -> list[int]:
-    """Return the integers >= 2 that repeated halving of a group size gives.
-
-    >>> _smaller(16), _smaller(12), _smaller(5)
-    ([2, 4, 8], [3, 6], [])
-    """
-    halves: list[int] = []
-    while size % 2 == 0 and size > 2:
-        size //= 2
-        halves.insert(0, size)
-    return halves
 
 
 def _reason(fault: Refusal, size: int, rollouts: int) -> str:

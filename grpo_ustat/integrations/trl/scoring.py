@@ -270,38 +270,6 @@ class GroupScorer:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    @contextmanager
-    def reads_group(self, layers: LayersInStep | None) -> Iterator[None]:
-        """Make weights available for a call of `logprobs` within the block.
-
-        With `layers`, all ranks must enter the block.
-        """
-        if layers is None:
-            yield
-            return
-        with layers.round(self._passes(), backward=False), layers.forward():
-            yield
-
-    def logprobs(self, model: Any, group: Group) -> Array:
-        """Return the log-probabilities of a group's completion tokens, [G, T]; padding gets 0."""
-        rollouts, pad_token = group.rollouts(), tokenizer_of(self.trainer).pad_token_id
-        size = len(group.completions)
-        parts = np.split(np.arange(size), range(self.at_once, size, self.at_once))
-        with torch.no_grad():
-            logprobs = [
-                token_logprobs(
-                    model, pack(rollouts, part, pad_token, model.device), self.trainer.temperature
-                )
-                for part in parts
-            ]
-        width = rollouts.mask_PGT.shape[2]
-        return np.concatenate(
-            [
-                np.pad(part.double().cpu().numpy(), ((0, 0), (0, width - part.shape[1])))
-                for part in logprobs
-            ]
-        )
-
     def _check(self, policy: Policy, rollouts: Rollouts, images: Mapping[str, Any] | None) -> None:
         """Check the scores of a group's two shortest completions against plain differentiation."""
         shortest = np.argsort(rollouts.lengths_PG[0], kind="stable")[:2]

@@ -1,4 +1,4 @@
-"""Gathering of the full weights of a sharded model: DeepSpeed ZeRO-3, FSDP2 and FSDP1.
+"""Gathering of the full weights of a sharded model: DeepSpeed ZeRO-3 and FSDP2.
 
 Scores (gradients of log-probabilities) need full parameters with their original shapes and names.
 All parameters are gathered before scoring and released afterwards.
@@ -28,12 +28,12 @@ from grpo_ustat.policy.memory import out_of_memory
 
 INSTEAD = "measure checkpoints with grpo-ustat mse model=CHECKPOINT"
 NO_MEMORY = "out of memory for the full weights of the model"
-# Names under which the wrappers of FSDP1 and torch's activation checkpointing store a module.
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Name under which the wrapper of torch's activation checkpointing stores a module.
+WRAPPED = "_checkpoint_wrapped_module"
 
 
 def sharding_of(trainer: Any) -> str:
-    """Return the kind of parameter sharding: "ZeRO-3", "FSDP1", "FSDP2", or "" without sharding."""
+    """Return the kind of parameter sharding: "ZeRO-3", "FSDP2", or "" without sharding."""
     state = trainer.accelerator.state
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -43,9 +43,11 @@ def sharding_of(trainer: Any) -> str:
 
 
 def check_sharding(trainer: Any) -> None:
-    """Refuse offloaded parameters and parallelism that splits layers or sequences."""
+    """Refuse FSDP1, offloaded parameters, and parallelism that splits layers or sequences."""
     state, sharding = trainer.accelerator.state, sharding_of(trainer)
-    if sharding.startswith("FSDP") and _offloads(state.fsdp_plugin.cpu_offload):
+    if sharding == "FSDP1":
+        raise ConfigError(f"fsdp_version=1 is not supported: use fsdp_version=2, or {INSTEAD}")
+    if sharding == "FSDP2" and _offloads(state.fsdp_plugin.cpu_offload):
         raise ConfigError(
             "fsdp_offload_params=True keeps parameters in the CPU's memory, and scores were not "
             f"tested with this: use fsdp_offload_params=False, or {INSTEAD}"
@@ -68,13 +70,8 @@ def check_sharding(trainer: Any) -> None:
 
 
 def _offloads(policy: Any) -> bool:
-    """Return True if accelerate's `cpu_offload` setting offloads parameters.
-
-    The setting is a bool, FSDP1's `CPUOffload` or an FSDP2 policy.
-    """
-    if isinstance(policy, bool):
-        return policy
-    return getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy")
+    """Return True if accelerate's `cpu_offload` setting, a bool or a policy, offloads."""
+    return policy is True or type(policy).__name__ == "CPUOffloadPolicy"
 
 
 @contextmanager
@@ -137,7 +134,7 @@ def _fit_on_all_ranks(sizes: Sequence[int], device: torch.device) -> bool:
 
 
 def _layers(model: nn.Module, by_layer: bool) -> list[nn.Module]:
-    """Return the layers of a model without FSDP1's wrappers; refuse a model without layers."""
+    """Return the layers of a model without wrappers; refuse a model without layers."""
     with _unwrapped(model) as inner:
         layers = separate_layers(inner)
     if layers:
@@ -207,40 +204,7 @@ def _fsdp2(trainer: Any) -> tuple[Any, Gather]:
     return model, gather
 
 
-def _fsdp1(trainer: Any) -> tuple[Any, Gather]:
-    """Return the model under FSDP1, and a function that gathers weights.
-
-    FSDP1 gathers weights in the precision that the optimizer uses.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = trainer.model
-    units: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
-
-    @contextmanager
-    def gathered(some: Sequence[Any]) -> Iterator[None]:
-        """Unshard the weights of some units within the block; shard them again afterwards."""
-        with ExitStack() as stack:
-            for unit in some:
-                stack.enter_context(unit.summon_full_params(unit, recurse=False, writeback=False))
-            yield
-
-    def gather(module: nn.Module, without: Sequence[nn.Module]) -> Gathered:
-        """Gather the full weights of a module except for some modules within it."""
-        if without and not all(unit._use_orig_params for unit in units):
-            raise ConfigError(
-                f"{NO_MEMORY}, and fsdp_use_orig_params=False hides the weights of layers: use "
-                "fsdp_use_orig_params=True"
-            )
-        some = _units_within(module, without, units)
-        flat = [unit._handle.flat_param for unit in some if unit._handle is not None]
-        sizes = [p._unpadded_unsharded_size.numel() * p.element_size() for p in flat]
-        return sizes, gathered(some)
-
-    return model, gather
-
-
-SHARDED = {"": _unsharded, "ZeRO-3": _zero3, "FSDP2": _fsdp2, "FSDP1": _fsdp1}
+SHARDED = {"": _unsharded, "ZeRO-3": _zero3, "FSDP2": _fsdp2}
 
 
 def _units_within(
@@ -275,7 +239,7 @@ def _is_of_framework(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Remove the wrappers of FSDP1 and activation checkpointing within the block.
+    """Remove the wrappers of activation checkpointing within the block.
 
     Yields the model with the modules and parameter names that it has without wrappers.
     """
@@ -283,7 +247,7 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in parent._modules.items()
-        if name not in WRAPPED and child is not None and _inner(child) is not child
+        if name != WRAPPED and child is not None and _inner(child) is not child
     ]
     try:
         for parent, name, child in wrapped:
@@ -295,10 +259,8 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _inner(module: Any) -> nn.Module:
-    """Return the module inside wrappers."""
-    while names := [name for name in WRAPPED if name in module._modules]:
-        module = module._modules[names[0]]
-    return module
+    """Return the module inside a wrapper."""
+    return module._modules.get(WRAPPED, module)
 
 
 def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
@@ -315,41 +277,7 @@ def narrow_loss(trainer: Any, model: nn.Module) -> torch.dtype | None:
     return dtype if wide else None
 
 
-@contextmanager
-def in_precision_of_loss(
-    trainer: Any, model: nn.Module, layers: LayersInStep | None, dtype: torch.dtype
-) -> Iterator[None]:
-    """Make a model compute in the precision of a trainer's loss within the block, with autocast.
-
-    For TRL's loss, FSDP1 also converts the weights to the precision of the loss. With FSDP1, the
-    weights and buffers are therefore converted here too, and restored after the block.
-
-    Args:
-        trainer: trainer of the model.
-        model, layers: results of `scored_weights`.
-        dtype: result of `narrow_loss`.
-    """
-    with torch.autocast(next(model.parameters()).device.type, dtype), ExitStack() as restored:
-        if sharding_of(trainer) == "FSDP1":
-            if layers is not None:
-                raise ConfigError(
-                    "with FSDP1, layer-by-layer scores are not available in the loss's precision"
-                )
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize:
-                    restored.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = tensor.data.to(dtype)
-        yield
-
-
 def precision_of(model: nn.Module) -> str:
-    """Describe the precision of a model's weights, and of its buffers if they are less precise."""
+    """Describe the precision of a model's weights."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    least = min((dtype.itemsize for dtype in weights), default=0)
-    buffers = {b.dtype for b in model.buffers() if b.is_floating_point()}
-    narrow = {dtype for dtype in buffers if dtype.itemsize < least}
-    words, within = (
-        " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        for dtypes in (weights, narrow)
-    )
-    return f"{words} (buffers in {within})" if narrow else words
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weights))
