@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import sys
 import threading
 import time
@@ -41,10 +42,17 @@ def fork():
     assert verifier.judge([("7", "7")]) == [Verdict.RIGHT]
 
 
+def limited():
+    """As a shell's `ulimit -v` or a scheduler limits the address space to less than asked for."""
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    verifier = Verifier(1, 20.0, 2.0, canaries={})
+    assert verifier.judge([("3", "eat"), ("3", "3")]) == [Verdict.FAILURE, Verdict.RIGHT]
+
+
 def end():
     global kept
     kept = judged()
 
 
 if __name__ == "__main__":
-    {"hang": hang, "in_daemon": in_daemon, "fork": fork, "end": end}[sys.argv[1]]()
+    globals()[sys.argv[1]]()

@@ -106,58 +106,42 @@ def test_long_texts_are_read_at_once(text):
     assert final_number(text) is None and last_boxed(text, 300) is None
 
 
-@pytest.mark.parametrize(
-    "text, number",
-    [
-        (r"\boxed{8{,}250}", "8250"), ("#### 8{,}250{,}000", "8250000"), (r"#### 8\,250", "8250"),
-        (r"\boxed{\$8{,}250.50}", "8250.50"), (r"\boxed{8,\!250}", "8250"), 
-        ("#### 8\u202f250", "8250"),
-        ("#### 45 dollars", "45"), ("#### $45 dollars.", "45"), ("#### 45 miles per hour", "45"),
-        (r"\boxed{45\text{ dollars}}", "45"), (r"\boxed{\text{45 cents}}", "45"), 
-        ("#### €45", "45"),
-        ("#### **45 hours**", "45"), (r"#### $45$ days", "45"), (r"#### \boxed{45} weeks", "45"),
-        ("#### 45 hours\n\nQuestion: 3+4?\n#### 7", "45"), ("#### \u22123 degrees", "-3"),
-        ("#### 1 First add\n#### 45", "45"), ("#### 45 square feet", "45"),
-    ],
+UNITS = {  # texts with a number of thousands or with a unit, as people write them
+    "8250": [r"\boxed{8{,}250}", r"#### 8\,250", r"\boxed{8,\!250}", "#### 8\u202f250"],
+    "8250000": ["#### 8{,}250{,}000"], "8250.50": [r"\boxed{\$8{,}250.50}"],
+    "45": ["#### 45 dollars", "#### $45 dollars.", "#### 45 miles per hour", "#### **45 hours**",
+           r"\boxed{45\text{ dollars}}", r"\boxed{\text{45 cents}}", "#### €45", r"#### $45$ days",
+           r"#### \boxed{45} weeks", "#### 45 hours\n\nQuestion: 3+4?\n#### 7",
+           "#### 1 First add\n#### 45", "#### 45 square feet"],
+    "-3": ["#### \u22123 degrees"],
+}  # fmt: skip
+CHANGED = (  # words that change the number before them
+    "M", "mil", "MM", "m dollars", "doz", "gross", "fifteenths", "quarters", "billionths", "lakh",
+    "point five", "divided by two", "to the power of two", "choose two", "below", "doubled",
+    "degrees below zero", "percent", "per cent", "out of six", "is wrong", "but no", "thousand",
+    "or", "hundred dollars", "and a half", "dollars or 46", "x", "dozen eggs",
+    "dollars and 50 cents",
 )  # fmt: skip
-def test_thousands_and_units_as_people_write_them(text, number):
-    assert final_number(text) == Decimal(number)
+THINGS = ("pies", "logs", "months", "miles", "people in the room", "days a week", "m", "ones")
 
 
-@pytest.mark.parametrize(
-    "behind",
-    [
-        "M", "mil", "MM", "m dollars", "doz", "gross", "fifteenths", "quarters", "billionths",
-        "point five", "divided by two", "to the power of two", "choose two", "below", "doubled",
-        "degrees below zero", "percent", "per cent", "out of six", "is wrong", "but no", "lakh",
-    ],
-)  # fmt: skip
-def test_words_that_change_the_number_are_no_other_unit(behind):
-    assert final_number(f"#### 18 {behind}", any_unit=True) is None
+@pytest.mark.parametrize("number", UNITS)
+def test_thousands_and_units_as_people_write_them(number):
+    for text in UNITS[number]:
+        assert final_number(text) == Decimal(number), text
 
 
-@pytest.mark.parametrize(
-    "behind", ["pies", "logs", "months", "miles", "people in the room", "days a week", "m", "ones"]
-)
-def test_things_that_look_like_them_are_units(behind):
-    assert final_number(f"#### 18 {behind}", any_unit=True) == 18
-
-
-def test_what_changes_the_number_or_is_none_is_no_unit():
-    for text in ("#### 45 thousand", "#### 45 or", "#### 45 hundred dollars", "#### 45 and a half",
-                 "#### 45 dollars or 46", "#### 45dollars", "#### 45x", "#### 45 x", "8{,}25",
-                 r"\boxed{8{,}25}", "#### 8{,}2500", "45 dollars", "#### 3 dozen eggs",
-                 "#### 45 dollars and 50 cents", r"\boxed{3\,4}"):  # fmt: skip
+def test_which_words_behind_a_number_are_units():
+    for words in CHANGED:
+        assert final_number(f"#### 18 {words}", any_unit=True) is None, words
+    for words in THINGS:
+        assert final_number(f"#### 18 {words}", any_unit=True) == 18, words
+    for text in ("#### 45dollars", "#### 45x", "8{,}25", r"\boxed{8{,}25}", "#### 8{,}2500",
+                 "45 dollars", r"\boxed{3\,4}", *(f"#### 45 {words}" for words in CHANGED)
+                 ):  # fmt: skip
         assert final_number(text) is None and final_number(text, any_unit=True) is None, text
-
-
-def test_other_words_behind_a_number_count_where_none_stands_alone():
-    for text in (
-        "#### 45 eggs",
-        r"\boxed{45 \text{ eggs}}",
-        "#### 45 red books.",
-        "so #### $45 left",
-    ):
+    for text in ("#### 45 eggs", r"\boxed{45 \text{ eggs}}", "#### 45 red books.",
+                 "so #### $45 left"):  # fmt: skip
         assert final_number(text) is None and final_number(text, any_unit=True) == 45, text
         assert stated(text, any_unit=True) == "45"
     assert final_number("#### 1 First add\n#### 45", any_unit=True) == 45

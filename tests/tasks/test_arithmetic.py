@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 import re
 import sys
@@ -64,10 +65,8 @@ def test_kinds_are_drawn_uniformly_and_look_as_named(questions):
 
 
 def test_splits_share_no_arithmetic(questions):
-    forms = {split: {q.canonical for q in found} for split, found in questions.items()}
-    assert not forms["train"] & forms["test"]
-    assert not forms["train"] & forms["study"]
-    assert not forms["test"] & forms["study"]
+    forms = [{q.canonical for q in found} for found in questions.values()]
+    assert not any(a & b for a, b in itertools.combinations(forms, 2))
 
 
 def test_questions_are_distinct_and_seeded(questions):
@@ -140,20 +139,3 @@ def test_worked_solutions_are_right_in_every_step(questions):
         assert len(text) <= 90
         for left, right in re.findall(r"(-?\d+ ?[-+*/] ?-?\d+) ?=(-?\d+)", text):
             assert value(left.replace(" ", "")) == int(right)
-
-
-def test_worked_solutions_vary_in_wording_and_order():
-    question = Exercise("two_step", "9+4-2", 11, (9, 4, -2))
-    writer = Writer(0)
-    texts = {writer.solution(question) for _ in range(300)}
-    assert len(texts) > 250
-    first_results = {re.search(r"=(-?\d+)", text).group(1) for text in texts}
-    assert first_results == {"13", "7", "2"}  # 9+4, 9-2, 4-2
-
-
-def test_a_careless_writer_slips_and_goes_on_from_there(questions):
-    writer = Writer(0, careless=1.0)
-    for question in questions["train"][:100]:
-        text = writer.solution(question)
-        for left, right in re.findall(r"(-?\d+ ?[-+*] ?-?\d+) ?=(-?\d+)", text):
-            assert abs(value(left.replace(" ", "")) - int(right)) in (1, 2, 10)

@@ -69,9 +69,9 @@ def test_answers_by_hand():
     assert question("#### 3 is no answer\n#### 4").answer == "4"
 
 
-@pytest.mark.parametrize(
-    "answer", ["72", "#### ", "#### x = 3", "#### 3 or 4", "#### 1,23", "5 ####"]
-)
+@pytest.mark.parametrize("answer", [
+    "72", "#### ", "#### four", "#### x = 3", "#### 3 or 4", "#### 1,23", "5 ####",
+])  # fmt: skip
 def test_an_answer_that_is_no_number_is_refused(answer):
     with pytest.raises(ConfigError, match="rows.jsonl row 1: field answer "):
         question(answer)

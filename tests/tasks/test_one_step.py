@@ -30,22 +30,14 @@ def test_answers_are_right_and_every_question_has_one_split(name, count):
         assert RESULTS[sign](int(left), int(right)) == question.answer
     splits = {q.canonical: q.split for q in found}
     assert all(splits[q.canonical] == q.split for q in found)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_number_for_studies_is_known_without_making_them(name):
-    assert STUDY_QUESTIONS[name] == sum(q.split == "study" for q in exercises([name]))
-
-
-def test_the_order_of_operands_does_not_matter():
-    by_text = {q.text: q for q in exercises(["one_digit_product"])}
-    assert by_text["3 * 7"].canonical == by_text["7 * 3"].canonical
-    assert by_text["3 * 7"].split == by_text["7 * 3"].split
+    forms = {frozenset(q.text.split()): q.canonical for q in found}  # 3 + 7 is 7 + 3
+    assert all(forms[frozenset(q.text.split())] == q.canonical for q in found)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_splits_and_solved_lines_share_no_arithmetic(name):
     sizes = Counter(q.split for q in exercises([name]))
+    assert sizes["study"] == STUDY_QUESTIONS[name]
     drawn = [draw([name], split, sizes[split], 0) for split in SIZES]
     drawn += [draw([name], "examples", 7, 0)]
     forms = [{q.canonical for q in found} for found in drawn]
@@ -71,28 +63,21 @@ def test_an_id_is_the_question_whatever_the_shots_and_seed():
     assert ids != [p.id for p in task("plus_one", seed=1).prompts("study")]
 
 
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("56", 1), ("56\n", 1), (" 56\n\n", 1), ("\n56", 1), ("56.", 1), ("", 0), ("\n", 0),
-        ("5", 0), ("560", 0), ("56 and", 0), ("5 6", 0), ("56\n7", 0), ("7 * 8", 0), ("= 56", 0),
-        ("56, 56", 0), ("7 * 8 = 56", 0), ("٥٦", 0), ("5_6", 0),
-    ],
-)  # fmt: skip
-def test_only_the_right_integer_counts(completion, reward):
+def test_only_the_right_integer_counts():
     found = {p.question: p for split in SIZES for p in task("one_digit_product").prompts(split)}
     prompt = next(p for p in found.values() if p.answer == "56")
-    assert task("one_digit_product").rewards([prompt], [completion]) == [reward]
+    right = ["56", "56\n", " 56\n\n", "\n56", "56."]
+    wrong = ["", "\n", "5", "560", "56 and", "5 6", "56\n7", "7 * 8", "= 56", "56, 56",
+             "7 * 8 = 56", "٥٦", "5_6"]  # fmt: skip
+    found = task("one_digit_product").rewards([prompt] * 18, right + wrong)
+    assert found == [1] * 5 + [0] * 13
 
 
-@pytest.mark.parametrize(
-    "asked, message",
-    [
-        ({"study": 32}, "dataset.study_size=32, but plus_one has 31: use 31 or less"),
-        ({"test": 19}, "dataset.test_size=19, but plus_one has 16: use"),
-        ({"examples": 19}, "prompt.shots=19, but plus_one has 18: use"),
-    ],
-)
+@pytest.mark.parametrize("asked, message", [
+    ({"study": 32}, "dataset.study_size=32, but plus_one has 31: use 31 or less"),
+    ({"test": 19}, "dataset.test_size=19, but plus_one has 16: use"),
+    ({"examples": 19}, "prompt.shots=19, but plus_one has 18: use"),
+])  # fmt: skip
 def test_more_than_exist_are_refused_with_both_numbers(asked, message):
     with pytest.raises(ConfigError, match=message):
         task("plus_one", **asked)
@@ -103,7 +88,3 @@ def test_two_tables_are_one_data_set_without_common_questions():
     kinds = Counter(q.kind for q in both.questions("study"))
     assert kinds == {"one_digit_product": 29, "one_digit_sum": 24}
     assert len({q.text for q in both.questions("study") + both.questions("examples")}) == 67
-
-
-def test_no_example_is_a_plain_question():
-    assert [p.text for p in task("plus_one", shots=0).prompts("study")][0].count("=") == 1

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from commands import compose
 
+from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.records import Question
 from grpo_ustat.tasks.base import Fitting, warn_of_prompt
 from grpo_ustat.tasks.prompts import Prompting, render
@@ -22,6 +23,11 @@ def test_only_the_three_fields_are_filled_and_nothing_inside_them():
     assert (
         render(text, question) == r"{answer} in \boxed{}, {solution} {question} {other} {{answer}}"
     )
+
+
+def test_half_a_character_in_a_template_is_refused():
+    with pytest.raises(ConfigError, match=r"prompt.template='.question.\\ud83d'"):
+        compose("train", "prompt.template='{question}\ud83d'")
 
 
 def test_a_prompt_is_the_examples_then_the_question():

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_ustat.config.data import Gsm8kConfig
+from grpo_ustat.config.row_files import Row
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.gsm8k import gsm8k
 from grpo_ustat.tasks.rows import Origin
@@ -112,6 +113,8 @@ def test_a_hub_id_is_loaded_as_configured(monkeypatch):
     rows = origin.rows("train")
     assert [row.fields for row in rows] == ROWS and asked == [("org/name", "main", "v1")]
     assert rows[2].where == "org/name split train row 3"
+    with pytest.raises(ConfigError, match=r"row 1: field solution is 'x\\ud800'"):
+        Row({"solution": "x\ud800"}, "row 1").text("solution")
     with pytest.raises(ConfigError, match="'test', .*train, validation"):
         origin.rows("test")
 
@@ -141,54 +144,60 @@ def refused(match, path, **fields):
     assert "\n" not in str(caught.value)
 
 
-BAD_LINES = {
+BAD_ROWS = {  # as row 8, behind seven good rows
     '{"question": "x", "answer"': r"bad.jsonl row 8 is not valid JSON: ",
     '["x", "y"]': "row 8 is .'x', 'y'., it must be an object with named fields",
-    '{"question": "x"}': "bad.jsonl row 8: field answer is missing, the row has question",
-    '{"question": "x", "answer": 4}': "row 8: field answer is 4, it must be non-empty text",
-    '{"question": " ", "answer": "#### 4"}': "row 8: field question is ' ', it must be non-empty",
-    '{"question": ["x"], "answer": "#### 4"}': r"row 8: field question is \['x'\], it must be",
-    '{"question": "x", "answer": "four"}': "row 8: field answer is 'four', it must be a solution",
-    '{"question": "x", "answer": "#### four"}': "row 8: .* ends with #### and a number",
-    '{"question": "x", "answer": "3 #### "}': "row 8: .* ends with #### and a number",
+    '{"question": "x", "answer": NaN}': "row 8: field answer is nan, it must be a finite number",
+    '{"question": "x", "answer": -Infinity}': "row 8: field answer is -inf, it must be a finite",
+    '{"question": "x", "answer": 1e999}': "row 8: field answer is inf, it must be a finite num",
+    '{"question": "x", "answer": 1, "w": [{"v": NaN}]}': "row 8: field w is nan, it must be a f",
+    r'{"question": "x\ud800", "answer": 1}': r"row 8: field question is 'x\\ud800', it must be",
+    r'{"question": "x", "answer": 1, "w": {"\udc00": 2}}': r"row 8: field w is '\\udc00', it mu",
 }
+BAD_FILES = [
+    ("empty.jsonl", "", "empty.jsonl cannot be read: it is empty"),
+    ("rows.md", "# rows", "rows.md row 1 is not valid JSON"),
+    ("rows.json", "[{]", "rows.json cannot be read: invalid JSON"),
+    ("rows.parquet", LINES, "rows.parquet cannot be read: .*[Pp]arquet"),
+    ("rows.jsonl.gz", LINES, "rows.jsonl.gz cannot be read: .*[Nn]ot a gzipped file"),
+    ("cut.jsonl.gz", gzip.compress(LINES)[:-20], "cut.jsonl.gz cannot be read"),
+    ("latin.jsonl", '{"question": "\xe9"}\n'.encode("latin-1"), "latin.jsonl cannot be read"),
+    ("rows.csv", "question,answer\nq,a\na,b,c\n", "row 2 has more fields than the header"),
+    ("rows.csv", 'question,answer\n"a,b\n', "rows.csv cannot be read: unexpected end of data"),
+    *(("bad.jsonl", LINES + line.encode() + b"\n", told) for line, told in BAD_ROWS.items()),
+]
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_row_is_named(line, tmp_path):
+@pytest.mark.parametrize("name, content, match", BAD_FILES)
+def test_a_file_that_cannot_be_used_is_named_by_its_row(name, content, match, tmp_path):
+    with pytest.raises(ConfigError, match=match):
+        Origin("k", str(written(tmp_path / name, content))).rows("train")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_in_parquet_is_refused_by_row(value, tmp_path):
+    bad = parquet(tmp_path / "bad.parquet", [{"x": value if n == 2 else 1.0} for n in range(8)])
+    with pytest.raises(ConfigError, match=f"bad.parquet row 3: field x is {value}"):
+        Origin("k", str(bad)).rows("train")
+
+
+@pytest.mark.parametrize("fields, told", [
+    ({"question": "x"}, "row 8: field answer is missing, the row has question"),
+    ({"question": "x", "answer": None}, "bad.parquet row 8: field answer is missing"),
+    ({"problem": "x"}, "row 8: field question is missing, the row has problem"),
+    ({"question": "x", "answer": 4}, "row 8: field answer is 4, it must be non-empty text"),
+    ({"question": " ", "answer": "#### 4"}, "row 8: field question is ' ', it must be non-empty"),
+    ({"question": ["x"], "answer": "#### 4"}, r"row 8: field question is \['x'\], it must be"),
+    ({"question": "x", "answer": "four"}, "row 8: field answer is 'four', it must be a solution"),
+])  # fmt: skip
+def test_a_row_that_is_no_question_is_named(fields, told, tmp_path):
     good = written(tmp_path / "good.jsonl", LINES)
-    bad = written(tmp_path / "bad.jsonl", LINES + line.encode() + b"\n")
-    refused(BAD_LINES[line], bad, test_path=str(good))
-    refused(BAD_LINES[line], good, test_path=str(bad))
-
-
-def test_a_row_of_a_parquet_file_is_named(tmp_path):
-    good = written(tmp_path / "good.jsonl", LINES)
-    bad = parquet(tmp_path / "bad.parquet", [*ROWS, {"question": "x", "answer": None}])
-    refused("bad.parquet row 8: field answer is missing", bad, test_path=str(good))
-
-
-def test_other_fields_are_named(tmp_path):
-    other = written(tmp_path / "other.jsonl", '{"problem": "x", "solution": "y"}\n')
-    told = "row 1: field question is missing, the row has problem, solution"
-    refused(told, other, test_path=str(written(tmp_path / "good.jsonl", LINES)))
-
-
-@pytest.mark.parametrize(
-    "name, content, match",
-    [
-        ("empty.jsonl", "", "empty.jsonl cannot be read: it is empty"),
-        ("rows.md", "# rows", "rows.md row 1 is not valid JSON"),
-        ("rows.json", "[{]", "rows.json cannot be read: invalid JSON"),
-        ("rows.parquet", LINES, "rows.parquet cannot be read: .*[Pp]arquet"),
-        ("rows.jsonl.gz", LINES, "rows.jsonl.gz cannot be read: .*[Nn]ot a gzipped file"),
-        ("cut.jsonl.gz", gzip.compress(LINES)[:-20], "cut.jsonl.gz cannot be read"),
-        ("latin.jsonl", '{"question": "\xe9"}\n'.encode("latin-1"), "latin.jsonl cannot be read"),
-    ],
-)
-def test_a_file_that_is_no_such_file_is_named(name, content, match, tmp_path):
-    good = written(tmp_path / "good.jsonl", LINES)
-    refused(match, written(tmp_path / name, content), test_path=str(good))
+    if "parquet" in told:
+        bad = parquet(tmp_path / "bad.parquet", [*ROWS, fields])
+    else:
+        bad = written(tmp_path / "bad.jsonl", LINES + json.dumps(fields).encode())
+    refused(told, bad, test_path=str(good))
+    refused(told, good, test_path=str(bad))
 
 
 def test_a_place_without_rows_is_named(tmp_path):

@@ -15,24 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 from hostile_answers import HOSTILE, LENIENT
-from training_runs import fit
 
-from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.tasks.answers import final_number
 from grpo_ustat.tasks.math_answers import MathJudge
-from grpo_ustat.tasks.verifier import CANARIES, JudgeError, Verdict, Verifier
+from grpo_ustat.tasks.verifier import JudgeError, Verdict, Verifier
 
 HERE = Path(__file__).parents[1] / "helpers"
 RIGHT, WRONG, TIMEOUT, FAILURE = Verdict
 BOX = r"\boxed{%s}"
-
-
-@pytest.fixture(scope="module")
-def math_verify():
-    """The real one."""
-    verifier = Verifier(2, 20.0, 2.0)
-    yield verifier
-    verifier.close()
 
 
 @pytest.fixture(scope="module")
@@ -85,48 +75,6 @@ def gone(processes, seconds=60):
 
 
 @pytest.mark.slow
-def test_math_verify_judges(math_verify):
-    pairs = [
-        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", RIGHT), ("x^2-1", "(x+1)(x-1)", RIGHT),
-        ("(2,3)", "(2, 3)", RIGHT), ("1,2,3", r"\{3,1,2\}", RIGHT), ("x^2-1", "x^2+1", WRONG),
-        (r"\frac{\pi}{2}", r"\frac{\pi}{3}", WRONG), ("(2,3)", "(3,2)", WRONG), ("x", "", WRONG),
-        (r"\sqrt{2}", r"\frac{1}{0}", WRONG), (r"\sqrt{2}", "}{\ud800\x00", WRONG),
-    ]  # fmt: skip
-    asked = [(BOX % gold, BOX % answer) for gold, answer, _ in pairs]
-    assert math_verify.judge(asked) == [verdict for *_, verdict in pairs]
-    assert math_verify.judge([]) == []
-
-
-@pytest.mark.slow
-def test_several_threads_judge_at_once(math_verify):
-    found = {}
-
-    def ask(n):
-        pairs = [(BOX % rf"{n}\pi", BOX % rf"\pi \cdot {m}") for m in range(4)]
-        found[n] = math_verify.judge(pairs)
-
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: [RIGHT if m == n else WRONG for m in range(4)] for n in range(4)}
-
-
-@pytest.mark.slow
-def test_workers_import_neither_torch_nor_this_package(math_verify):
-    assert "torch" in sys.modules
-    math_verify.judge([(BOX % "a", BOX % "b")])
-    maps = []
-    for process in descendants():
-        # workers of earlier tests may be ending
-        with suppress(FileNotFoundError, ProcessLookupError):
-            maps.append(Path(f"/proc/{process.pid}/maps").read_text())
-    assert any("python" in files for files in maps)
-    assert not any("torch" in files or "numpy" in files for files in maps)
-
-
-@pytest.mark.slow
 def test_hostile_answers_end_at_the_deadline(stub, calls):
     """Each costs its deadline and nothing else: the next pair meets a worker that works."""
     verifier = stub(deadline=0.5)
@@ -159,24 +107,18 @@ def test_a_judge_opens_no_file_no_network_and_no_process(stub, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_replaced(stub):
-    verifier = stub(deadline=0.3)
+@pytest.mark.parametrize("number, canaries, verdict", [
+    (signal.SIGSTOP, {}, TIMEOUT), (signal.SIGKILL, {("7", "7"): RIGHT}, WRONG),
+])  # fmt: skip
+def test_a_worker_that_was_stopped_or_killed_is_replaced(number, canaries, verdict, stub):
+    verifier = stub(deadline=0.3, canaries=canaries)
     assert verifier.judge([("3", "3")]) == [RIGHT]
     before = stub.processes()
     for process in before:
-        process.send_signal(signal.SIGSTOP)
-    assert verifier.judge([("4", "4")]) == [TIMEOUT]
+        process.send_signal(number)
+    assert verifier.judge([("4", "5")]) == [verdict]
     assert verifier.judge([("4", "4")]) == [RIGHT]
     assert gone(before)
-
-
-@pytest.mark.slow
-def test_a_worker_killed_between_batches_is_replaced(stub):
-    verifier = stub(canaries={("7", "7"): RIGHT})
-    assert verifier.judge([("3", "3")]) == [RIGHT]
-    for process in stub.processes():
-        process.kill()
-    assert verifier.judge([("4", "4"), ("4", "5")]) == [RIGHT, WRONG]
 
 
 @pytest.mark.slow
@@ -186,24 +128,6 @@ def test_equal_pairs_are_judged_once_and_remembered(stub, calls):
     pairs = [("3", "3"), ("3", "4"), ("3", "3"), ("3", "sleep 60")]
     assert verifier.judge(pairs) == verdicts == verifier.judge(pairs)
     assert [answer for _, answer in calls()] == ["3", "4", "sleep 60", "sleep 60"]
-
-
-@pytest.mark.slow(minutes=0.02)
-def test_only_so_many_verdicts_are_remembered(stub, calls, monkeypatch):
-    monkeypatch.setattr("grpo_ustat.tasks.verifier.MAX_REMEMBERED_PAIRS", 2)
-    verifier = stub()
-    for answer in ("1", "2", "1", "3", "1", "2"):  # 2 is the oldest when 3 comes
-        verifier.judge([("3", answer)])
-    assert [answer for _, answer in calls()] == ["1", "2", "3", "2"]
-
-
-@pytest.mark.slow
-def test_workers_share_a_batch_and_begin_afresh(stub, calls):
-    verifier = stub(workers=2, max_tasks=2)
-    assert verifier.judge([("3", f"sleep 0.1{i}") for i in range(8)]) == [RIGHT] * 8
-    by_process = [pid for pid, answer in calls() if answer.startswith("sleep")]
-    assert len(by_process) == 8 and len(set(by_process)) >= 4
-    assert max(map(by_process.count, by_process)) == 2
 
 
 @pytest.mark.slow
@@ -220,110 +144,32 @@ def test_canaries_are_judged_in_every_batch_by_every_worker(stub, calls):
 
 
 @pytest.mark.parametrize(
-    "pair, expected, judged",
-    [(("3", "never"), RIGHT, "wrong"), (("3", "always"), WRONG, "right"),
-     (("3", "raise"), WRONG, "failure")],
+    "answer, expected, message",
+    [("never", RIGHT, "never is right, .* was wrong: install"),
+     ("always", WRONG, "always is wrong, .* was right: install"),
+     ("raise", WRONG, "raise is wrong, .* was failure: install"),
+     ("sleep 60", RIGHT, "too slow: .* sleep 60, .* deadline of 0.5 s: raise")],
 )  # fmt: skip
 @pytest.mark.slow
-def test_a_broken_judge_stops_the_run(pair, expected, judged, stub, calls):
-    verifier = stub(deadline=0.5, canaries={("7", "7"): RIGHT, pair: expected})
-    with pytest.raises(JudgeError, match=f"{pair[1]} is {expected.value}, .* was {judged}"):
+def test_a_broken_or_slow_judge_stops_the_run(answer, expected, message, stub, calls):
+    verifier = stub(deadline=0.5, canaries={("7", "7"): RIGHT, ("7", answer): expected})
+    with pytest.raises(JudgeError, match=message):
         verifier.judge([("3", "3")])
-    assert asked_of(calls, pair[1]) == 2 and asked_of(calls, "3") == 0
-
-
-def asked_of(calls, answer):
-    """How many workers were asked about an answer; a fresh one takes a broken one's place."""
-    return len({pid for pid, found in calls() if found == answer})
+    asked = {pair for pair in calls() if pair[1] in (answer, "3")}
+    assert [found for _, found in asked] == [answer] * 2  # a fresh one takes a broken one's place
 
 
 @pytest.mark.slow
-def test_a_judge_that_is_only_slow_is_told_apart(stub, calls):
-    verifier = stub(deadline=0.5, canaries={("7", "sleep 60"): RIGHT})
-    with pytest.raises(JudgeError, match=r"answer sleep 60, .* deadline of 0.5 s: raise") as told:
-        verifier.judge([("3", "3")])
-    assert "versions" not in str(told.value) and "\n" not in str(told.value)
-    assert asked_of(calls, "sleep 60") == 2 and asked_of(calls, "3") == 0
-
-
-def test_one_broken_place_stops_the_others_at_once(stub, calls, monkeypatch):
-    proved = Verifier._proved
-
-    def broken_at_1(self, place, waiting):
-        if place == 1:
-            raise JudgeError("broken")
-        return proved(self, place, waiting)
-
-    monkeypatch.setattr(Verifier, "_proved", broken_at_1)
-    verifier = stub(workers=2)
-    verifier.judge([])
-    with pytest.raises(JudgeError, match="^broken$"):
-        verifier.judge([("3", f"sleep 0.5{i}") for i in range(20)])
-    assert len(calls_so_far(calls)) <= 2  # of 20
-
-
-def calls_so_far(calls):
-    """None where no worker had begun to judge."""
-    try:
-        return [answer for _, answer in calls() if answer.startswith("sleep")]
-    except FileNotFoundError:
-        return []
-
-
-LIMITED = """
-import resource
-resource.setrlimit(resource.RLIMIT_AS, ({0}, {0}))
-from grpo_ustat.tasks.verifier import Verifier
-try:
-    print(Verifier(1, 20.0, 2.0, {{}}).judge([("3", "eat"), ("3", "3")]))
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.slow
-def test_a_lower_limit_of_the_machine_holds(calls):
-    """With 2 GiB asked for, as a shell's `ulimit -v` or a scheduler may set it."""
-
-    def told(limit):
-        command = [sys.executable, "-c", LIMITED.format(limit)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-
-    assert "FAILURE" in told(2**30) and "RIGHT" in told(2**30)
-
-
-def test_the_canaries_catch_a_judge_of_one_opinion():
-    assert {RIGHT, WRONG} == set(CANARIES.values())
-
-
-@pytest.mark.slow
-def test_a_judge_that_does_not_start(tmp_path, monkeypatch):
-    (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
+@pytest.mark.parametrize("fault, told", [
+    ("ImportError('no module sympy')", "does not start: ImportError: no module sympy$"),
+    ("MemoryError('no\\nmore')", "does not start: MemoryError: no more$"),
+    ("SystemExit(3)", "ended with exit code 3"),
+])  # fmt: skip
+def test_a_judge_that_does_not_start(fault, told, tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text(f"raise {fault}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(JudgeError, match="does not start: ImportError: no module sympy$"):
-        Verifier(1, 1.0, 1.0).judge([("3", "3")])
-    (tmp_path / "math_verify.py").write_text("raise MemoryError('no\\nmore')")
-    with pytest.raises(JudgeError, match="does not start: MemoryError: no more$"):
-        Verifier(1, 1.0, 1.0).judge([("3", "3")])
-    (tmp_path / "math_verify.py").write_text("raise SystemExit(3)")
-    with pytest.raises(JudgeError, match="ended with exit code 3"):
+    with pytest.raises(JudgeError, match=told):
         Verifier(2, 1.0, 1.0).judge([("3", "3")])
-
-
-@pytest.mark.slow
-def test_training_ends_in_one_line_where_the_judge_does_not_start(tmp_path, monkeypatch):
-    (tmp_path / "math_verify.py").write_text("raise ImportError('no module sympy')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    judge = MathJudge.verdicts
-    undecided = lambda self, asked: judge(self, [("", "x+1", BOX % "1+x")] * len(asked))  # noqa: E731
-    monkeypatch.setattr(MathJudge, "verdicts", undecided)
-    data = ("dataset=math", f"dataset.path={HERE.parent / 'data/math'}", "dataset.study_size=1",
-            "dataset.test_path=null", "dataset.levels=null",
-            r"prompt.template='{question}=\boxed'")  # fmt: skip
-    with pytest.raises(ConfigError) as told:  # which the command line answers with exit code 2
-        fit(tmp_path / "run", *data, "prompt=bare", "dataset.train_size=4", "dataset.test_size=2")
-    assert "does not start: ImportError: no module sympy" in str(told.value)
-    assert len(str(told.value).splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -334,16 +180,6 @@ def test_ctrl_c_ends_a_batch_and_leaves_no_verdict_behind(stub):
     with pytest.raises(KeyboardInterrupt):
         verifier.judge([("3", "sleep 30"), ("3", "sleep 31")])
     assert verifier.judge([("3", "4"), ("4", "4")]) == [WRONG, RIGHT]
-
-
-@pytest.mark.slow
-def test_close_and_begin_again(stub):
-    verifier = stub()
-    verifier.judge([("3", "3")])
-    before = stub.processes()
-    verifier.close()
-    assert before and gone(before)
-    assert verifier.judge([("4", "4")]) == [RIGHT]
 
 
 def start(how):
@@ -383,20 +219,9 @@ def test_nothing_outlives_the_run(calls):
         assert gone(found)
 
 
-def test_workers_ignore_the_signals_of_a_run(stub):
-    verifier = stub()
-    verifier.judge([("3", "3")])
-    before = {process.pid for process in stub.processes()}
-    for pid in before:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(pid, number)
-    assert verifier.judge([("3", "4")]) == [WRONG]
-    assert {process.pid for process in stub.processes()} == before
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["end", "fork"])
-def test_a_run_that_ends_and_one_that_forks(how, calls):
+@pytest.mark.parametrize("how", ["end", "fork", "limited"])
+def test_a_run_that_ends_one_that_forks_and_one_with_a_low_limit_of_memory(how, calls):
     process = start(how)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
@@ -414,7 +239,8 @@ def test_no_hostile_text_is_accepted(name, limited):
 
 
 @pytest.mark.slow
-def test_leniency_is_not_ours(math_verify):
+def test_leniency_is_not_ours():
+    math_verify = Verifier(2, 20.0, 2.0)
     judged = MathJudge(math_verify).verdicts(LENIENT)
     alone = math_verify.judge([(BOX % gold, text) for _, gold, text in LENIENT])
     assert set(judged) == {WRONG} and alone.count(RIGHT) >= 8
