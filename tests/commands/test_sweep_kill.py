@@ -6,24 +6,19 @@ Every sweep is a fork of this process, see `launching`.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from launching import Command, finished
 from resuming import differences
 
-from grpo_ustat.cli import multirun
 from grpo_ustat.pages import learning
 from grpo_ustat.report import aggregate
 from grpo_ustat.runs import history
-from grpo_ustat.runs.folder import RunFolder
-from grpo_ustat.runs.status import MISSING, Entry, RunState
 
 pytestmark = pytest.mark.nightly(minutes=0.8)
 SAVE_STEPS = 2
@@ -144,40 +139,3 @@ def test_kills_of_a_sweep(tmp_path, through, capsys):
     with capsys.disabled():
         print(f"\n{dict(hit)} in {number} sweeps, {time.perf_counter() - start:.0f} s")
     assert hit["went on from a checkpoint"] + hit["began again"] >= 1
-
-
-def test_a_sweep_that_starts_finished_runs_again_is_caught(tmp_path, through):
-    """Negative control: every run is taken for missing, and its folder for unfinished."""
-    shutil.copytree(through[0], tmp_path, dirs_exist_ok=True)
-
-    def before():
-        undrawn()
-        Entry.state = lambda one: RunState(MISSING)
-        RunFolder.result = lambda folder: None
-        multirun._print_outcome = lambda *_: 0
-
-    with pytest.raises(AssertionError, match="was done and started again"):
-        watched(tmp_path, typed, before)
-
-
-def test_a_sweep_that_ignores_fingerprints_is_caught(tmp_path, through):
-    """Negative control: any result would make a run done, also one of other questions."""
-    shutil.copytree(through[0], tmp_path, dirs_exist_ok=True)
-    for name, path in runs(tmp_path).items():
-        if name.name == "seed-0":
-            result = path / "result.json"
-            result.write_text(result.read_text().replace('"config_hash": "', '"config_hash": "0'))
-    code, said = finished("train", *SWEEP, cwd=tmp_path, before=undrawn)
-    assert code == 1 and said.count("error: did not finish:") == 1, said
-
-    def before():
-        undrawn()
-        look, launches = Entry.state, history.launches
-        Entry.state = lambda one: look(replace(one, config_hash=None))
-        history.launches = lambda folder: [  # nor does the launch count that was refused
-            row for row in launches(folder) if row.get("outcome") != "failed"
-        ]
-
-    typed(tmp_path, before)
-    with pytest.raises(AssertionError, match="result.json"):
-        assert_as_undisturbed(tmp_path, through[0])

@@ -125,19 +125,6 @@ def test_the_group_mean_is_short_by_one_part_in_g(group_size):
     np.testing.assert_allclose(bias("group_mean", group_size), expected, atol=1e-14)
 
 
-def test_a_prompt_in_its_own_shrinkage_would_be_noticed():
-    """Mutation: lambda and pooled mean over all prompts, itself included, are biased."""
-
-    def whole_batch(rewards, lengths):
-        z = np.array(rewards)
-        loo = (z.sum(axis=1, keepdims=True) - z) / (z.shape[1] - 1)
-        means, noise = z.mean(axis=1), z.var(axis=1, ddof=1).mean() / z.shape[1]
-        shrink = noise / (noise + means.var() + 1e-8)
-        return z - (1 - shrink) * loo - shrink * means.mean()
-
-    assert np.abs(joint_mean(PROMPTS, 2, whole_batch) - gradient(PROMPTS)).max() > 1e-4
-
-
 def test_the_published_shrinkage_worked_by_hand():
     """Three prompts of two: equation 15 of arXiv 2511.03710v1.
 

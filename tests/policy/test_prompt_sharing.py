@@ -155,21 +155,6 @@ def test_tokens_without_a_factor_are_not_computed(monkeypatch):
     assert sum(seen) == 2
 
 
-def test_without_what_reached_the_prompts_the_gradient_differs():
-    """Negative control: leaving out the way back through the prompts is seen."""
-    policy, rollouts = case("llama")
-    factors = coefficients()
-    expected, _ = plain(policy, rollouts, factors, 1.0)
-
-    class Forgetful(SharedPromptReader):
-        def backward(self):
-            pass
-
-    grads, _ = read(policy, rollouts, factors, 1.0, Forgetful)
-    with pytest.raises(AssertionError):
-        assert_equal(grads, expected)
-
-
 def test_a_model_is_tried_once_unless_there_is_no_memory(monkeypatch):
     policy, calls = case("llama")[0], []
 
