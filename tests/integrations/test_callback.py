@@ -6,7 +6,6 @@ trainer.
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from contextlib import contextmanager
@@ -16,19 +15,17 @@ import hostile
 import numpy as np
 import pytest
 import torch
-from trl_room import GRPOTrainer
+from trl_room import GRPOTrainer, changed
 
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.estimators.groups import group_terms, noise_estimate
-from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.estimators.moments import pool_gradient_weights
 from grpo_ustat.integrations.trl import callback as callback_module
 from grpo_ustat.integrations.trl import scoring, windows
 from grpo_ustat.integrations.trl.callback import GradientNoiseCallback
-from grpo_ustat.integrations.trl.generation import Completion, Group
 from grpo_ustat.integrations.trl.in_step import LayersInStep
-from grpo_ustat.integrations.trl.lines import numbers
 from grpo_ustat.integrations.trl.scoring import GroupScorer, unchanged
+from grpo_ustat.integrations.trl.support import check_trainer
 from grpo_ustat.integrations.trl.windows import Window
 from grpo_ustat.policy.scores.groups import GroupScores
 
@@ -166,32 +163,6 @@ def test_batches_of_one_prompt_are_pooled(monkeypatch):
     assert [(one.first, one.last) for one in callback.windows[1:]] == [(18, 19)]
 
 
-def test_two_completions_of_a_prompt_give_bounds(capsys):
-    """Prompts whose gradients hardly differ: G* is far above 2."""
-    trainer, callback = measured()
-    trainer.num_generations = 2
-    rng = np.random.default_rng(0)
-    for step in range(8):
-        mean_PD = rng.standard_normal(3) + 0.5 * rng.standard_normal((2000, 3))
-        scores = rng.standard_normal((2000, 2, 3))
-        rewards = np.einsum("pgd,pd->pg", scores, mean_PD) + rng.standard_normal((2000, 2))
-        ghat = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards), scores)
-        terms = group_terms(rewards, np.square(scores).sum(axis=2), ghat @ ghat.T)
-        callback.windows.append(Window(step, step, terms, 0))
-    lines = callback.summary()
-    assert lines[0].startswith("grpo_ustat: Raise num_generations from 2: at the same n, the error")
-    assert "G* in [" in lines[1] and "under Assumption 2), noise scale" in lines[1]
-
-
-def test_a_number_of_which_nothing_is_known_is_unknown():
-    """And no number of rollouts."""
-    nothing, some = Interval(math.nan, 0.0, math.inf), Interval(math.nan, 27.0, math.inf)
-    intervals = {"zero_variance": Interval(0.0, 0.0, 0.5), "gstar": nothing}
-    line = numbers(intervals | {"noise_scale": nothing})
-    assert line == "G* unknown, noise scale unknown, 0 % of groups have equal rewards"
-    assert "at least 27 rollouts" in numbers(intervals | {"noise_scale": some})
-
-
 def test_a_window_of_two_groups_at_the_end_counts(monkeypatch):
     """One group alone has nothing to be compared with."""
     trainer = GRPOTrainer(SIZE)
@@ -218,8 +189,6 @@ def test_a_trainer_that_is_refused_trains_on(capsys):
     assert not callback.windows and not capsys.readouterr().out
     with pytest.raises(ConfigError, match="mask_truncated_completions"):
         GradientNoiseCallback(trainer, strict=True)
-    GradientNoiseCallback(SimpleNamespace())
-    assert "measures TRL's GRPOTrainer, not SimpleNamespace" in capsys.readouterr().out
 
 
 def test_an_error_at_the_end_ends_no_script(monkeypatch, capsys):
@@ -342,59 +311,27 @@ def test_a_fault_ends_the_measuring_and_not_the_training(monkeypatch, capsys):
     assert trainer.model.training and not trainer._metrics["train"]
 
 
-@pytest.mark.parametrize("message", ["CUDA out of memory.", "shapes differ"])
-def test_a_comparison_that_has_no_memory_is_left_out(message, monkeypatch, capsys):
-    """Of the two shortest completions; any other error is one."""
-    compared = []
-
-    def fails(model, ids, attention, completion, *, contiguous, images):
-        compared.append(completion.sum(dim=1).tolist())
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(scoring, "check_scores", fails)
-    monkeypatch.setattr(scoring, "can_read_contiguous", lambda policy: True)
-    _, callback = measured()
-    prompts, completions, _ = batch(0)
-    rows = [Completion(p, c) for p, c in zip(prompts[:SIZE], completions[:SIZE], strict=True)]
-    policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), pad_token=0)
-    rollouts = Group(rows, np.zeros(SIZE), np.zeros((SIZE, 1))).rollouts()
-    if "memory" in message:
-        callback.scorer._check(policy, rollouts, None)
-        assert "Scores were not compared" in callback.scorer.notes[0]
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            callback.scorer._check(policy, rollouts, None)
-    assert compared == [[2, 2]]
-
-
-def test_the_end_says_what_to_do(capsys):
+@pytest.mark.parametrize("size, groups, starts", [
+    (SIZE, 200, "grpo_ustat: Raise num_generations from 4 to "),
+    (2, 2000, "grpo_ustat: Raise num_generations from 2: at the same n, the error"),
+])  # fmt: skip
+def test_the_end_says_what_to_do(size, groups, starts):
+    """Prompts whose gradients hardly differ, so G* is far above the group size."""
     trainer, callback = measured()
-    for seed in range(8):
-        generate(trainer, seed, 2 * seed)
-    capsys.readouterr()
-    callback.on_train_end(trainer.args, trainer.state, None)
-    lines = capsys.readouterr().out.splitlines()
-    assert "num_generations" in lines[0] and lines[0].startswith("grpo_ustat: ")
-    assert "from 24 groups of steps 8 to 14" in lines[1] and "measuring took" in lines[1]
-    assert lines[0].startswith(
-        "grpo_ustat: Your loss (dapo, std of the group): 24 groups do not determine"
-    )
-
-
-def test_raise_or_lower_is_said_as_advise_says_it():
-    """Prompts whose gradients hardly differ: G* is about 11, and the run has 4."""
-    trainer, callback = measured()
-    trainer.args.gradient_accumulation_steps = 32
+    trainer.args.gradient_accumulation_steps, trainer.num_generations = 32, size
     rng = np.random.default_rng(0)
     for step in range(8):
-        mean_PD = 0.1 * rng.standard_normal((200, 3))
-        scores = rng.standard_normal((200, SIZE, 3))
-        rewards = np.einsum("pgd,pd->pg", scores, mean_PD) + rng.standard_normal((200, SIZE))
+        mean_PD = 0.1 * rng.standard_normal((groups, 3))
+        if size == 2:
+            mean_PD = rng.standard_normal(3) + 5 * mean_PD
+        scores = rng.standard_normal((groups, size, 3))
+        rewards = np.einsum("pgd,pd->pg", scores, mean_PD) + rng.standard_normal((groups, size))
         ghat = np.einsum("pg,pgd->pd", pool_gradient_weights(rewards), scores)
         terms = group_terms(rewards, np.square(scores).sum(axis=2), ghat @ ghat.T)
         callback.windows.append(Window(step, step, terms, step == 7))
     lines = callback.summary()
-    assert lines[0].startswith("grpo_ustat: Raise num_generations from 4 to ")
+    assert lines[0].startswith(starts) and f"from {4 * groups} groups of steps 4 to 7" in lines[1]
+    assert ("G* in [" in lines[1] and "under Assumption 2)" in lines[1]) == (size == 2)
     assert "Groups left out because a completion has no reward: 1." in lines
 
 
@@ -451,11 +388,31 @@ def test_parameters_that_are_none_are_refused(pattern):
     with pytest.raises(ConfigError, match="parameters='") as caught:
         GradientNoiseCallback(GRPOTrainer(SIZE, model=model), parameters=pattern, strict=True)
     assert "\n" not in str(caught.value)
-
-
-def test_too_small_a_step_between_measurements_is_refused():
     with pytest.raises(ConfigError, match="every=0 is below 1"):
         GradientNoiseCallback(GRPOTrainer(SIZE), every=0)
+
+
+def without(name):
+    """A trainer of another version of TRL."""
+    trainer = GRPOTrainer()
+    delattr(trainer, name)
+    return trainer
+
+
+REFUSED = {
+    "cannot be identified": changed(mask_truncated_completions=True, tools=[print]),
+    "not SimpleNamespace": SimpleNamespace(),
+    "has no _logs: install TRL 1.16": without("_logs"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_measured_is_refused(message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_trainer(REFUSED[message])
+    assert "\n" not in str(caught.value)
+    check_trainer(changed(mask_truncated_completions=True))
+    check_trainer(changed(_is_vlm=True, top_k=5))
 
 
 @pytest.mark.parametrize("name", hostile.NAMES.values(), ids=hostile.NAMES)

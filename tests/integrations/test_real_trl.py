@@ -65,29 +65,6 @@ def logged_rows(folder, step):
     return rows
 
 
-@pytest.mark.parametrize(
-    "steps, line",
-    [  # as TRL's defaults, 10 and 500; then as the line says
-        ((2, 4, 5), "completions_00004 was written 1 update before checkpoint-4, the nearest "
-         "checkpoint; to log the completions of a checkpoint, use logging_steps=1, or save_steps=3 "
-         "(checkpoint-3 writes completions_00004)"),
-        ((2, 3, 4), "completions_00004 was written by checkpoint-3"),
-        ((1, 4, 5), "completions_00005 was written by checkpoint-4"),
-    ],
-)  # fmt: skip
-def test_files_and_checkpoints_meet_where_the_line_says_so(steps, line, tmp_path):
-    """The last step is logged and saved beside these, and left out here."""
-    logging_steps, save_steps, max_steps = steps
-    trl_run.train(
-        tmp_path, measure=False, logging_steps=logging_steps, save_steps=save_steps,
-        max_steps=max_steps, max_completion_length=16,
-    )  # fmt: skip
-    if max_steps % logging_steps:
-        (tmp_path / f"completions/completions_{max_steps:05d}.parquet").unlink()
-    conversion = convert(tmp_path, FORMATS["trl"], tmp_path / "rollouts.parquet", Options())
-    assert f"  {line}" in conversion.lines()
-
-
 def reference_terms(model, rows, size, weights):
     """Of a step's groups, each completion differentiated by itself."""
     model.eval()

@@ -44,11 +44,6 @@ def test_it_is_named_once_and_in_one_line(words):
     assert words in sentence and "\n" not in sentence
 
 
-def test_all_are_named():
-    trainer = changed(top_k=10, top_p=0.5, model=drops(0.1))
-    assert len(sampling_warnings(trainer)) == 3
-
-
 @pytest.mark.parametrize(
     "trainer", [GRPOTrainer(), changed(top_k=None, top_p=1), changed(model=drops(0.0)),
                 changed(args_generation_kwargs={"top_k": 0, "top_p": 1.0, "min_p": None})],

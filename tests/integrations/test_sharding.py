@@ -16,7 +16,6 @@ import torch
 import trl_room  # noqa: F401  # TRL need not be installed
 from accelerate import PartialState
 from forks import in_ranks
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
@@ -322,9 +321,3 @@ def test_weights_elsewhere_are_refused(message):
 @pytest.mark.parametrize("trainer", TAKEN.values(), ids=TAKEN)
 def test_weights_on_the_device_are_taken(trainer):
     check_sharding(trainer)
-
-
-def test_precision_in_words():
-    layer, other = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
-    assert precision_of(layer) == "float32"
-    assert precision_of(nn.Sequential(other, layer)) == "bfloat16 and float32"

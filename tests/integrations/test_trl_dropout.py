@@ -303,32 +303,6 @@ def test_every_completion_has_masks_of_its_own(monkeypatch):
     assert gram_GG[0, 0] == pytest.approx(gram_GG[1, 1])
 
 
-@pytest.mark.slow
-def test_the_mean_over_masks_of_squared_norms_is_that_of_the_loss(monkeypatch):
-    """5 standard errors of 600 draws."""
-    one_process(monkeypatch)
-    model, scores = qwen(lora=False), []
-    scorer, group = scorer_of(model), groups_of()[1]
-    inputs = inputs_of((4, 5, 6, 7))
-    with unchanged(model):
-        drawn = [np.diag(scorer.all_scores(model, {0: group}, None)[0].gram_GG) for _ in range(300)]
-    for _ in range(300):
-        scores.append(np.square(plain(model, loss_of_rows(model, inputs))).sum(axis=1))
-    one, other = np.array(drawn), np.array(scores)
-    errors = np.sqrt((one.var(axis=0) + other.var(axis=0)) / 300)
-    assert (np.abs(one.mean(axis=0) - other.mean(axis=0)) < 5 * errors).all()
-    with unchanged(model):
-        without = completion_norms(model, group)
-    assert (np.abs(one.mean(axis=0) / without - 1) > 0.03).any(), "dropout changes nothing"
-
-
-def completion_norms(model, group):
-    """Squared norms of a group's scores without dropout."""
-    inputs = output_of([c.prompt_ids for c in group.completions],
-                       [c.completion_ids for c in group.completions])  # fmt: skip
-    return np.square(plain(model, loss_of_rows(model, inputs))).sum(axis=1)
-
-
 def test_positions_that_padding_shifts_are_seen():
     """GPT-2's are absolute; Qwen2's are not, and in the loss they make no difference."""
     inputs, states = inputs_of(), seeded_states(CPU, 5)

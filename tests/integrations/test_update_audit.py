@@ -15,7 +15,7 @@ from trl_room import GRPOTrainer, output_of
 
 from grpo_ustat.estimators.row_weights import Loss, row_weights
 from grpo_ustat.integrations.trl import scoring
-from grpo_ustat.integrations.trl.applied import shards
+from grpo_ustat.integrations.trl.applied import plain_name, shards
 from grpo_ustat.integrations.trl.audit import UpdateAudit
 from grpo_ustat.integrations.trl.generation import Completion, Group
 from grpo_ustat.policy.scores.sketch import Sketch
@@ -143,50 +143,47 @@ def test_an_update_that_nobody_expects_is_left_alone(monkeypatch):
     assert audit.results == [] and len(trainer.clipped) == 3 and audit._inputs == []
 
 
-def test_only_the_next_update_is_compared():
+def test_only_the_next_update_of_training_is_compared():
     trainer, batch = Trainer(), Batch()
     audit, sketch, loss = audit_of(trainer)
     for step in range(4):
         if step % 2 == 0:
             audit.expect(batch.sketches(sketch), batch.groups)
+        trainer.model.eval()
+        trainer.compute_loss(trainer.model, batch.inputs(range(4)))
+        trainer.model.train()
         trainer.update([batch.inputs(range(12))], batch.gradient(loss))
-    assert [one.step for one in audit.results] == [0, 2]
-    assert all(one.agrees for one in audit.results)
+    assert [(one.step, one.agrees) for one in audit.results] == [(0, True), (2, True)]
 
 
-def test_evaluation_is_no_part_of_an_update():
+@pytest.mark.parametrize("what", ["masked completion", "tokens of tools", "no gradient"])
+def test_what_does_not_count(what):
+    """Row 5 was truncated and its mask is 0; the first tokens are a tool's; the bias has no part in
+    any score.
+    """
     trainer, batch = Trainer(), Batch()
-    audit, sketch, loss = audit_of(trainer)
+    masked = what == "masked completion"
+    loss_type = "grpo" if masked else "dapo"
+    audit, sketch, loss = audit_of(trainer, loss_type, mask_truncated_completions=masked)
+    if what == "no gradient":
+        batch.scores[:, 300:] = 0
     audit.expect(batch.sketches(sketch), batch.groups)
-    trainer.model.eval()
-    trainer.compute_loss(trainer.model, batch.inputs(range(4)))
-    trainer.model.train()
-    trainer.update([batch.inputs(range(12))], batch.gradient(loss))
-    assert audit.results[0].agrees
-
-
-def test_masked_completions_count_among_the_rows_and_have_no_weight():
-    """Row 5 was truncated: its mask is 0, its tokens are as they were written."""
-    trainer, batch = Trainer(), Batch()
-    audit, sketch, loss = audit_of(trainer, "grpo", mask_truncated_completions=True)
-    audit.expect(batch.sketches(sketch), batch.groups)
-    inputs = batch.inputs(range(12))
-    inputs["completion_mask"][5] = 0
-    ended = np.arange(12).reshape(3, 4) != 5
+    inputs, ended = batch.inputs(range(12)), None
+    if masked:
+        inputs["completion_mask"][5] = 0
+        ended = np.arange(12).reshape(3, 4) != 5
+    if what == "tokens of tools":
+        inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
+        inputs["tool_mask"][:, 0] = 0
+        batch.lengths -= 1
     trainer.update([inputs], batch.gradient(loss, ended))
     assert audit.results[0].agrees
+    trainer.model.bias.grad = None
+    assert [name for name, *_ in shards(trainer)] == ["weight"]
 
 
-def test_tokens_of_tools_do_not_count():
-    trainer, batch = Trainer(), Batch()
-    audit, sketch, loss = audit_of(trainer)
-    audit.expect(batch.sketches(sketch), batch.groups)
-    inputs = batch.inputs(range(12))
-    inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
-    inputs["tool_mask"][:, 0] = 0
-    batch.lengths -= 1
-    trainer.update([inputs], batch.gradient(loss))
-    assert audit.results[0].agrees
+def test_names_are_those_of_the_model_without_wrappers():
+    assert plain_name("_orig_mod.h.0._checkpoint_wrapped_module.c.weight") == "h.0.c.weight"
 
 
 def of_half_batches(batch, loss):
@@ -267,14 +264,3 @@ def test_what_cannot_be_compared_is_said_and_training_goes_on():
     assert says[2].startswith("KeyError") and says[3].startswith("AttributeError")
     assert "bias was scored but is not trained" in says[4]
     assert len(trainer.clipped) == 5 and not any(one.agrees for one in audit.results)
-
-
-def test_parameters_without_a_gradient_are_0():
-    trainer, batch = Trainer(), Batch()
-    audit, sketch, loss = audit_of(trainer)
-    batch.scores[:, 300:] = 0
-    audit.expect(batch.sketches(sketch), batch.groups)
-    trainer.update([batch.inputs(range(12))], batch.gradient(loss))
-    assert audit.results[0].agrees
-    trainer.model.bias.grad = None
-    assert [name for name, *_ in shards(trainer)] == ["weight"]
