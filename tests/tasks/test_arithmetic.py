@@ -117,16 +117,13 @@ def test_examples_are_solved_step_by_step_and_are_nowhere_else():
     assert again != examples
 
 
-@pytest.mark.parametrize(
-    "exercise, solution",
-    [
-        (("two_step", "9-4+2", 7, (9, -4, 2)), "9-4=5, 5+2=7 #### 7"),
-        (("parentheses", "9-(2-1)", 8, (9, -2, -1), 1), "2-1=1, 9-1=8 #### 8"),
-        (("parentheses", "(4+2)-9", -3, (4, 2, -9), 0), "4+2=6, 6-9=-3 #### -3"),
-        (("division", "84/7", 12, (12, 7)), "84/7=12 #### 12"),
-        (("three_step", "1-5+2-3", -5, (1, -5, 2, -3)), "1-5=-4, -4+2=-2, -2-3=-5 #### -5"),
-    ],
-)
+@pytest.mark.parametrize("exercise, solution", [
+    (("two_step", "9-4+2", 7, (9, -4, 2)), "9-4=5, 5+2=7 #### 7"),
+    (("parentheses", "9-(2-1)", 8, (9, -2, -1), 1), "2-1=1, 9-1=8 #### 8"),
+    (("parentheses", "(4+2)-9", -3, (4, 2, -9), 0), "4+2=6, 6-9=-3 #### -3"),
+    (("division", "84/7", 12, (12, 7)), "84/7=12 #### 12"),
+    (("three_step", "1-5+2-3", -5, (1, -5, 2, -3)), "1-5=-4, -4+2=-2, -2-3=-5 #### -5"),
+])  # fmt: skip
 def test_worked_examples_by_hand(exercise, solution):
     assert worked(Exercise(*exercise)) == solution
 

@@ -278,9 +278,8 @@ def test_too_few_rows_to_train_on_are_refused_with_what_can_be_typed(rows, words
 
 def test_rows_of_a_test_file_are_not_counted_among_those_to_train_on(tmp_path):
     path, tests = (written(tmp_path / name, ROWS[:8]) for name in ("my.jsonl", "test.jsonl"))
-    words = ("budget.rollouts=64", f"dataset.test_path={tests}")
     with pytest.raises(ConfigError, match=naming("study_size", "6 to train", "8 per step", "9 r")):
-        configured(path, *words)
+        configured(path, "budget.rollouts=64", f"dataset.test_path={tests}")
 
 
 @pytest.mark.parametrize("source, message", [
@@ -295,30 +294,23 @@ def test_a_reward_file_that_fails_is_one_line(source, message, tmp_path):
 
 
 def test_a_run_is_known_by_the_content_of_rows_and_reward(tmp_path):
-    path, reward = reward_in(tmp_path, "def score(p, t):\n return 0.25")
-    few = "budget.rollouts=8"
-    before = folder_name(configured(path, reward, few))
-    assert "-jsonl-" in before
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    other = moved / "rows.jsonl"
-    other.write_text(path.read_text())
-    (moved / "r.py").write_text((tmp_path / "my.py").read_text())
-    reread = f"dataset.reward={moved / 'r.py'}:score"
-    assert folder_name(configured(other, reread, few)) == before
-    (moved / "r.py").write_text("def score(p, t):\n return 0.5")
-    assert folder_name(configured(other, reread, few)) != before
-    written(other, ROWS[1:])
-    assert folder_name(configured(other, reward, few)) != before
+    def name(place, rows, reward):
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / place / "r.py").write_text(f"def score(p, t):\n return {reward}")
+        path = written(tmp_path / place / "rows.jsonl", rows)
+        words = (f"dataset.reward={path.with_name('r.py')}:score", "budget.rollouts=8")
+        return folder_name(configured(path, *words))
+
+    before = name("here", ROWS, 0.25)
+    assert "-jsonl-" in before and name("there", ROWS, 0.25) == before
+    assert len({before, name("there", ROWS, 0.5), name("there", ROWS[1:], 0.25)}) == 3
 
 
 def test_the_files_are_those_of_the_page():
-    page = readme.PAGES["docs/models-and-data.md"]
+    page, rows = readme.PAGES["docs/models-and-data.md"], (DATA / "my.jsonl").read_text()
     code = page.partition("```python\ndef score(")[2].partition("```")[0]
     assert code and code in (DATA / "my.py").read_text()
-    assert all(
-        line in (DATA / "my.jsonl").read_text() for line in page.splitlines() if line[:2] == '{"'
-    )
+    assert all(line in rows for line in page.splitlines() if line[:2] == '{"')
 
 
 @pytest.mark.slow
@@ -342,29 +334,27 @@ def test_rows_of_csv_are_texts_with_the_names_of_the_header(tmp_path):
     assert found == {(f'q{n}, "so"?\nwhat', str(n)) for n in range(40)}
 
 
-def test_a_whole_float_is_an_integer_and_no_other(tmp_path):
-    answers = [
-        (3.0, "3"), (-2.0, "-2"), (-0.0, "0"), (2.5, "2.5"), (1e3, "1000"), (1e22, "1e+22"),
-        (7, "7"), ("3.0", "3.0"), (10**22, "1" + 22 * "0"),
-    ]  # fmt: skip
-    for kept in (answers, answers[:6]):
-        rows = [{"question": f"{n}?", "answer": answer} for n, (answer, _) in enumerate(kept)]
+WHOLE = [  # an answer of a row and its text: whole floats are integers
+    (3.0, "3"), (-2.0, "-2"), (-0.0, "0"), (2.5, "2.5"), (1e3, "1000"), (1e22, "1e+22"),
+]  # fmt: skip
+SINGLE = list(
+    zip([0.1, 0.7, 2.5, 3.0, 0.9, -0.3], ["0.1", "0.7", "2.5", "3", "0.9", "-0.3"], strict=True)
+)
+
+
+@pytest.mark.parametrize("kind, answers", [
+    (None, [*WHOLE, (7, "7"), ("3.0", "3.0"), (10**22, "1" + 22 * "0")]),
+    ("float64", [*WHOLE, *SINGLE]), ("float32", SINGLE), ("float16", SINGLE),
+])  # fmt: skip
+def test_a_number_is_the_shortest_text_that_its_precision_tells_apart(kind, answers, tmp_path):
+    """In a row of JSON, or in a column of a table."""
+    names, values = [f"{n}?" for n in range(len(answers))], [value for value, _ in answers]
+    if kind is None:
+        rows = [{"question": q, "answer": a} for q, a in zip(names, values, strict=True)]
         path = written(tmp_path / "my.jsonl", rows)
-        if kept is not answers:  # a column of a table has one type
-            path = tmp_path / "my.parquet"
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        study = configured(path, f"dataset.study_size={len(rows)}", entry="mse")
-        made = make_task(study.task_options)
-        found = {question.text: question.answer for question in made.questions("study")}
-        assert found == {f"{n}?": text for n, (_, text) in enumerate(kept)}
-
-
-@pytest.mark.parametrize("kind", [pa.float32(), pa.float16(), pa.float64()], ids=str)
-def test_a_number_of_a_table_is_the_shortest_that_its_precision_tells_apart(kind, tmp_path):
-    path, values = tmp_path / "my.parquet", [0.1, 0.7, 2.5, 3.0, 0.9, -0.3]
-    names = [f"{n}?" for n in range(6)]
-    answers = pa.array(np.array(values, dtype=kind.to_pandas_dtype()), type=kind)
-    pq.write_table(pa.table({"question": names, "answer": answers}), path)
-    study = configured(path, "dataset.study_size=6", entry="mse")
+    else:
+        path = tmp_path / "my.parquet"
+        pq.write_table(pa.table({"question": names, "answer": np.array(values, kind)}), path)
+    study = configured(path, f"dataset.study_size={len(names)}", entry="mse")
     found = {q.text: q.answer for q in make_task(study.task_options).questions("study")}
-    assert [found[name] for name in names] == ["0.1", "0.7", "2.5", "3", "0.9", "-0.3"]
+    assert [found[name] for name in names] == [text for _, text in answers]

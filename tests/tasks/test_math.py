@@ -46,17 +46,14 @@ def test_without_filters_by_hand():
     }
 
 
-@pytest.mark.parametrize(
-    "fields, expected, other_subjects, other_levels",
-    [
-        ({"levels": [3, 4, 5]}, 5, 0, 5),  # one more of level 4 has no answer
-        ({"levels": [1]}, 1, 0, 9),  # of two, the other is a test question
-        ({"subjects": ["Algebra"]}, 3, 7, 0),
-        ({"subjects": ["Algebra", "Geometry"], "levels": [3, 5]}, 4, 5, 2),
-        ({"subjects": ["Geometry"]}, 2, 9, 0),  # with the one of `Level ?`
-        ({"subjects": ["Geometry"], "levels": [1, 2, 3, 4, 5]}, 1, 9, 1),
-    ],
-)
+@pytest.mark.parametrize("fields, expected, other_subjects, other_levels", [
+    ({"levels": [3, 4, 5]}, 5, 0, 5),  # one more of level 4 has no answer
+    ({"levels": [1]}, 1, 0, 9),  # of two, the other is a test question
+    ({"subjects": ["Algebra"]}, 3, 7, 0),
+    ({"subjects": ["Algebra", "Geometry"], "levels": [3, 5]}, 4, 5, 2),
+    ({"subjects": ["Geometry"]}, 2, 9, 0),  # with the one of `Level ?`
+    ({"subjects": ["Geometry"], "levels": [1, 2, 3, 4, 5]}, 1, 9, 1),
+])  # fmt: skip
 def test_filters_by_hand(fields, expected, other_subjects, other_levels):
     train, test, counts = found(**fields)
     assert len(train) == expected and len(test) == 4
@@ -83,6 +80,9 @@ def test_ids_choose_test_rows(tmp_path):
     listed.write_text("\n")
     with pytest.raises(ConfigError, match="names 0 rows"):
         found(test_ids=str(listed))
+    listed.write_text("test/algebra/1.json\n")
+    with pytest.raises(ConfigError, match="train.jsonl row 1: field unique_id "):
+        found(test_path=str(FOLDER / "train.jsonl"), test_ids=str(listed))
 
 
 def test_answers_and_kinds_by_hand():
@@ -135,10 +135,3 @@ def test_a_wrong_field_is_named(change, match, tmp_path):
     bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match=match):
         found(path=bad, test_path=str(FOLDER / "test.jsonl"), levels=[2, 3, 4, 5])
-
-
-def test_ids_need_rows_that_have_them(tmp_path):
-    listed = tmp_path / "ids.txt"
-    listed.write_text("test/algebra/1.json\n")
-    with pytest.raises(ConfigError, match="train.jsonl row 1: field unique_id "):
-        found(test_path=str(FOLDER / "train.jsonl"), test_ids=str(listed))

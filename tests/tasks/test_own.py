@@ -132,20 +132,13 @@ def test_functions_of_another_call_are_refused_when_they_are_loaded(monkeypatch)
         source(monkeypatch, task=lambda: 3)
 
 
-@pytest.mark.parametrize(
-    "methods, line",
-    [
-        ({}, r"which has no method reward\(prompt, completion\): add it"),
-        (
-            {"reward": lambda self, text: 1},
-            r"reward has the signature \(text\), but it is called as reward\(prompt",
-        ),
-        (
-            {"reward": lambda self, p, t: 1, "extract": lambda self: ""},
-            r"extract has the signature \(\), but it is called as extract\(completion\)",
-        ),
-    ],
-)
+@pytest.mark.parametrize("methods, line", [
+    ({}, r"which has no method reward\(prompt, completion\): add it"),
+    ({"reward": lambda self, text: 1},
+     r"reward has the signature \(text\), but it is called as reward\(prompt"),
+    ({"reward": lambda self, p, t: 1, "extract": lambda self: ""},
+     r"extract has the signature \(\), but it is called as extract\(completion\)"),
+])  # fmt: skip
 def test_a_task_without_its_methods_is_refused_when_it_is_made(monkeypatch, methods, line):
     own = source(monkeypatch, task=type("Mine", (Letters,), methods))
     options = compose("mse").task_options

@@ -52,15 +52,10 @@ def test_rewards_are_kept_apart_and_summed_with_their_weights():
 def test_a_function_of_a_file_judges_prompt_by_prompt(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "def mine(prompt, completion):\n"
-        "    return 0.5 * (completion == '7') + 0.5 * (prompt.text == 'b')\n"
-        "def signed(prompt, completion):\n"
-        "    return 1 if completion == '7' else -1\n"
-        "def large(prompt, completion):\n"
-        "    return float('inf')\n"
+        "def mine(prompt, completion): return (completion == '7') - 0.5 * (prompt.text == 'b')\n"
+        "def large(prompt, completion): return float('inf')\n"
     )
-    assert own_reward(f"{file}:mine")(written()).tolist() == [[0.5, 0], [0.5, 0.5]]
-    assert own_reward(f"{file}:signed")(written()).tolist() == [[1, -1], [-1, -1]]
+    assert own_reward(f"{file}:mine")(written()).tolist() == [[1, 0], [-0.5, -0.5]]
     with pytest.raises(ConfigError, match="large, prompt .*: the reward is inf"):
         own_reward(f"{file}:large")(written())
 
