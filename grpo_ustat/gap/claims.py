@@ -6,12 +6,15 @@ repetition of a simulation with its own random numbers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 from scipy import stats
 
 from grpo_ustat.estimators.intervals import CONFIDENCE, Interval, t_interval
 from grpo_ustat.runs.claims import verdict_of
-from grpo_ustat.runs.result import Claim
+from grpo_ustat.runs.result import AGREES, DISAGREES, OPEN, Claim
 
 # A distance counts as converging to 0 if it shrinks at least as fast as T^-RATE_EXPONENT, where T
 # is the number of training steps.
@@ -57,6 +60,33 @@ def enumerated_claim(
 ) -> Claim:
     """Make a claim about an enumerated quantity; it has no interval, because it is exact."""
     return Claim(what, predicted, float(measured), None, None, verdict_of(agrees), how)
+
+
+def tested_claim(
+    what: str,
+    predicted: float | str,
+    measured: Interval | float,
+    how: str,
+    p_value: float | None,
+    *,
+    alternatives: Mapping[str, float] | None = None,
+    verdict: str = AGREES,
+    nearing: bool = False,
+) -> Claim:
+    """Make a claim that is tested with replicates.
+
+    Args:
+        what, predicted, how, p_value: see `Claim`.
+        measured: estimate, with its interval if it has one.
+        alternatives: see `Claim`; None if there are none.
+        verdict: verdict unless Holm's correction rejects the claim.
+        nearing: True if the measurement approaches the prediction as T grows. A rejected claim is
+            then undecided; otherwise it disagrees.
+    """
+    values = measured if isinstance(measured, Interval) else (float(measured), None, None)
+    rejected = OPEN if nearing else DISAGREES
+    claim = Claim(what, predicted, *values, verdict, how, p_value, when_rejected=rejected)
+    return replace(claim, alternatives=alternatives or {})
 
 
 def nearing_claim(

@@ -13,7 +13,13 @@ from scipy.optimize import minimize
 from grpo_ustat.config.gap import CorollariesConfig
 from grpo_ustat.draws import generator
 from grpo_ustat.estimators.intervals import CONFIDENCE
-from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, replicates_converge
+from grpo_ustat.gap.claims import (
+    enumerated_claim,
+    mean_interval,
+    mean_p_value,
+    replicates_converge,
+    tested_claim,
+)
 from grpo_ustat.gap.convergence import limit_weights
 from grpo_ustat.gap.covariance import baseline_values
 from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
@@ -22,7 +28,6 @@ from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories
 from grpo_ustat.gap.simulated import learning_rates, simulated
 from grpo_ustat.runs.claims import Claim
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
@@ -137,19 +142,18 @@ def _difference_claim(
     """
     (before_R, last_R), (early, late) = differences, grpo.simulation.steps
     nearing = replicates_converge(last_R - predicted, before_R - predicted, late, early)
-    return Claim(
+    return tested_claim(
         f"G = {grpo.estimator.group_size}: n T (gap of GRPO - gap of the oracle)",
         predicted,
-        *mean_interval(last_R),
-        verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates with "
+        mean_interval(last_R),
+        f"{percentage(CONFIDENCE)} interval, paired t test, {len(last_R)} replicates with "
         f"shared random numbers, T = {late}; a rejected claim is undecided if the difference "
         "significantly approaches the prediction, at least as fast as T^(-1/4)",
-        p_value=mean_p_value(last_R - predicted),
-        when_rejected=OPEN if nearing else DISAGREES,
+        mean_p_value(last_R - predicted),
         alternatives={
             f"difference x {x}": mean_p_value(last_R - x * predicted) for x in OTHER_DIFFERENCES
         },
+        nearing=nearing,
     )
 
 

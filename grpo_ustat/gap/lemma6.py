@@ -12,8 +12,8 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import Lemma6Config
-from grpo_ustat.estimators.intervals import CONFIDENCE
-from grpo_ustat.gap.claims import mean_interval, mean_p_value
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
+from grpo_ustat.gap.claims import mean_interval, mean_p_value, tested_claim
 from grpo_ustat.gap.convergence import decaying_bound, quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
 from grpo_ustat.gap.exact import largest_error, noise, noise_everywhere
@@ -21,7 +21,7 @@ from grpo_ustat.gap.problems import CoinProblem, Problem
 from grpo_ustat.gap.simulate import Estimator, Simulation, Trajectories, log_spaced_steps
 from grpo_ustat.gap.simulated import learning_rates, simulated
 from grpo_ustat.runs.claims import Claim
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
+from grpo_ustat.runs.record import AGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 # The bound of order 1/T is tested only at large T. T counts as large if the recursion's bound is at
@@ -117,19 +117,14 @@ def _bound_claim(
     how += f", simultaneous over {len(steps)} steps (Bonferroni)" if len(steps) > 1 else ""
     how += "; undecided if an interval reaches above the bound"
     how += "" if holds else "; T is too small for the theory to guarantee the bound of order 1/T"
-    return Claim(
-        what=what,
-        predicted="<= 1",
-        measured=float(mean),
-        low=float(low),
-        high=float(high),
+    return tested_claim(
+        what,
+        "<= 1",
+        Interval(float(mean), float(low), float(high)),
+        how,
+        p_value(1.0) if holds else None,
+        alternatives={f"bound x {x}": p_value(x) for x in OTHER_BOUNDS if holds},
         verdict=AGREES if ratios[:, 2].max() <= 1 else OPEN,
-        how=how,
-        p_value=p_value(1.0) if holds else None,
-        when_rejected=DISAGREES,
-        alternatives={f"bound x {share}": p_value(share) for share in OTHER_BOUNDS}
-        if holds
-        else {},
     )
 
 
@@ -157,17 +152,14 @@ def _next_step_claim(problem: CoinProblem, run: Trajectories, curve: list[int]) 
     count = len(curve)
     p_F = stats.chi2.sf(total_F, count)
     high = stats.chi2.ppf(CONFIDENCE, count)
-    return Claim(
-        what=f"{run.estimator.name}, {run.rate.name}: chi-square statistic, over {count} steps, "
+    return tested_claim(
+        f"{run.estimator.name}, {run.rate.name}: chi-square statistic, over {count} steps, "
         "of the difference between E[next gap | current parameters] and the exact recursion",
-        predicted=f"<= {high:.3g}",
-        measured=float(total_F[0]),
-        low=None,
-        high=None,
-        verdict=AGREES,
-        how=f"compared with the {percentage(CONFIDENCE)} quantile of chi-square, {run.replicates} "
+        f"<= {high:.3g}",
+        total_F[0],
+        f"compared with the {percentage(CONFIDENCE)} quantile of chi-square, {run.replicates} "
         "replicates",
-        p_value=float(p_F[0]),
+        float(p_F[0]),
         alternatives={f"noise x {x}": float(p) for x, p in zip(shares_F[1:], p_F[1:], strict=True)},
     )
 

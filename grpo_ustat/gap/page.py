@@ -13,9 +13,6 @@ from grpo_ustat.pages.run_page import PREDICTED_CAPTION, RunView
 from grpo_ustat.pages.tables import Cell, Table, number_text, rows_table
 from grpo_ustat.runs.record import RunRecord
 
-# Largest number of rows in a table on the page.
-MAX_ROWS = 200
-
 
 def title(run: RunRecord) -> str:
     """Return a title that names the theorem, the test problem and the seed."""
@@ -58,9 +55,7 @@ def tables(run: RunRecord) -> list[Table]:
     tables = [Table("Predicted and measured", columns, rows, [FAMILY_RULE])]
     numbers = run.csv_rows("curves.csv")
     if numbers:
-        note = f"These are the first {MAX_ROWS} of {len(numbers)} rows; curves.csv contains all."
-        note = note if len(numbers) > MAX_ROWS else ""
-        tables.append(rows_table("Numbers", numbers[:MAX_ROWS], note))
+        tables.append(rows_table("Numbers", numbers))
     return tables
 
 

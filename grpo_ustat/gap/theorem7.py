@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ from scipy.optimize import minimize_scalar
 
 from grpo_ustat.config.gap import Theorem7Config
 from grpo_ustat.estimators.scaling import ScalingLaw
-from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value
+from grpo_ustat.gap.claims import enumerated_claim, mean_interval, mean_p_value, tested_claim
 from grpo_ustat.gap.convergence import quadratic_recursion, recursion
 from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
 from grpo_ustat.gap.exact import noise, scaling_at
@@ -19,7 +20,7 @@ from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
 from grpo_ustat.gap.simulated import learning_rates, simulated
 from grpo_ustat.runs.claims import FAMILY_ERROR, Claim, comma_list
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
+from grpo_ustat.runs.record import AGREES, OPEN
 
 STATEMENT = (
     "At n = B G rollouts per step, or n = B G T in total, the bounds on the gap depend on B and G "
@@ -226,47 +227,30 @@ def _cell_claims(
         sizes = {point: theory[kind] for point, theory in theories.items()}
         others = {x: p for x, p in constant.items() if set(sizes.values()) != {x}}
         claims.append(
-            Claim(
-                what=f"number of (n, T, rate) cells in which the mean gap may be smallest at the "
+            tested_claim(
+                "number of (n, T, rate) cells in which the mean gap may be smallest at the "
                 f"{words}",
-                predicted=f"{len(clear)} of {len(clear)}",
-                measured=sum(sizes[point] in best[point] for point in clear),
-                low=None,
-                high=None,
-                verdict=verdict,
-                how=f"{how}; G = {comma_list(sorted(set(sizes.values())))}",
-                p_value=p_value_of_all(cells, sizes),
-                when_rejected=DISAGREES,
+                f"{len(clear)} of {len(clear)}",
+                sum(sizes[point] in best[point] for point in clear),
+                f"{how}; G = {comma_list(sorted(set(sizes.values())))}",
+                p_value_of_all(cells, sizes),
                 alternatives={f"G = {size} in all cells": p for size, p in others.items()},
+                verdict=verdict,
             )
         )
-    return [*claims, _everywhere_claim(best, constant, verdict, how)] if common else claims
-
-
-def _everywhere_claim(
-    best: dict[GridPoint, set[int]], p_values: dict[int, float], verdict: str, how: str
-) -> Claim:
-    """Make a claim that one and the same group size may be best in every cell.
-
-    Args:
-        best: group sizes that may be best, for each cell.
-        p_values: p-value from `p_value_of_all` of each group size that was tested in every cell.
-        verdict: verdict of the claim if the tests do not reject it.
-        how: description of the tests.
-    """
-    everywhere = [size for size in p_values if all(size in sizes for sizes in best.values())]
-    return Claim(
-        what=f"group sizes that may be best in every cell: {comma_list(everywhere) or 'none'}",
-        predicted=">= 1",
-        measured=len(everywhere),
-        low=None,
-        high=None,
+    if not common:
+        return claims
+    everywhere = [size for size in common if all(size in sizes for sizes in best.values())]
+    claim = tested_claim(
+        f"group sizes that may be best in every cell: {comma_list(everywhere) or 'none'}",
+        ">= 1",
+        len(everywhere),
+        f"{how}; the p-value is the largest over all G",
+        max(constant.values()),
         verdict=verdict,
-        how=f"{how}; the p-value is the largest over all G",
-        p_value=max(p_values.values()),
-        when_rejected=DISAGREES,
-        severity=f"{len(everywhere)} of {len(p_values)} group sizes may be best in every cell",
     )
+    severity = f"{len(everywhere)} of {len(common)} group sizes may be best in every cell"
+    return [*claims, replace(claim, severity=severity)]
 
 
 def total_claim(
@@ -295,20 +279,16 @@ def total_claim(
     by_size = {g: max(p for (_, size), p in p_values.items() if size == g) for g in sizes}
     nearest = {step: theories[point]["paper"] for step, point in points.items()}
     expected = nearest[lowest[0]]
-    return Claim(
-        what=f"{rate.name}, n T = {total} in total: G of the pair (T, G) with the smallest mean "
-        "gap",
-        predicted=float(expected),
-        measured=float(lowest[1]),
-        low=None,
-        high=None,
-        verdict=AGREES if any(p <= FAMILY_ERROR for p in by_size.values()) else OPEN,
-        how=f"smallest at T = {lowest[0]}, B = {total // lowest[0] // lowest[1]}; paired t tests "
+    return tested_claim(
+        f"{rate.name}, n T = {total} in total: G of the pair (T, G) with the smallest mean gap",
+        float(expected),
+        lowest[1],
+        f"smallest at T = {lowest[0]}, B = {total // lowest[0] // lowest[1]}; paired t tests "
         f"of every pair (T, G) against all others (Bonferroni over {len(gaps) - 1}); the p-value "
         "is the largest over T, where each T is paired with the G nearest to the paper's G*",
-        p_value=max(p_values[pair] for pair in nearest.items()),
-        when_rejected=DISAGREES,
+        max(p_values[pair] for pair in nearest.items()),
         alternatives={f"G = {size}": p for size, p in by_size.items() if size != expected},
+        verdict=AGREES if any(p <= FAMILY_ERROR for p in by_size.values()) else OPEN,
     )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from scipy import stats
 
 from grpo_ustat.config.gap import Theorem8Config
-from grpo_ustat.estimators.intervals import CONFIDENCE
-from grpo_ustat.gap.claims import mean_interval, replicates_converge
+from grpo_ustat.estimators.intervals import CONFIDENCE, Interval
+from grpo_ustat.gap.claims import mean_interval, replicates_converge, tested_claim
 from grpo_ustat.gap.convergence import limit_weights, mixture_cdf, mixture_quantiles
 from grpo_ustat.gap.evidence import Evidence, Panel, Series, columns_of, rows_of
 from grpo_ustat.gap.exact import noise_everywhere
@@ -20,7 +20,6 @@ from grpo_ustat.gap.problems import Problem
 from grpo_ustat.gap.simulate import Estimator, Rate, Simulation, Trajectories
 from grpo_ustat.gap.simulated import learning_rates, simulated
 from grpo_ustat.runs.claims import Claim
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 from grpo_ustat.terminal.streams import percentage
 
 STATEMENT = (
@@ -185,22 +184,17 @@ def _law_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
         alternatives[ONE_LAW] = ks_p_value(limit_cdf(_mean_weights(weights_KR), last_R))
     distance, level = ks_distance(uniform_R)
     nearing = _nearing(run, lambda gap_R: (limit_cdf(weights_KR, gap_R) <= level) - level)
-    kind = (
-        "from the limit law"
-        if one_limit
-        else "of the probability integral transform from the uniform law"
-    )
-    return Claim(
-        what=f"{label_of(run.estimator)}: Kolmogorov-Smirnov distance {kind}",
-        predicted=f"<= {stats.kstwo.ppf(CONFIDENCE, len(last_R)):.3g}",
-        measured=float(distance),
-        low=None,
-        high=None,
-        verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} band under the limit law, {_sample(run)}",
-        p_value=ks_p_value(uniform_R),
-        when_rejected=OPEN if nearing else DISAGREES,
+    kind = "from the limit law"
+    if not one_limit:
+        kind = "of the probability integral transform from the uniform law"
+    return tested_claim(
+        f"{label_of(run.estimator)}: Kolmogorov-Smirnov distance {kind}",
+        f"<= {stats.kstwo.ppf(CONFIDENCE, len(last_R)):.3g}",
+        distance,
+        f"{percentage(CONFIDENCE)} band under the limit law, {_sample(run)}",
+        ks_p_value(uniform_R),
         alternatives=alternatives,
+        nearing=nearing,
     )
 
 
@@ -218,17 +212,15 @@ def _mean_claim(run: Trajectories, weights_KR: np.ndarray) -> Claim:
     if weights_KR.shape[1] > 1:
         mean_K1 = _mean_weights(weights_KR)
         alternatives[ONE_LAW] = mean_law_p_value(last_R / mean_K1.sum(), mean_K1)
-    nearing = _nearing(run, lambda gap_R: gap_R / sums_R - 1)
-    return Claim(
+    return tested_claim(
         f"{label_of(run.estimator)}: mean of the scaled gap divided by the sum of the weights",
         1.0,
-        *mean_interval(ratio_R),
-        verdict=AGREES,
-        how=f"{percentage(CONFIDENCE)} Student's t interval; the p-value is computed from an "
+        mean_interval(ratio_R),
+        f"{percentage(CONFIDENCE)} Student's t interval; the p-value is computed from an "
         f"approximation of the limit law of the mean; {_sample(run)}",
-        p_value=mean_law_p_value(ratio_R, weights_KR),
-        when_rejected=OPEN if nearing else DISAGREES,
+        mean_law_p_value(ratio_R, weights_KR),
         alternatives=alternatives,
+        nearing=_nearing(run, lambda gap_R: gap_R / sums_R - 1),
     )
 
 
@@ -271,17 +263,14 @@ def _trend_claim(problem: Problem, run: Trajectories, weights_KR: np.ndarray) ->
     # Half-width of the interval on the scale of Fisher's z.
     half = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(len(last_R) - 3)
     low, high = (float(np.tanh(np.arctanh(correlation) + side * half)) for side in (-1, 1))
-    return Claim(
-        what=f"{label_of(run.estimator)}: rank correlation of the limit's coordinate w with the "
+    return tested_claim(
+        f"{label_of(run.estimator)}: rank correlation of the limit's coordinate w with the "
         "probability integral transform",
-        predicted=0.0,
-        measured=correlation,
-        low=low,
-        high=high,
-        verdict=AGREES,
-        how=f"Spearman, {percentage(CONFIDENCE)} interval by Fisher's z, {len(last_R)} replicates, "
+        0.0,
+        Interval(correlation, low, high),
+        f"Spearman, {percentage(CONFIDENCE)} interval by Fisher's z, {len(last_R)} replicates, "
         f"T = {run.steps_S[-1]}",
-        p_value=float(trend.pvalue),
+        float(trend.pvalue),
         alternatives={ONE_LAW: float(of_one_law.pvalue)},
     )
 
