@@ -41,12 +41,9 @@ def listed(*values: Any) -> Any:
     return dataclasses.field(default_factory=lambda: list(values))
 
 
-def _divisible(number: str, value: int, divisor: str, typed: int | list[int]) -> None:
-    if any(value % x for x in (typed if isinstance(typed, list) else [typed])):
-        raise ConfigError(
-            f"theorem.{divisor}={typed} with theorem.{number}={value}: use divisors of "
-            f"theorem.{number}"
-        )
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and any other value as the only one of a list."""
+    return cast(list[Any], value) if isinstance(value, list) else [value]
 
 
 @dataclass
@@ -57,6 +54,10 @@ class TheoryConfig:
     title: ClassVar[str] = ""
     # Names of the test problems on which the theorem can be tested.
     problems: ClassVar[tuple[str, ...]] = ("coins", "uneven_coins", "unequal_coins", "softmax")
+    # Pairs of fields; the values of the second must divide those of the first.
+    divisors: ClassVar[tuple[tuple[str, str], ...]] = ()
+    # List that needs three values or more.
+    three: ClassVar[str] = ""
 
     kind: str
     problem: str
@@ -71,7 +72,7 @@ class TheoryConfig:
         check_choice("theorem.problem", self.problem, self.problems)
         for declared in dataclasses.fields(self):
             name, value = declared.name, getattr(self, declared.name)
-            values = cast(list[Any], value if isinstance(value, list) else [value])
+            values = as_list(value)
             numbers = [x for x in values if isinstance(x, int | float) and name != "reference"]
             least = SMALLEST.get(name)
             for x in numbers:
@@ -87,6 +88,15 @@ class TheoryConfig:
                 )
             if name == "steps" and values != sorted(values):
                 raise ConfigError(f"theorem.steps={value}: use ascending steps")
+            if name == self.three and len(values) < 3:
+                raise ConfigError(f"theorem.{name}={value}: use three values or more")
+        for number, divisor in self.divisors:
+            value, typed = getattr(self, number), getattr(self, divisor)
+            if any(n % x for n in as_list(value) for x in as_list(typed)):
+                raise ConfigError(
+                    f"theorem.{divisor}={typed} with theorem.{number}={value}: use divisors of "
+                    f"theorem.{number}"
+                )
 
 
 @dataclass
@@ -106,6 +116,7 @@ class Lemma6Config(SimulatedConfig):
     """Comparison of the mean gap with its recursion and bounds."""
 
     title = "Lemma 6, the gap under constant and falling learning rates"
+    divisors = (("rollouts", "group_size"),)
 
     kind: str = "lemma6"
     baselines: list[str] = listed("none", "leave_one_out", "oracle")
@@ -118,9 +129,8 @@ class Lemma6Config(SimulatedConfig):
     replicates: int = 2000
 
     def check(self) -> None:
-        """Refuse a group size that does not divide n, and unknown baselines."""
+        """Refuse unknown baselines."""
         super().check()
-        _divisible("rollouts", self.rollouts, "group_size", self.group_size)
         for baseline in self.baselines:
             check_choice("theorem.baselines", baseline, SIMULATED_BASELINES)
 
@@ -130,6 +140,7 @@ class Theorem7Config(SimulatedConfig):
     """Best group size at a fixed number of rollouts."""
 
     title = "Theorem 7, the best group size"
+    divisors = (("totals", "steps"),)
 
     kind: str = "theorem7"
     # Completions per step, n = B G, at which group sizes are compared for each T.
@@ -143,10 +154,8 @@ class Theorem7Config(SimulatedConfig):
     replicates: int = 2000
 
     def check(self) -> None:
-        """Refuse totals that cannot be split, and numbers of completions with fewer than two G."""
+        """Refuse numbers of completions with fewer than two G."""
         super().check()
-        for total in self.totals:
-            _divisible("totals", total, "steps", self.steps)
         batches = [*self.rollouts, *(total // t for total in self.totals for t in self.steps)]
         for n in batches or [0]:
             if n == 0 or sum(n % size == 0 for size in self.group_sizes) < 2:
@@ -162,6 +171,7 @@ class Theorem8Config(SimulatedConfig):
     """Probability distribution of the gap after T steps, multiplied by T."""
 
     title = "Theorem 8, the law of the gap"
+    divisors = (("rollouts", "group_sizes"),)
     problems = (*SimulatedConfig.problems, "ridge_coins")
 
     kind: str = "theorem8"
@@ -172,27 +182,18 @@ class Theorem8Config(SimulatedConfig):
     steps: list[int] = listed(100, 400, 1600)
     replicates: int = 5000
 
-    def check(self) -> None:
-        """Refuse group sizes that do not divide n."""
-        super().check()
-        _divisible("rollouts", self.rollouts, "group_sizes", self.group_sizes)
-
 
 @dataclass
 class CorollariesConfig(SimulatedConfig):
     """Comparison of the limiting gaps of GRPO, the oracle and other baselines."""
 
     title = "Corollaries 9 and 10, GRPO, the oracle and other baselines"
+    divisors = (("rollouts", "group_sizes"),)
 
     kind: str = "corollaries9_10"
     rollouts: int = 16
     group_sizes: list[int] = listed(2, 4, 8, 16)
     steps: int = 1000
-
-    def check(self) -> None:
-        """Refuse group sizes that do not divide n."""
-        super().check()
-        _divisible("rollouts", self.rollouts, "group_sizes", self.group_sizes)
 
 
 @dataclass
@@ -200,6 +201,7 @@ class Lemma11Config(TheoryConfig):
     """Comparison of the normalised estimator with its U-statistic."""
 
     title = "Lemma 11, normalised advantages as a U-statistic"
+    three = "group_sizes"
 
     kind: str = "lemma11"
     problem: str = "softmax"
@@ -208,12 +210,6 @@ class Lemma11Config(TheoryConfig):
     # Added to a group's standard deviation.
     epsilon: float = 0.0
 
-    def check(self) -> None:
-        """Refuse fewer than three group sizes."""
-        super().check()
-        if len(self.group_sizes) < 3:
-            raise ConfigError(f"theorem.group_sizes={self.group_sizes}: use three sizes or more")
-
 
 @dataclass
 class Theorem12Config(TheoryConfig):
@@ -221,6 +217,8 @@ class Theorem12Config(TheoryConfig):
 
     title = "Theorem 12, the error of Algorithm 2"
     problems = ("sequences",)
+    divisors = (("num_prompts", "minibatches"),)
+    three = "learning_rates"
 
     kind: str = "theorem12"
     problem: str = "sequences"
@@ -242,17 +240,12 @@ class Theorem12Config(TheoryConfig):
     beta: float = 0.1
 
     def check(self) -> None:
-        """Refuse inconsistent sizes and fewer than three learning rates."""
+        """Refuse a group size that is not among the group sizes."""
         super().check()
-        _divisible("num_prompts", self.num_prompts, "minibatches", self.minibatches)
         if self.group_size not in self.group_sizes:
             raise ConfigError(
                 f"theorem.group_size={self.group_size} with theorem.group_sizes={self.group_sizes}"
                 ": use one of theorem.group_sizes"
-            )
-        if len(self.learning_rates) < 3:
-            raise ConfigError(
-                f"theorem.learning_rates={self.learning_rates}: use three rates or more"
             )
 
 
@@ -262,6 +255,7 @@ class Proposition13Config(SimulatedConfig):
 
     title = "Proposition 13, what normalised advantages maximise"
     problems = ("unequal_coins",)
+    divisors = (("num_prompts", "minibatches"),)
 
     kind: str = "proposition13"
     problem: str = "unequal_coins"
@@ -279,11 +273,6 @@ class Proposition13Config(SimulatedConfig):
     variant_sizes: list[int] = listed(2, 16)
     decaying_rate: float = 4.0
     steps: int = 1000
-
-    def check(self) -> None:
-        """Refuse numbers of minibatches that do not divide the prompts."""
-        super().check()
-        _divisible("num_prompts", self.num_prompts, "minibatches", self.minibatches)
 
 
 # Choices of `theorem=`.

@@ -42,12 +42,6 @@ def test_isotropic_quadratics_meet_the_bound_with_equality():
     np.testing.assert_allclose(model, bound, rtol=1e-14)
 
 
-def test_one_step_of_a_quadratic_by_hand():
-    """v = 2, H = 1, eta = 1/2, Sigma = 4: E v^2 = 1 + 1, gap 1."""
-    found = quadratic_recursion(np.array([2.0]), np.eye(1), 4 * np.eye(1), np.array([0.5]))
-    assert found.tolist() == [2.0, 1.0]
-
-
 @pytest.mark.slow
 def test_the_limit_is_that_of_the_recursion():
     """T times the mean gap of the quadratic tends to the sum of the weights."""

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from reference import softmax_policy
 
-from grpo_ustat.gap import lemma11 as eleven
 from grpo_ustat.gap.lemma11 import by_prompt, lemma11, limits, mean_weight, moments
-from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
+from grpo_ustat.runs.record import AGREES
 
 LOGITS = [[0.3, -0.8, 0.5], [-0.2, 1.1, 0.4]]
 REWARDS = [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]
@@ -22,10 +21,6 @@ def policy():
     """Probabilities [P, Y], scores [P, Y, K] and rewards [P, Y] of two softmax prompts."""
     found = [softmax_policy(logits) for logits in LOGITS]
     return tuple(np.array(x) for x in ([p for p, _ in found], [s for _, s in found], REWARDS))
-
-
-def study(sizes=(256, 1024, 4096), epsilon=1e-4):
-    return lemma11(*policy(), list(sizes), epsilon)
 
 
 def every_group(prompt, group_size, epsilon):
@@ -75,34 +70,6 @@ def test_limits_for_large_groups():
     variance = v * (1 - v)
     expected = of_prompts[1] * (fourth - variance**2) / (4 * variance**3)
     np.testing.assert_allclose(shift, expected, rtol=1e-12)
-
-
-def test_where_scores_follow_the_reward_a_quarter_is_the_differences():
-    """The most it can be: of two outcomes nothing is left within right and wrong ones."""
-    p, scores, rewards = (x[:, :2] for x in policy())
-    of_prompts = by_prompt(p / p.sum(axis=1, keepdims=True), scores, rewards)
-    np.testing.assert_allclose(limits(of_prompts)[0], 0, atol=1e-15)
-    found = moments(of_prompts, 2**16, 0.0)
-    share = found["difference"] / found["u_statistic_variance"]
-    np.testing.assert_allclose(share, 0.25, rtol=1e-3)
-
-
-def test_everything_agrees_on_an_ordinary_policy():
-    found = study()
-    assert [claim.verdict for claim in found.claims] == [AGREES] * 7
-    assert found.rollouts == 0 and found.answer.startswith("7 of 7")
-    assert [row["group_size"] for row in found.rows] == [256, 1024, 4096]
-
-
-def test_small_groups_decide_no_rate():
-    assert study([2, 3, 4]).claims[0].verdict == OPEN
-
-
-def test_a_rate_that_goes_elsewhere_disagrees(monkeypatch):
-    """Were an epsilon as large as the standard deviation taken for none."""
-    monkeypatch.setattr(eleven, "moments", lambda prompts, size, _: moments(prompts, size, 0.5))
-    found = study(epsilon=0.0)
-    assert found.claims[0].verdict == found.verdict == DISAGREES
 
 
 def test_slope_and_verdict_for_half_right_answers(rng):

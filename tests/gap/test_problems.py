@@ -80,13 +80,6 @@ def test_coins_are_exactly_quadratic(rng):
     assert problem.constants == (0.6, 1.0) and problem.highest == pytest.approx(0.5, abs=1e-15)
 
 
-def test_the_sublevel_set_of_coins_is_its_ellipse():
-    problem = coins()
-    u_KR = problem.sublevel_grid()
-    assert np.abs(u_KR[0]).max() == pytest.approx(np.sqrt(0.2), rel=0.06)
-    assert problem.gap(u_KR).max() <= problem.reach
-
-
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_problem_is_a_policy_in_its_box_and_starts_in_its_sublevel_set(name):
     """Probabilities of coins are concave or linear in u: they are least at a corner of the box."""

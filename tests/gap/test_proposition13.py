@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 
 import numpy as np
@@ -11,14 +10,9 @@ import pytest
 from problems import unequal
 from reference import plain_advantages, variance_of
 
-from grpo_ustat.config.gap import Proposition13Config
-from grpo_ustat.gap import proposition13 as thirteen
 from grpo_ustat.gap.lemma11 import mean_weight
 from grpo_ustat.gap.proposition13 import field, maximiser, pull_of, root
 from grpo_ustat.gap.simulate import Estimator, gradient, reference_law
-from grpo_ustat.gap.simulated import run_and_judge
-from grpo_ustat.runs.contents import content_of
-from grpo_ustat.runs.result import AGREES, DISAGREES
 
 KL = {"beta": 1.0, "reference": (0.3,)}
 
@@ -50,16 +44,6 @@ def test_the_field_is_the_mean_over_all_groups(size, changes):
     for u in (-0.1, 0.05):
         expected = walked_field(problem, one, u, u)
         assert field(problem, pull_of(one), u, one) == pytest.approx(expected, rel=1e-10)
-
-
-def test_without_a_kl_term_ratios_change_the_pull_and_not_the_direction():
-    """With pi_old at v the mean is `w_G(V(v)) dV(u)`: at v = u the root is the same."""
-    problem, one = unequal(), Estimator("leave_one_out_std", 1, 3)
-    old_PR = problem.value(problem.law(np.array([[0.1]]))[0])
-    probability_PYR, score_PYKR = problem.law(np.array([[0.05]]))
-    slope_P = np.einsum("pyr,py,pykr->p", probability_PYR, problem.rewards_PY, score_PYKR)
-    expected = (mean_weight(old_PR[:, 0], 3, 0.0) * slope_P).mean()
-    assert walked_field(problem, one, 0.05, 0.1) == pytest.approx(expected, rel=1e-10)
 
 
 def test_simulated_estimates_have_the_field_for_their_mean(rng):
@@ -101,46 +85,3 @@ def test_roots_at_fixed_group_sizes_are_not_the_arcsin_maximiser():
     roots = [root(problem, pull_of(one), one) for one in ones]
     np.testing.assert_allclose(roots, [0, -0.0031, -0.0155, -0.0258, -0.0306], atol=5e-5)
     assert maximiser(problem, ones[0]) == pytest.approx(-0.0330, abs=5e-5)
-
-
-def small(**changes):
-    design = {
-        "group_sizes": [2, 8], "num_prompts": 4, "epsilon": 0.0, "limit_sizes": [128, 256, 512],
-        "beta": 1.0, "reference": 0.3, "minibatches": 2, "variant_sizes": [2],
-        "decaying_rate": 4.0, "offset": 20, "steps": 200, "replicates": 400,
-    }  # fmt: skip
-    design = Proposition13Config(**design | changes)
-    return run_and_judge(thirteen.plan, thirteen.judge, unequal(), design, 0, 1)
-
-
-@pytest.mark.slow
-def test_disagrees_at_fixed_g_and_agrees_in_the_limit():
-    evidence = small()
-    by_name = {claim.what: claim for claim in evidence.claims}
-    for size in (2, 8):
-        what = f"normalised, G = {size}: mean end point of u against the maximiser of "
-        what += "E[2 arcsin sqrt V]"
-        assert by_name[what].verdict == DISAGREES and by_name[what].p_value < 1e-6
-    limits = [claim for claim in evidence.claims if claim.what.startswith("as G grows")]
-    assert [claim.verdict for claim in limits] == [AGREES, AGREES]
-    assert evidence.verdict == DISAGREES
-    assert len({tuple(row) for row in evidence.rows}) == 1 and len(evidence.rows) == 6
-    json.dumps([content_of(evidence.claims), list(evidence.rows)], allow_nan=False)
-
-
-@pytest.mark.slow(minutes=0.5)
-def test_every_end_is_at_its_own_root():
-    evidence = small(replicates=1000, steps=600)
-    own = [claim for claim in evidence.claims if "root of the enumerated" in claim.what]
-    assert len(own) == 5
-    assert min(claim.p_value for claim in own) > 0.05 / len(own)
-    assert {claim.verdict for claim in own if claim.p_value > 0.05} == {AGREES}
-
-
-@pytest.mark.slow(minutes=0.3)
-def test_a_root_that_is_not_there_disagrees(monkeypatch):
-    real = thirteen.root
-    monkeypatch.setattr(thirteen, "root", lambda *given: real(*given) + 0.01)
-    evidence = small(replicates=1000, steps=600, variant_sizes=[])
-    own = [claim for claim in evidence.claims if "root of the enumerated" in claim.what]
-    assert {claim.verdict for claim in own} == {DISAGREES}

@@ -162,11 +162,3 @@ def test_the_number_of_processes_changes_nothing():
     assert drawn == 2 * (REPLICATES_AT_ONCE + 20) * 9 * 4
     for a, b in zip(one, two, strict=True):
         assert (a.u_SKR == b.u_SKR).all() and (a.exit_R == b.exit_R).all()
-
-
-def test_without_noise_it_is_gradient_ascent():
-    """A prompt of which everything is right has no noise in GRPO's estimate: it is 0."""
-    problem = unequal(rewards_PY=np.ones((2, 4)))
-    job = Simulation(Estimator("leave_one_out", 2, 3), Rate("constant", 0.5), (5,))
-    paths = simulate(problem, job, range(4), 0)
-    assert (paths.u_SKR == problem.start_K[:, None]).all()

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+
 import numpy as np
 import pytest
-from problems import coins, ridge, softmax
+from problems import coins, ridge, softmax, unequal
+from reference import softmax_policy
 from scipy import stats
 
 from grpo_ustat.config.gap import (
     CorollariesConfig,
     Lemma6Config,
+    Proposition13Config,
     Theorem7Config,
     Theorem8Config,
+    Theorem12Config,
 )
 from grpo_ustat.estimators.scaling import ScalingLaw
 from grpo_ustat.gap import corollaries9_10 as both
 from grpo_ustat.gap import lemma6 as lemma
+from grpo_ustat.gap import lemma11 as eleven
+from grpo_ustat.gap import proposition13 as thirteen
 from grpo_ustat.gap import theorem7 as seven
 from grpo_ustat.gap import theorem8 as eight
+from grpo_ustat.gap import theorem12 as twelve
+from grpo_ustat.gap.algorithm2 import Setting
 from grpo_ustat.gap.exact import assumption2, limit_weighting, noise, scaling_at
+from grpo_ustat.gap.sequences import SequencePolicy
 from grpo_ustat.gap.simulate import Estimator, Rate
 from grpo_ustat.gap.simulated import run_and_judge
+from grpo_ustat.runs.contents import content_of
 from grpo_ustat.runs.record import AGREES, DISAGREES, OPEN
 
 CONSTANT, FALLING = Rate("constant", 0.2), Rate("decaying", 2.5, 20)
@@ -48,31 +60,11 @@ def small_lemma6(problem, steps=60, **rates):
     return unsaved_run(lemma, problem, design)
 
 
-def test_lemma6_agrees_on_both_problems():
-    on_coins = small_lemma6(coins())
-    assert set(verdicts(on_coins)) == {AGREES} and len(on_coins.claims) == 5
-    slow = small_lemma6(softmax(), constant_rates=[0.5], decaying_rate=8.0, offset=40)
-    assert set(verdicts(slow)) == {AGREES} and len(slow.claims) == 3
-
-
 def test_lemma6_holds_nothing_against_a_bound_whose_time_has_not_come():
     """After 12 steps of a falling rate the recursion itself is above its limit of order 1/T."""
     early = small_lemma6(coins(), steps=12, constant_rates=[])
     (claim,) = [claim for claim in early.claims if "order 1/T" in claim.what]
     assert claim.low > 1 and claim.verdict == OPEN and "T is too small" in claim.how
-
-
-def test_lemma6_finds_a_bound_that_is_too_low(monkeypatch):
-    real = lemma.recursion
-    monkeypatch.setattr(lemma, "recursion", lambda *given: 0.5 * real(*given))
-    assert DISAGREES in verdicts(small_lemma6(coins()), "to the recursion")
-
-
-def test_lemma6_finds_noise_that_is_not_as_predicted(monkeypatch):
-    """A tenth less of it is seen by 400 replicates at some of 12 steps."""
-    real = lemma.noise_everywhere
-    monkeypatch.setattr(lemma, "noise_everywhere", lambda *given: 0.7 * real(*given))
-    assert verdicts(small_lemma6(coins()), "next gap") == [DISAGREES, DISAGREES]
 
 
 # Theorem 7
@@ -86,24 +78,6 @@ def small_theorem7(group_sizes, steps, replicates, rollouts=(16,), totals=(), se
     )  # fmt: skip
     constant = [one for one in seven.plan(design) if one.rate == CONSTANT]
     return unsaved_run(seven, coins(), design, seed, lambda _: constant)
-
-
-@pytest.mark.slow
-def test_theorem7_finds_the_best_group_size_where_noise_decides():
-    evidence = small_theorem7([2, 4, 16], [150], 1500)
-    assert seven.predicted_sizes(coins(), (CONSTANT, 16, 150), [2, 4, 16])["recursion"] == 4
-    assert verdicts(evidence) == [AGREES] * 6
-    best = [row["group_size"] for row in evidence.rows if row["best"]]
-    assert 4 in best and len(best) < 3
-
-
-@pytest.mark.slow
-def test_theorem7_finds_a_wrong_prediction(monkeypatch):
-    monkeypatch.setattr(
-        seven, "predicted_sizes", lambda *given: dict.fromkeys(seven.CHOICE_MEANINGS, 16)
-    )
-    evidence = small_theorem7([2, 4, 16], [150], 1500)
-    assert verdicts(evidence, "cells in") == [DISAGREES] * 3
 
 
 def test_the_bounds_are_smallest_at_the_papers_and_at_our_group_size():
@@ -168,42 +142,6 @@ def small_mixture():
     return small_theorem8(ridge(), Estimator("leave_one_out", 2, 4), [50, 200], 400, offset=10)
 
 
-@pytest.mark.slow
-def test_theorem8_agrees_and_its_distance_is_scipys(rng):
-    evidence = small_theorem8(coins(), GRPO, [50, 400], 600)
-    assert set(verdicts(evidence)) <= {AGREES, OPEN} and len(evidence.claims) == 2
-    values = rng.exponential(2 * 0.7, 3000)  # two equal weights: chi2_2 times w is exponential
-    from scipy.stats import expon, kstest
-
-    expected = kstest(values, expon(scale=2 * 0.7).cdf).statistic
-    transform = eight.limit_cdf(np.array([[0.7], [0.7]]), values)
-    assert eight.ks_distance(transform)[0] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_theorem8_finds_wrong_weights(monkeypatch):
-    real = eight.limit_weights
-    monkeypatch.setattr(eight, "limit_weights", lambda *given: 0.6 * real(*given))
-    assert verdicts(small_theorem8(coins(), GRPO, [100, 400], 600)) == [DISAGREES] * 2
-
-
-@pytest.mark.slow
-def test_theorem8_agrees_given_the_limit_that_is_reached():
-    evidence = small_mixture()
-    assert verdicts(evidence) == [AGREES] * 3
-    (trend,) = [claim for claim in evidence.claims if "rank correlation" in claim.what]
-    assert trend.severity.startswith("0 of 1 ")
-
-
-@pytest.mark.slow
-def test_theorem8_finds_that_one_law_for_all_limits_is_wrong(monkeypatch):
-    real = eight.limit_weights_at
-    monkeypatch.setattr(
-        eight, "limit_weights_at", lambda b, one, rate, u: real(b, one, rate, 0 * u)
-    )
-    assert verdicts(small_mixture(), "rank correlation") == [DISAGREES]
-
-
 def test_limit_weights_at_of_a_ridge_are_those_worked_by_hand():
     """At w the noise along v is the mean over prompts of E[s^2] / 4, as (Z - V)^2 = 1/4: a^2 from
     answers, n^2 (1 + kappa w)^2 / (4 h (1 - h)) from style with h = 1/2 + m w; the weight is
@@ -259,18 +197,6 @@ def test_weights_sum_to_the_weighted_noise():
     assert law.mse(4, 4) == pytest.approx(total, rel=1e-12)
 
 
-@pytest.mark.slow
-def test_corollaries_agree_where_assumption_2_holds():
-    design = CorollariesConfig(
-        rollouts=8, group_sizes=[2, 4],
-        decaying_rate=2.5, offset=20, steps=100, replicates=600,
-    )  # fmt: skip
-    evidence = unsaved_run(both, coins(), design)
-    assert set(verdicts(evidence)) <= {AGREES, OPEN}
-    exact = [c for c in evidence.claims if c.low is None]
-    assert len(exact) == 7 and {c.verdict for c in exact} == {AGREES}
-
-
 def test_assumption_2_is_given_each_prompt():
     """Two prompts of V = 0.4 and 0.6: E[S S' (Z - V)] is opposite in them, 0 in the mean, and the
     right shifts of each prompt beat V: tr W E[S S' (Z - V) | x] over tr W E[S S' | x].
@@ -299,3 +225,121 @@ def test_the_covariance_of_a_baseline_is_that_of_its_rule():
         expected = noise(problem, problem.best_K, Estimator(baseline, 1, 1))
         found = both.covariance(moments, both.value_at(problem, baseline))
         np.testing.assert_allclose(found, expected, atol=1e-15)
+
+
+# Every theorem: the paper's numbers agree, and a planted error is found
+
+
+def small_lemma11(sizes=(256, 1024, 4096), epsilon=1e-4):
+    found = [softmax_policy(logits) for logits in ([0.3, -0.8, 0.5], [-0.2, 1.1, 0.4])]
+    law_PY, score_PYK = (np.array(x) for x in zip(*found, strict=True))
+    rewards_PY = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
+    return eleven.lemma11(law_PY, score_PYK, rewards_PY, sizes, epsilon)
+
+
+def small_theorem12():
+    """Two prompts of three tokens of two."""
+    rng = np.random.default_rng(0)
+    policy = SequencePolicy(rng.normal(size=(3, 2, 2)), rng.normal(size=(2, 2)) / 2)
+    reference = policy.at(policy.theta_D + rng.normal(size=12) / 3)
+    reward_PY = (rng.random((2, 8)) < 0.5).astype(float)
+    design = Theorem12Config(
+        learning_rates=[1e-3, 1e-2, 0.1, 1.0], minibatches=3, group_size=4, group_sizes=[2, 4, 8],
+        limit_sizes=[64, 128, 256], num_prompts=6,
+    )  # fmt: skip
+    return twelve.theorem12(policy, reference, reward_PY, design)
+
+
+def small_proposition13(**changes):
+    changes = {"steps": 200, "replicates": 400, "variant_sizes": [2]} | changes
+    design = Proposition13Config(group_sizes=[2, 8], limit_sizes=[128, 256, 512], **changes)
+    return unsaved_run(thirteen, unequal(), design)
+
+
+def small_corollaries():
+    design = CorollariesConfig(
+        rollouts=8, group_sizes=[2, 4], decaying_rate=2.5, offset=20, steps=100, replicates=600
+    )
+    return unsaved_run(both, coins(), design)
+
+
+SMALL = {
+    "lemma6": lambda: small_lemma6(coins()),
+    "lemma6 softmax": lambda: small_lemma6(
+        softmax(), constant_rates=[0.5], decaying_rate=8.0, offset=40
+    ),
+    "theorem7": lambda: small_theorem7([2, 4, 16], [150], 1500),
+    "theorem8": lambda: small_theorem8(coins(), GRPO, [100, 400], 600),
+    "mixture": small_mixture,
+    "corollaries": small_corollaries,
+    "lemma11": small_lemma11,
+    "theorem12": small_theorem12,
+    "proposition13": small_proposition13,
+    "proposition13 long": lambda: small_proposition13(replicates=1000, steps=600),
+}
+QUICK = ("lemma6", "lemma11", "theorem12")
+
+
+def slow(rows):
+    return [
+        pytest.param(*row, marks=() if row[0].split()[0] in QUICK else pytest.mark.slow)
+        for row in rows
+    ]
+
+
+@cache
+def evidence_of(name):
+    return SMALL[name]()
+
+
+@pytest.mark.parametrize(("name", "word", "count", "allowed"), slow([
+    ("lemma6", "", 5, {AGREES}), ("lemma6 softmax", "", 3, {AGREES}), ("theorem7", "", 6, {AGREES}),
+    ("theorem8", "", 2, {AGREES, OPEN}), ("mixture", "", 3, {AGREES}),
+    ("corollaries", "n T (gap", 2, {AGREES, OPEN}), ("corollaries", "sum", 4, {AGREES}),
+    ("corollaries", "eigenvalue", 3, {AGREES}), ("lemma11", "", 7, {AGREES}),
+    ("theorem12", "without normalisation: ", 10, {AGREES}),
+    ("theorem12", "with normalisation: ", 2, {AGREES}),
+    ("theorem12", "bias^2 / ||target||^2 at learning rate 0, with norm", 3, {DISAGREES}),
+    ("proposition13", "as G grows", 2, {AGREES}),
+    ("proposition13", "normalised, G = 2: mean end point of u against the max", 1, {DISAGREES}),
+    ("proposition13", "normalised, G = 8: mean end point of u against the max", 1, {DISAGREES}),
+    ("proposition13 long", "root of the enumerated", 5, {AGREES, OPEN}),
+]))  # fmt: skip
+def test_claims_have_the_verdicts_that_we_found(name, word, count, allowed):
+    evidence = evidence_of(name)
+    assert len(verdicts(evidence, word)) == count and set(verdicts(evidence, word)) <= allowed
+    assert len({tuple(row) for row in evidence.rows}) == 1
+    json.dumps([content_of(list(evidence.claims)), list(evidence.rows)], allow_nan=False)
+
+
+def times(share):
+    return lambda real: lambda *given: share * real(*given)
+
+
+def doubled_penalty(real):
+    return lambda self, current: (real(self, current)[0], 2 * real(self, current)[1])
+
+
+@pytest.mark.parametrize(("name", "owner", "attribute", "wrong", "word", "count"), slow([
+    ("lemma6", lemma, "recursion", times(0.5), "to the recursion", 2),
+    ("lemma6", lemma, "noise_everywhere", times(0.7), "next gap", 2),
+    ("theorem7", seven, "predicted_sizes",
+     lambda _: lambda *given: dict.fromkeys(seven.CHOICE_MEANINGS, 16), "cells in", 3),
+    ("theorem8", eight, "limit_weights", times(0.6), "", 2),
+    ("mixture", eight, "limit_weights_at",
+     lambda real: lambda b, one, rate, u: real(b, one, rate, 0 * u), "rank correlation", 1),
+    ("corollaries", both, "weight_sum", times(3.0), "n T (gap", 2),
+    ("lemma11", eleven, "moments",
+     lambda real: lambda prompts, size, _: real(prompts, size, 0.5), "slope", 1),
+    ("theorem12", Setting, "target", doubled_penalty, "bias^2 / variance at theta_old", 1),
+    ("theorem12", Setting, "target", doubled_penalty, "slope of log(bias^2) on", 2),
+    ("proposition13 long", thirteen, "root",
+     lambda real: lambda *given: real(*given) + 0.01, "root of the enumerated", 5),
+]))  # fmt: skip
+def test_a_planted_error_is_found(name, owner, attribute, wrong, word, count, monkeypatch):
+    monkeypatch.setattr(owner, attribute, wrong(getattr(owner, attribute)))
+    assert verdicts(SMALL[name](), word).count(DISAGREES) == count
+
+
+def test_small_groups_decide_no_rate():
+    assert small_lemma11([2, 3, 4]).claims[0].verdict == OPEN
