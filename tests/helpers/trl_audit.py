@@ -135,23 +135,13 @@ def train(folder, model=None, scored=None, sketch=16381, loss=None, fault=None, 
 
 def main():
     """All cases of a way."""
-    from trl_sharded import WAYS, let_deepspeed_shard, let_fsdp_shard_on_a_cpu
+    from trl_sharded import prepared
 
     folder, way, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    os.environ |= WAYS[way]
-    if way.startswith("fsdp"):
-        let_fsdp_shard_on_a_cpu()
-    if way.startswith("zero"):
-        let_deepspeed_shard(folder, int(way[-1]))
+    arguments = prepared(folder, way)
     scored = AutoModelForCausalLM.from_pretrained(trl_run.MODEL)
     for name, options in cases.items():
-        if way.startswith("zero"):
-            options |= {"use_cpu": False, "ddp_backend": "gloo"}
-            if options.get("bf16"):
-                from transformers import training_args
-
-                training_args.is_torch_bf16_gpu_available = lambda *_, **__: True
-        trainer, audit = train(folder / name, scored=scored, **options)
+        trainer, audit = train(folder / name, scored=scored, **options | arguments)
         kinds = {kind.__name__ for m in trainer.model_wrapped.modules() for kind in type(m).__mro__}
         kinds |= {type(p).__name__ for p in trainer.model_wrapped.parameters()}
         found = {"results": audit.results, "kinds": sorted(kinds)}

@@ -9,7 +9,9 @@ what its audits found.
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -85,6 +87,17 @@ def train(
         prepare(trainer, callback)
     trainer.train()
     return trainer, callback
+
+
+def launched(script, *arguments, ranks=2):
+    """A script of this folder on so many ranks, after its end."""
+    from forks import free_port
+
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
+               f"--master_port={free_port()}", here / script, *map(str, arguments)]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(here.parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
 if __name__ == "__main__":

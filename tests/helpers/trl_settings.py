@@ -68,15 +68,6 @@ class Setting:
     refused: str = ""
     images: str = ""
 
-    def words(self) -> str:
-        """In short, for a table."""
-        parts = [f"{name}={value}" for name, value in self.arguments.items()]
-        if self.lora is not None:
-            parts.append(f"LoRA r={self.lora['r']} dropout={self.lora.get('lora_dropout', 0)}")
-        parts += ["4-bit"] * self.four_bit + [self.dtype] * (self.dtype != "float32")
-        parts += [f"{self.way} x {self.processes}"] * (self.way != "single")
-        return ", ".join([*parts, *filter(None, (self.images, self.tools))]) or "defaults"
-
 
 def batch(rows, accumulation=1, size=8, **others):
     """Arguments by their short names."""
@@ -97,14 +88,12 @@ GSPO = batch(
     8, 2, steps_per_generation=8, importance_sampling_level="sequence", epsilon=3e-4,
     epsilon_high=4e-4, beta=0.0, loss_type="grpo", learning_rate=1e-5,
 )  # fmt: skip
-OPEN_R1 = batch(16, 4, 16, learning_rate=1e-6, temperature=0.7)
 QLORA = {"r": 32, "lora_alpha": 32, "target_modules": EVERY_LINEAR}
 
 SETTINGS = {
     # trl/examples/notebooks
     "grpo_agent.ipynb": Setting(tools="tool"),
     "grpo_rnj_1_instruct.ipynb": Setting(batch(8, learning_rate=2e-5), QLORA, four_bit=True),
-    "grpo_trl_lora_qlora.ipynb": Setting(batch(8, learning_rate=2e-5), QLORA, four_bit=True),
     "openenv_sudoku_grpo.ipynb": Setting(
         batch(1, 64, 2, learning_rate=5e-6, temperature=0.8, top_k=10), tools="boards",
         refused="are one group but have several prompts",
@@ -112,28 +101,16 @@ SETTINGS = {
     "openenv_sudoku_grpo.ipynb, one board": Setting(
         batch(1, 64, 2, learning_rate=5e-6, temperature=0.8, top_k=10), tools="environment"
     ),
-    "openenv_wordle_grpo.ipynb": Setting(
-        batch(1, 64, 2, learning_rate=1e-6), tools="environment"
-    ),
     "grpo_qwen3_vl.ipynb": Setting(
         batch(2, size=2, learning_rate=2e-5), VISION_LORA, four_bit=True, images="qwen3_vl"
-    ),
-    "grpo_ministral3_vl.ipynb": Setting(
-        batch(2, size=2, learning_rate=2e-5, bf16=False), VISION_LORA, four_bit=True,
-        images="mistral3",
     ),
     # trl/docs/source/lora_without_regret.md
     "lora_without_regret.md, Python": Setting(
         batch(1, 4, 8, generation_batch_size=8, learning_rate=5e-5),
         {"r": 1, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
-    "lora_without_regret.md, command": Setting(
-        batch(1, 8, 16, generation_batch_size=16, learning_rate=1e-6, beta=0.0),
-        {"r": 1, "lora_alpha": 32, "target_modules": "all-linear"},
-    ),
     # trl/docs/source/paper_index.md
     "paper_index.md, 2-GRPO": Setting({"num_generations": 2, "loss_type": "grpo"}),
-    "paper_index.md, Dr. GRPO": Setting(batch(1, 8, 8, loss_type="dr_grpo", beta=0.0)),
     "paper_index.md, Lite PPO": Setting(
         batch(4, 32, 8, steps_per_generation=8, scale_rewards="batch", loss_type="dapo",
               beta=0.0, top_p=0.99, top_k=100, temperature=0.99)
@@ -151,9 +128,6 @@ SETTINGS = {
     ),
     # trl/examples/scripts and docs/source/grpo_trainer.md, launched with DeepSpeed
     "grpo_trainer.md, 70B": Setting(batch(4), way="zero3", processes=32),
-    "grpo_continuous_batching.py": Setting(
-        {"num_generations": 32}, COMMAND_LINE, way="zero3", processes=8
-    ),
     "gspo.py": Setting(
         GSPO, VISION_LINE, dtype="bfloat16", way="zero3", processes=8,
     ),
@@ -161,22 +135,8 @@ SETTINGS = {
         {"learning_rate": 1e-5}, VISION_LINE, dtype="bfloat16", way="zero3", processes=8,
         images="qwen2_5_vl",
     ),
-    "grpo_vlm.py, SmolVLM2": Setting(
-        batch(1, 2, 2, learning_rate=1e-5), VISION_LINE, dtype="bfloat16", way="zero3",
-        processes=8, images="smolvlm",
-    ),
-    "grpo_trainer.md, VLM": Setting(
-        {"learning_rate": 1e-5}, VISION_LINE, dtype="bfloat16", way="zero3", processes=8,
-        images="qwen2_5_vl",
-    ),
-    "gspo_vlm.py": Setting(
-        GSPO, VISION_LINE, dtype="bfloat16", way="zero3", processes=8, images="qwen2_5_vl"
-    ),
-    "harbor/data_agent.py": Setting(batch(8, learning_rate=1e-6), way="zero2", processes=2),
     "seta.py, colocate": Setting(batch(1, 1, 2, learning_rate=5e-7), way="zero2", processes=4),
-    "seta.py, server": Setting(batch(1, 1, 2, learning_rate=5e-7), way="zero2", processes=2),
     # open-r1/README.md with its recipes
-    "open-r1, R1-Distill-Qwen-1.5B demo": Setting(OPEN_R1, way="zero3", processes=8),
     "open-r1, Qwen2.5-1.5B code": Setting(
         batch(16, 4, 14, beta=0.01, learning_rate=5e-6), way="zero2", processes=7
     ),
@@ -364,12 +324,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 def main():
     """One setting, on this rank."""
     folder, name = Path(sys.argv[1]), sys.argv[2]
-    way = SETTINGS[name].way
-    os.environ |= trl_sharded.WAYS[way]
-    trl_sharded.let_deepspeed_shard(folder, int(way[-1]))
-    from transformers import training_args
-
-    training_args.is_torch_bf16_gpu_available = lambda *_, **__: True  # of DeepSpeed on a CPU
+    trl_sharded.prepared(folder, SETTINGS[name].way)
     done = run(name, folder)
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(done, default=str))
 

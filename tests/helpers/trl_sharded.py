@@ -75,6 +75,20 @@ def let_fsdp_shard_on_a_cpu():
     state.AcceleratorState.__init__ = patched
 
 
+def prepared(folder, way):
+    """Make this process shard in a way; return the arguments of GRPOConfig that the way needs."""
+    os.environ |= WAYS[way]
+    if way.startswith("fsdp"):
+        let_fsdp_shard_on_a_cpu()
+    if not way.startswith("zero"):
+        return {}
+    from transformers import training_args
+
+    training_args.is_torch_bf16_gpu_available = lambda *_, **__: True
+    let_deepspeed_shard(folder, int(way[-1]))
+    return {"use_cpu": False, "ddp_backend": "gloo"}  # `use_cpu` would switch DeepSpeed off
+
+
 class Table:
     """Completions of the first policy, a function of the prompt alone."""
 
@@ -206,24 +220,14 @@ def run(
 def main():
     """All cases of a way."""
     folder, way, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    os.environ |= WAYS[way]
-    if way.startswith("fsdp"):
-        let_fsdp_shard_on_a_cpu()
-    if way.startswith("zero"):
-        let_deepspeed_shard(folder, int(way[-1]))
+    arguments = prepared(folder, way)
     rank, table = int(os.environ.get("RANK", 0)), Table()
     for name, options in cases.items():
         if rank == 0:
             print(f"== {name}", flush=True)
         if options.pop("table", False):
             options["table"] = table
-        if way.startswith("zero"):  # which `use_cpu` would switch off
-            options |= {"use_cpu": False, "ddp_backend": "gloo"}
-        if options.get("bf16") and way.startswith("zero"):
-            from transformers import training_args
-
-            training_args.is_torch_bf16_gpu_available = lambda *_, **__: True
-        run(folder, name, rank, **options)
+        run(folder, name, rank, **options | arguments)
 
 
 if __name__ == "__main__":

@@ -64,11 +64,6 @@ def test_rewards_are_added_by_their_weights():
         logged_rewards(logged, torch.tensor([2.0, -1.0]), 6)
 
 
-def test_one_reward_that_records_changes_no_sum():
-    logged = {"right": [1.0, 0.0], "record": [math.nan, math.nan]}
-    np.testing.assert_array_equal(logged_rewards(logged, torch.ones(2), 2)[0], [1.0, 0.0])
-
-
 def test_the_sampler_is_compared_on_tokens_of_the_policy():
     """Padding, tokens of tools and tokens that vLLM could not score are left out."""
     output = output_of(PROMPTS, COMPLETIONS)

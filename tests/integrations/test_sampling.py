@@ -111,23 +111,9 @@ def test_top_k_of_a_flat_policy_is_seen():
     assert "Another policy therefore wrote" in mean_score_warning(shares[0])[0]
 
 
-def test_top_k_of_a_peaked_policy_is_not_seen():
-    """What the documentation says of it: the share alone clears no run."""
-    p_PV = policies(6.0)
-    sampled_PV = top(p_PV, 4)
-    assert (sampled_PV == 0).any() and true_share(p_PV, sampled_PV) < 0.01
-    assert np.mean([share.low > 0 for share in draws(p_PV, sampled_PV, 200)]) < 0.2
-
-
 def test_of_few_groups_there_is_no_interval():
     grams = [np.eye(3) + 0.1] * 7
     share = mean_score_share(grams)
     assert share == (pytest.approx(0.1 / 1.1), -np.inf, np.inf)
     assert mean_score_warning(share) == []
     assert mean_score_share([*grams, np.eye(3)]).low > -np.inf
-
-
-def test_groups_of_unequal_size_and_scores_of_nothing():
-    share = mean_score_share([np.eye(2), np.eye(4), np.eye(3), np.full((2, 2), 2.0)])
-    assert share.estimate == pytest.approx(2 / (1 + 1 + 1 + 2))
-    assert np.isnan(mean_score_share([np.zeros((2, 2))] * 5).estimate)

@@ -5,11 +5,7 @@ single process, and training that does not notice.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +13,12 @@ import torch
 
 pytest.importorskip("trl", reason='TRL is not installed: pip install -e ".[trl]"')
 
-from forks import free_port  # noqa: E402
+from trl_run import launched  # noqa: E402
 
 from grpo_ustat.estimators.groups import GroupTerms, noise_estimate  # noqa: E402
 from grpo_ustat.estimators.scaling import CONSTANTS_AND_GRADIENT  # noqa: E402
 from grpo_ustat.integrations.trl.sharding import INSTEAD, NO_MEMORY  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 STEPS = {"max_steps": 2, "gradient_accumulation_steps": 2}
 SMALL = {"max_steps": 4, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 TABLE = {"table": True, "max_steps": 3, "gradient_accumulation_steps": 2}
@@ -59,12 +54,7 @@ SHARDED = [
 
 def trained(folder, way, cases, ranks=2):
     """What was printed in each case; by file, since FSDP2 on gloo may abort when all is done."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}",
-               f"--master_port={free_port()}", str(ROOT / "tests/helpers/trl_sharded.py"),
-               str(folder), way, json.dumps(cases)]  # fmt: skip
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    done = launched("trl_sharded.py", folder, way, json.dumps(cases), ranks=ranks)
     for name in cases:
         assert (folder / f"{name}-{ranks - 1}.json").exists(), f"{name}: {done.stderr[-3000:]}"
     return dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
