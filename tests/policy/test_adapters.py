@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+from fakes import random_rollouts
+from scored import agree
 from slow_cases import slow_after
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -14,9 +16,7 @@ from grpo_ustat.config.model import model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.adapters import with_stored_adapters
 from grpo_ustat.policy.loading import load_policy
-from grpo_ustat.policy.scores import completion_scores
 from grpo_ustat.policy.scores.backward import trainable
-from grpo_ustat.policy.scores.one_by_one import logprob
 from grpo_ustat.policy.tokenizer import load_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -116,28 +116,10 @@ def test_adapters_at_both_ends_have_the_scores_of_autograd(variant, tied, by_lay
         str(tmp_path / "adapters"), dtype="float64", merge_adapters=False,
         tokenizer=load_tokenizer("embedded:tiny"),
     ).model  # fmt: skip
-    ids_BT = torch.randint(2, 16, (4, 9))
-    ids_BT[:, (1, 6)] = torch.tensor([3, 5])
-    attention_BT, completion_BT = torch.ones_like(ids_BT), torch.zeros_like(ids_BT)
-    attention_BT[0, :2] = attention_BT[1, 7:] = 0
-    completion_BT[:, 4:] = 1
-    completion_BT *= attention_BT
-    weights_KB = torch.tensor([[1.0, 2.0, -1.0, 0.5]], dtype=torch.float64)
-    scores = completion_scores(
-        model, ids_BT, attention_BT, completion_BT, weights_KB, gram=True, by_layer=by_layer
-    )
-    parameters = trainable(model)
-    rows = []
-    for ids, attention, completion in zip(ids_BT, attention_BT.bool(), completion_BT, strict=True):
-        total = logprob(model, ids[attention], completion[attention], 1.0)
-        grads = torch.autograd.grad(
-            total, [p for _, p in parameters], allow_unused=True, materialize_grads=True
-        )
-        rows.append(torch.cat([grad.flatten() for grad in grads]))
-    rows_BD = torch.stack(rows)
-    torch.testing.assert_close(scores.gram_BB, rows_BD @ rows_BD.T, rtol=1e-9, atol=1e-12)
-    pooled_D = torch.cat([scores.gradients_K[0][name].flatten() for name, _ in parameters])
-    torch.testing.assert_close(pooled_D, weights_KB[0] @ rows_BD, rtol=1e-9, atol=1e-12)
+    rollouts = random_rollouts([4, 2], group_size=2, longest=5, vocab=16)
+    rollouts.tokens_PGT[:, :, 0], rollouts.prompt_tokens[0][1] = 3, 5
+    rollouts.tokens_PGT[0, 1, 1], rollouts.mask_PGT[0, 1, 1] = 5, True
+    agree(model, rollouts, by_layer=by_layer)
 
 
 TIED = {

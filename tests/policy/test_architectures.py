@@ -10,13 +10,12 @@ import torch
 from architectures import UNPADDED, VOCAB, build, every_architecture
 from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
-from reference import one_score
+from scored import agree, all_at_once, assert_close, trainable
 
 from grpo_ustat.policy.loading import Policy
 from grpo_ustat.policy.logprobs import completion_logprobs, pack
 from grpo_ustat.policy.output_layer import body
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
-from grpo_ustat.policy.scores.backward import completion_scores, covered_parameters
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 
 WHOLE = {"ctrl", "openai-gpt"}  # not made of transformers' layers
@@ -32,64 +31,17 @@ def letters(name="llama"):
     return rollouts
 
 
-def reference(model, rollouts, temperature=1.0):
-    """Trainable names to the scores of all completions, each run alone and unpadded."""
-    rows = [
-        one_score(model, prompt, tokens[mask], temperature)
-        for p, prompt in enumerate(rollouts.prompt_tokens)
-        for tokens, mask in zip(rollouts.tokens_PGT[p], rollouts.mask_PGT[p], strict=True)
-    ]
-    return {name: torch.stack([row[name].flatten() for row in rows]) for name in rows[0]}
-
-
-def fast(model, rollouts, **options):
-    """All completions in one left-padded batch."""
-    rows = pack(rollouts, np.arange(rollouts.mask_PGT[..., 0].size), 0, model.device)
-    masks = (rows.attention_mask_BT, rows.completion_mask_BT)
-    return completion_scores(model, rows.input_ids_BT, *masks, **options)
-
-
-def trainable(model):
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def assert_close(found, expected, rounding=1e-10):
-    """To 1e-10 of the largest entry: smaller ones may be sums that cancel."""
-    torch.testing.assert_close(
-        found, expected, rtol=0, atol=rounding * max(1e-3, expected.abs().max().item())
-    )
-
-
-def assert_everything_equals_autograd(model, rollouts, temperature=1.0):
-    slow = reference(model, rollouts, temperature)
-    whole = torch.cat(list(slow.values()), dim=1)
-    assert torch.isfinite(whole).all() and (whole.square().sum(1) > 1e-3).all()
-    weights = torch.randn(3, len(whole), dtype=torch.float64)
-    result = fast(model, rollouts, weights_KB=weights, gram=True, temperature=temperature)
-    assert_close(result.gram_BB, whole @ whole.T)
-    for gradient, row in zip(result.gradients_K, weights, strict=True):
-        assert set(gradient) == set(slow) == trainable(model)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                assert gradient[name].shape == parameter.shape, name
-                assert_close(gradient[name].flatten(), row @ slow[name])
-    norms = whole.square().sum(1)
-    alone = fast(model, rollouts, temperature=temperature)
-    assert alone.gram_BB is None and alone.gradients_K == []
-    for found in (result.sq_norm_B, alone.sq_norm_B):
-        torch.testing.assert_close(found, norms, rtol=1e-10, atol=0)
-
-
 @every_architecture
 def test_norms_gradients_and_gram_equal_autograd(name, tied):
-    assert_everything_equals_autograd(build(name, tied), letters(name), temperature=0.7)
+    agree(build(name, tied), letters(name), temperature=0.7)
 
 
 def assert_same_as_whole(model, rollouts, rounding=1e-12, **way):
     """Norms, Gram matrix and pooled gradients are those of the whole graph in one pass."""
     weights = torch.randn(2, 12, dtype=torch.float64)
     for options in ({}, {"weights_KB": weights, "gram": True}):
-        whole, other = fast(model, rollouts, **options), fast(model, rollouts, **way, **options)
+        whole = all_at_once(model, rollouts, **options)
+        other = all_at_once(model, rollouts, **way, **options)
         torch.testing.assert_close(other.sq_norm_B, whole.sq_norm_B, rtol=rounding, atol=0)
         if options:
             assert_close(other.gram_BB, whole.gram_BB, rounding)
@@ -100,16 +52,12 @@ def assert_same_as_whole(model, rollouts, rounding=1e-12, **way):
 
 
 @every_architecture
-def test_layer_by_layer_gives_the_same(name, tied):
+def test_layers_one_after_another_and_several_passes_give_the_same(name, tied):
+    """Passes of 5, 3, 1 and 3 rows, whose longest are of different lengths."""
     model = build(name, tied)
     assert bool(LayerByLayer(model).layers) == (name not in WHOLE)
     assert_same_as_whole(model, letters(name), FLOAT32.get(name, 1e-12), by_layer=True)
-
-
-@every_architecture
-def test_several_passes_give_the_same(name, tied):
-    """Of 5, 3, 1 and 3 rows, whose longest are of different lengths."""
-    assert_same_as_whole(build(name, tied), letters(name), 1e-10, passes=(5, 3, 1, 3))
+    assert_same_as_whole(model, letters(name), 1e-10, passes=(5, 3, 1, 3))
 
 
 @every_architecture
@@ -147,12 +95,6 @@ def test_logprobs_do_not_depend_on_padding(name, tied):
         assert alone.item() == pytest.approx(together[i].item(), rel=1e-11)
 
 
-@every_architecture
-def test_every_trainable_parameter_is_covered(name, tied):
-    model = build(name, tied)
-    assert sorted(covered_parameters(model)) == sorted(trainable(model))
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_embedding_and_output_layer_alone_equal_autograd(name, tied):
@@ -162,14 +104,14 @@ def test_embedding_and_output_layer_alone_equal_autograd(name, tied):
     model.get_input_embeddings().requires_grad_(True)
     model.get_output_embeddings().requires_grad_(True)
     assert len(trainable(model)) == (1 if tied else 2)
-    assert_everything_equals_autograd(model, letters())
+    agree(model, letters())
 
 
 def test_a_module_used_by_two_layers_counts_both_uses():
     model = build("llama", tied=False)
     model.model.layers[1].mlp = model.model.layers[0].mlp
     model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
-    assert_everything_equals_autograd(model, letters())
+    agree(model, letters())
 
 
 def test_a_weight_shared_by_two_modules_counts_both_uses():
@@ -177,7 +119,7 @@ def test_a_weight_shared_by_two_modules_counts_both_uses():
     first, second = (layer.self_attn for layer in model.model.layers)
     second.q_proj.weight = first.q_proj.weight
     first.v_proj.weight = first.k_proj.weight
-    assert_everything_equals_autograd(model, letters())
+    agree(model, letters())
 
 
 def test_a_parameter_used_outside_any_layer_counts():
@@ -186,7 +128,7 @@ def test_a_parameter_used_outside_any_layer_counts():
     norm = model.model.norm
     norm.scale = torch.nn.Parameter(torch.tensor([0.8], dtype=torch.float64))
     norm.register_forward_hook(lambda module, args, output: output * module.scale)
-    assert_everything_equals_autograd(model, letters())
+    agree(model, letters())
 
 
 LORA = {
@@ -213,8 +155,7 @@ def with_lora(name, tied, options):
 @pytest.mark.parametrize("name, tied, options", LORA.values(), ids=LORA)
 def test_scores_of_lora_adapters_equal_autograd(name, tied, options):
     model = with_lora(name, tied, options)
-    assert sorted(covered_parameters(model)) == sorted(trainable(model))
-    assert_everything_equals_autograd(model, letters(), temperature=0.7)
+    agree(model, letters(), temperature=0.7)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -227,7 +168,7 @@ def test_gradient_checkpointing_is_of_training_alone(adapters, reentrant):
     if adapters:
         model.enable_input_require_grads()
     model.eval()
-    assert_everything_equals_autograd(model, letters(), temperature=0.7)
+    agree(model, letters(), temperature=0.7)
     assert_same_as_whole(model, letters(), by_layer=True)
 
 
@@ -246,8 +187,8 @@ def bfloat16_llama_with_float32_adapters():
 @pytest.mark.parametrize("make", [bfloat16_llama, bfloat16_llama_with_float32_adapters])
 def test_bfloat16_norms_are_near_the_float64_ones_of_the_same_weights(make):
     model, rollouts = make(), letters()
-    exact = fast(copy.deepcopy(model).double(), rollouts)
-    rounded = fast(model, rollouts, weights_KB=torch.ones(1, 12))
+    exact = all_at_once(copy.deepcopy(model).double(), rollouts)
+    rounded = all_at_once(model, rollouts, weights_KB=torch.ones(1, 12))
     error = (rounded.sq_norm_B / exact.sq_norm_B).sqrt() - 1
     print(f"largest relative error of a norm: {error.abs().max():.4f}")
     assert error.abs().max() < 0.05

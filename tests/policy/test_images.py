@@ -10,11 +10,10 @@ import torch
 import transformers
 from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model
-from reference import one_score
+from scored import agree, one_by_one, packed
 from slow_cases import slow_after
 
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
 from grpo_ustat.policy.scores.by_layer import LayerByLayer
 from grpo_ustat.policy.scores.check import check_scores
@@ -126,33 +125,12 @@ def plain(model, rollouts, images, temperature=1.0):
 
     reader = Reader()
     reader.named_parameters = model.named_parameters
-    scores = [
-        one_score(reader, prompt, tokens[mask], temperature)
-        for p, prompt in enumerate(rollouts.prompt_tokens)
-        for tokens, mask in zip(rollouts.tokens_PGT[p], rollouts.mask_PGT[p], strict=True)
-    ]
-    return torch.stack([torch.cat([s[n].flatten() for n in sorted(s)]) for s in scores])
+    return one_by_one(reader, rollouts, temperature)
 
 
 def assert_scores(model, rollouts, images, **way):
-    """Gram matrix, sketches in full and pooled gradients are those of plain differentiation."""
     scores = plain(model, rollouts, images, 0.7)
-    rows = pack(rollouts, np.arange(len(scores)), 0, model.device)
-    weights_KB = torch.linspace(0.5, 1.5, len(scores), dtype=torch.float64)[None]
-    found = completion_scores(
-        model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT, gram=True,
-        temperature=0.7, features=Sketch(parameter_sizes(model), 10**7), weights_KB=weights_KB,
-        images=images, **way,
-    )  # fmt: skip
-    pooled = torch.cat([found.gradients_K[0][n].flatten() for n in sorted(found.gradients_K[0])])
-    assert (scores.square().sum(dim=1) > 1e-3).all()
-    for one, other in (
-        (found.gram_BB, scores @ scores.T),
-        (found.features_BR, scores),
-        (pooled, (weights_KB @ scores)[0]),
-    ):
-        largest = other.abs().max().item()
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * largest)
+    agree(model, rollouts, scores, temperature=0.7, images=images, **way)
     return scores
 
 
@@ -209,10 +187,7 @@ def test_adapters_of_language_part_and_tower(name):
     assert any("vision" in n or "visual" in n for n in trained)
     rollouts, images = with_images(name)
     assert_scores(model, rollouts, images)
-    rows = pack(rollouts, np.arange(2), 0, "cpu")
-    check_scores(
-        model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT, images=images
-    )
+    check_scores(model, *packed(rollouts, np.arange(2)), images=images)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "mistral3"])
@@ -240,9 +215,6 @@ def test_what_a_model_remembers_of_the_last_images_stays():
     model.model.rope_deltas = remembered
     freeze_outside(model)
     assert_scores(model, rollouts, images)
-    rows = pack(rollouts, np.arange(2), 0, "cpu")
     model.model.rope_deltas = remembered
-    completion_scores(
-        model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT, images=images
-    )
+    completion_scores(model, *packed(rollouts, np.arange(2)), images=images)
     assert model.model.rope_deltas is remembered

@@ -9,16 +9,11 @@ from __future__ import annotations
 import copy
 from types import MethodType
 
-import numpy as np
 import pytest
 import torch
 from architectures import VOCAB, build
 from fakes import random_rollouts
-from reference import one_flat_score
-
-from grpo_ustat.policy.logprobs import pack
-from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
-from grpo_ustat.policy.scores.sketch import Sketch
+from scored import agree, one_by_one
 
 
 class Norm(torch.autograd.Function):
@@ -79,15 +74,4 @@ def patched(model):
 def test_scores_are_those_of_the_plain_model(by_layer):
     model = build("llama", tied=True)
     rollouts = random_rollouts([2, 6, 4], group_size=4, longest=7, vocab=VOCAB)
-    scores = torch.stack([
-        one_flat_score(model, prompt, tokens[mask])
-        for p, prompt in enumerate(rollouts.prompt_tokens)
-        for tokens, mask in zip(rollouts.tokens_PGT[p], rollouts.mask_PGT[p], strict=True)
-    ])  # fmt: skip
-    rows = pack(rollouts, np.arange(12), 0, "cpu")
-    found = completion_scores(
-        patched(model), rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT,
-        gram=True, features=Sketch(parameter_sizes(model), 10**6), by_layer=by_layer,
-    )  # fmt: skip
-    for one, other in ((found.features_BR, scores), (found.gram_BB, scores @ scores.T)):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * other.abs().max().item())
+    agree(patched(model), rollouts, one_by_one(model, rollouts), by_layer=by_layer)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from fakes import LetterTokenizer, random_rollouts
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from reference import one_flat_score
+from scored import agree, all_at_once, one_by_one
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_ustat.config.model import model_folder
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.policy.loading import Policy
-from grpo_ustat.policy.logprobs import pack
 from grpo_ustat.policy.prompt_sharing import can_read_contiguous
 from grpo_ustat.policy.quantized import unpacked
-from grpo_ustat.policy.scores.backward import completion_scores, parameter_sizes
-from grpo_ustat.policy.scores.sketch import Sketch
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -43,22 +39,9 @@ def quantised(dtype=torch.float32, prepare=True):
     return model
 
 
-def scored(model, rollouts, **way):
-    rows = pack(rollouts, np.arange(rollouts.mask_PGT[..., 0].size), 0, "cpu")
-    return completion_scores(
-        model, rows.input_ids_BT, rows.attention_mask_BT, rows.completion_mask_BT, gram=True,
-        features=Sketch(parameter_sizes(model), 10**7), **way,
-    )  # fmt: skip
-
-
-def plain(model, rollouts):
-    """Scores of all completions, each run alone; names sorted."""
+def plain(model):
     with unpacked(model):
-        return torch.stack([
-            one_flat_score(model, prompt, tokens[mask]).double()
-            for p, prompt in enumerate(rollouts.prompt_tokens)
-            for tokens, mask in zip(rollouts.tokens_PGT[p], rollouts.mask_PGT[p], strict=True)
-        ])  # fmt: skip
+        return one_by_one(model, ROLLOUTS).double()
 
 
 ROLLOUTS = random_rollouts([2, 6, 4], group_size=3, longest=12, vocab=90)
@@ -70,18 +53,15 @@ def test_scores_of_adapters_equal_autograd(prepare, by_layer):
     """In float32: layers that are dequantised for each product have no wider type."""
     model = quantised(prepare=prepare)
     policy = Policy(model, LetterTokenizer(), frozenset({1}), 0)
-    found = scored(model, ROLLOUTS, by_layer=by_layer, contiguous=can_read_contiguous(policy))
-    scores = plain(model, ROLLOUTS)
-    assert (scores.square().sum(dim=1) > 1e-3).all()
-    for one, other in ((found.features_BR, scores), (found.gram_BB, scores @ scores.T)):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * other.abs().max().item())
+    way = {"by_layer": by_layer, "contiguous": can_read_contiguous(policy)}
+    agree(model, ROLLOUTS, plain(model), 1e-4, **way)
 
 
 def test_bfloat16_adapters_as_trl_casts_them():
     """Norms are near those of the same weights computed in float32."""
     model = quantised(torch.bfloat16)
-    rounded = scored(model, ROLLOUTS).sq_norm_B
-    error = (rounded / plain(model, ROLLOUTS).square().sum(dim=1)).sqrt() - 1
+    rounded = all_at_once(model, ROLLOUTS).sq_norm_B
+    error = (rounded / plain(model).square().sum(dim=1)).sqrt() - 1
     assert error.abs().max() < 0.1
 
 
@@ -92,7 +72,7 @@ def test_the_base_is_neither_packed_nor_changed():
     before = [layer.weight.data.clone() for layer in layers]
     able = [layer.support_avx512bf16_for_cpu for layer in layers]
     can_read_contiguous(Policy(model, LetterTokenizer(), frozenset({1}), 0))
-    scored(model, ROLLOUTS, by_layer=True)
+    all_at_once(model, ROLLOUTS, by_layer=True)
     for layer, weight in zip(layers, before, strict=True):
         assert torch.equal(layer.weight.data, weight)
         assert not getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
@@ -105,4 +85,4 @@ def test_packed_weights_are_refused():
     layer.support_avx512bf16_for_cpu = True
     layer.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(ConfigError, match="4-bit"):
-        scored(model, ROLLOUTS)
+        all_at_once(model, ROLLOUTS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import random_policy, random_rollouts
-from reference import one_flat_score
+from scored import flat, one_by_one
 
 from grpo_ustat.policy.scores import rollouts as module
 from grpo_ustat.policy.scores.rollouts import distinct, pass_sizes, score_rollouts
@@ -48,18 +48,12 @@ def test_scores_are_those_of_every_completion(rollouts, monkeypatch, layer, free
     monkeypatch.setattr(module, "completion_scores", spy)
     found = score_rollouts(policy, rollouts, index, 1.0, weights_KB=weights, gram=True)
     assert calls == [(passes, free == 2**10)]
-    scores = torch.stack([
-        one_flat_score(
-            policy.model,
-            rollouts.prompt_tokens[i // 4],
-            rollouts.tokens_PGT[i // 4, i % 4][rollouts.mask_PGT[i // 4, i % 4]],
-        )
-        for i in index
-    ])  # fmt: skip
+    scores = one_by_one(policy.model, rollouts)[index]
     torch.testing.assert_close(found.gram_BB, scores @ scores.T, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.sq_norm_B, scores.square().sum(1), rtol=1e-9, atol=1e-9)
-    pooled = torch.cat([found.gradients_K[0][n].flatten() for n in sorted(found.gradients_K[0])])
-    torch.testing.assert_close(pooled, scores.T @ torch.tensor(weights[0]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        flat(found.gradients_K[0]), scores.T @ torch.tensor(weights[0]), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_tokens_weigh_as_asked(rollouts):
