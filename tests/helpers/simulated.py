@@ -12,10 +12,10 @@ class Heard(Exception):
     """A rank has given what it gathers."""
 
 
-def on_ranks(monkeypatch, run, world, work, module=batch_module):
+def on_ranks(monkeypatch, run, world, work):
     """`work(run)` on every rank: what each ends with, where all gather what each one gave.
 
-    Only for work that gathers once, by `module.gather_object`: played twice, first to hear what
+    Only for work that gathers once, by `batch.gather_object`: played twice, first to hear what
     every rank gives.
     """
     given = []
@@ -28,12 +28,12 @@ def on_ranks(monkeypatch, run, world, work, module=batch_module):
         given.extend(mine)
         raise Heard
 
-    monkeypatch.setattr(module, "gather_object", listen)
+    monkeypatch.setattr(batch_module, "gather_object", listen)
     for own in ranks:
         try:
             work(own)
         except Heard:
             continue
         raise AssertionError("a rank gathered nothing: the others would wait for ever")
-    monkeypatch.setattr(module, "gather_object", lambda mine: list(given))
+    monkeypatch.setattr(batch_module, "gather_object", lambda mine: list(given))
     return [work(own) for own in ranks]

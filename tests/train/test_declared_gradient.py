@@ -53,10 +53,3 @@ def audited(tmp_path, monkeypatch, objective):
 def test_the_applied_gradient_is_the_declared_one(tmp_path, monkeypatch, objective):
     found = audited(tmp_path, monkeypatch, objective)
     assert found.agrees and found.difference < 1e-4
-
-
-def test_weights_of_another_loss_are_detected(tmp_path, monkeypatch):
-    weights = update_module.token_weights
-    monkeypatch.setattr(update_module, "token_weights", lambda kind, *rest: weights("grpo", *rest))
-    found = audited(tmp_path, monkeypatch, "trl_dapo")
-    assert "loss_type=grpo" in found.cause

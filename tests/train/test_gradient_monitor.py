@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from forks import in_ranks
 from golden import naming
 from prompt_pools import whole_pool
 from reference import one_flat_score
@@ -234,27 +233,3 @@ def test_too_few_completions_or_prompts_are_refused():
         config_of("monitor.gradient_mse_every=5", "group_size=2")
     with pytest.raises(ConfigError, match=naming("2 prompts", 4)):
         config_of("monitor.gradient_mse_every=5", "group_size=8")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="processes that have seen a GPU cannot be forked"
-)
-def test_two_processes_watch_as_one(tmp_path):
-    """Evaluations, kept completions and rows, with shares of 3 and 2 prompts."""
-    asked = ("monitor.gradient_mse_every=1", "budget.rollouts=20", "dataset.test_size=5",
-             "eval.decoding=[sampled,greedy]", "eval.num_generations=2", "max_steps=2",
-             "model.dtype=float64", "seed=3")  # fmt: skip
-    fit(tmp_path / "1", *asked)
-    assert in_ranks(2, lambda _: str(fit(tmp_path / "2", *asked))) == [str(tmp_path / "2")] * 2
-    one, two = ([numbers(row) for row in rows(tmp_path / name)] for name in ("1", "2"))
-    for mine, theirs in zip(one, two, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in mine.items():
-            expected = value if isinstance(value, str | None) else pytest.approx(value, rel=1e-6)
-            if "logp_difference" not in key:  # rounding itself
-                assert theirs[key] == expected, key
-    watched = [k for k in one[0] if k.startswith("monitor/")]
-    assert watched and all(one[0][key] == two[0][key] for key in watched)
-    for name in ("eval.csv", "completions.parquet"):
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 from commands import compose
 from pyarrow import parquet
-from simulated import on_ranks
 from training_runs import first_batch, fit
 
 from grpo_ustat.config.schema import ConfigError
@@ -16,7 +13,6 @@ from grpo_ustat.mse.import_rollouts import import_pool
 from grpo_ustat.policy.scores.rollouts import score_rollouts
 from grpo_ustat.runs.log import NAME, CompletionLog
 from grpo_ustat.tasks.base import summed_rewards
-from grpo_ustat.train import metrics
 from grpo_ustat.train.metrics import completion_rows
 
 pytestmark = pytest.mark.slow
@@ -44,43 +40,6 @@ def test_rows_are_the_steps_first_completions(tmp_path):
 
 def test_none_are_kept_where_none_are_asked_for(tmp_path):
     assert not (fit(tmp_path, "log_completions=0", "max_steps=2") / NAME).exists()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_keep_what_one_process_keeps(tmp_path, monkeypatch, world):
-    run, batch = first_batch(tmp_path, "log_completions=10")
-    advantage_PG = np.arange(16.0).reshape(4, 4)
-    alone = completion_rows(run, batch, advantage_PG, 1)
-
-    def work(own):
-        mine = slice(own.accelerator.process_index, None, world)
-        parts = {"prompts": batch.rollouts.prompts[mine], "texts_PG": batch.rollouts.texts_PG[mine]}
-        arrays = ("tokens_PGT", "mask_PGT", "ended_PG")
-        parts |= {name: getattr(batch.rollouts, name)[mine] for name in arrays}
-        rollouts = type(batch.rollouts)(**vars(batch.rollouts) | parts)
-        share = type(batch)(**vars(batch) | {"rollouts": rollouts})
-        return completion_rows(own, share, advantage_PG, 1)
-
-    for found in on_ranks(monkeypatch, run, world, work, metrics):
-        assert found == alone
-
-
-@pytest.mark.slow
-def test_no_step_is_missing_or_twice_after_a_resume(tmp_path):
-    """Through; in two parts; killed after a checkpoint; back to an older checkpoint."""
-    through = fit(tmp_path / "through")
-    whole = table(through)
-    assert [row["step"] for row in whole] == [step for step in (1, 2, 3, 4) for _ in range(8)]
-    parts = tmp_path / "parts"
-    fit(parts, "max_steps=2")
-    assert table(fit(parts)) == whole
-    assert (parts / NAME).read_bytes() == (through / NAME).read_bytes()
-    killed = tmp_path / "killed"
-    shutil.copytree(through, killed)
-    shutil.rmtree(killed / "checkpoint-4")
-    (killed / "result.json").unlink()
-    fit(killed)
-    assert (killed / NAME).read_bytes() == (through / NAME).read_bytes()
 
 
 def test_rows_are_on_disk_before_their_checkpoint(tmp_path, monkeypatch):
