@@ -16,7 +16,7 @@ theta_old. More prompts do not reduce this bias, because the estimate from every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,10 +97,9 @@ def theorem12(
         panel=Panel("group size G", "bias^2 / ||target||^2 at learning rate 0", series),
         rows=[
             *(
-                _row("group_size", size, kind, name, value)
-                for kind, values in start.items()
-                for name, column in values.items()
-                for size, value in zip(design.group_sizes, column, strict=True)
+                row
+                for kind, columns in start.items()
+                for row in _rows("group_size", design.group_sizes, kind, columns)
             ),
             *_path_rows(plain),
             *_path_rows(normalised),
@@ -275,30 +274,28 @@ def _variance_claim(paths: PathErrors) -> Claim:
     return nearing_claim("variance / variance at theta_old", 1.0, ratios, TOLERANCE, how)
 
 
-def _row(axis: str, at: float, normalisation: str, quantity: str, value: float) -> dict[str, Any]:
-    """Return a row of curves.csv."""
-    place = {"axis": axis, "at": float(at), "normalisation": normalisation}
-    return place | {"quantity": quantity, "value": float(value)}
+def _rows(
+    axis: str, at: Sequence[float] | Array, normalisation: str, columns: Mapping[str, Array]
+) -> list[dict[str, Any]]:
+    """Return rows of curves.csv, one for each quantity in `columns` and place on the axis."""
+    place = {"axis": axis, "normalisation": normalisation}
+    return [
+        place | {"at": float(x), "quantity": name, "value": float(value)}
+        for name, values in columns.items()
+        for x, value in zip(at, values, strict=True)
+    ]
 
 
 def _path_rows(paths: PathErrors) -> list[dict[str, Any]]:
-    """Return one row per quantity and learning rate, and one per minibatch.
+    """Return the rows of a path by learning rate, and by minibatch at the smallest rate.
 
-    Rows with learning rate 0 are for theta_old. The rows for minibatches are at the smallest
-    learning rate.
+    Rows with learning rate 0 are for theta_old.
     """
-    kind = paths.setting.divisor
+    kind, minibatches = paths.setting.divisor, np.arange(1, paths.by_place.shape[1] + 1)
+    by_rate = {name: np.array([paths.start[name], *end]) for name, end in paths.end.items()}
     return [
-        *(_row("learning_rate", 0, kind, *pair) for pair in paths.start.items()),
-        *(
-            _row("learning_rate", at, kind, name, value)
-            for name, values in paths.end.items()
-            for at, value in zip(paths.rates, values, strict=True)
-        ),
-        *(
-            _row("minibatch", place, kind, "token_bias2", value)
-            for place, value in enumerate(paths.by_place[0], 1)
-        ),
+        *_rows("learning_rate", [0, *paths.rates], kind, by_rate),
+        *_rows("minibatch", minibatches, kind, {"token_bias2": paths.by_place[0]}),
     ]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_ustat.estimators.intervals import Interval
 from grpo_ustat.gap.claims import interval_p_value, mean_interval, mean_p_value, replicates_converge
 from grpo_ustat.gap.evidence import Evidence, Panel
 from grpo_ustat.runs.claims import Claim, correct_family, holm_adjust
@@ -98,18 +97,6 @@ def test_what_falls_with_t_is_told_from_what_stays(rng):
         replicates_converge(last_R, edge + before_R - 1, 400, 100) for last_R, before_R in constant
     )
     assert wrong <= stats.binom.ppf(0.999, 400, 0.05)
-
-
-def test_a_mean_among_many_has_a_wider_interval(rng):
-    values = rng.normal(size=50)
-    alone, one_of_ten = mean_interval(values), mean_interval(values, among=10)
-    assert alone.estimate == one_of_ten.estimate == pytest.approx(values.mean())
-    assert one_of_ten.high > alone.high > alone.estimate
-
-
-def test_without_spread_p_values_are_0_or_1():
-    assert interval_p_value(Interval(1.0, 1.0, 1.0), 9, 1.0) == 1.0
-    assert interval_p_value(Interval(1.0, 1.0, 1.0), 9, 2.0) == 0.0
 
 
 def test_of_replicates_both_p_values_are_scipys(rng):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from offpolicy_problem import token_kl_P
 
-from grpo_ustat.gap.sequences import SequencePolicy, build_sequences
+from grpo_ustat.gap.sequences import SequencePolicy
 
 STEP = 1e-5
 LENGTH, SIZE, PROMPTS = 3, 3, 2
@@ -80,9 +80,3 @@ def test_gradient_token_by_token_holds_the_prefixes_fixed(policy, reference):
         slope = differences(lambda at, law_PY=law_PY: token_kl_P(at, reference, law_PY), policy)
         found = policy.token_kl_gradient_PD(reference, law_PY)
         np.testing.assert_allclose(found, slope, atol=1e-9, rtol=0)
-
-
-def test_the_problem_is_four_prompts_from_easy_to_hard():
-    old, reference, reward_PY = build_sequences()
-    assert reward_PY.sum(axis=1).tolist() == [16, 9, 6, 5] and set(reward_PY.ravel()) == {0, 1}
-    assert old.probabilities_PY.shape == reference.probabilities_PY.shape == (4, 32)

@@ -131,16 +131,6 @@ def test_a_replicate_run_again_alone_takes_the_same_path():
     assert (other.u_SKR[0, :, 0] != whole.u_SKR[2, :, 0]).all()
 
 
-def test_what_is_kept_is_as_asked():
-    """The start first; fewer steps are the beginning of more."""
-    problem, one, rate = coins(), Estimator("none", 4, 1), Rate("decaying", 2.0, 20)
-    longer = simulate(problem, Simulation(one, rate, (0, 5, 20)), range(6), 0)
-    shorter = simulate(problem, Simulation(one, rate, (5,)), range(6), 0)
-    assert (longer.u_SKR[0] == problem.start_K[:, None]).all()
-    assert (longer.u_SKR[1] == shorter.u_SKR[0]).all()
-    np.testing.assert_allclose(longer.gap_SR[1], problem.gap(longer.u_SKR[1]), atol=1e-15)
-
-
 def test_replicates_that_leave_the_sublevel_set_are_known_and_kept_on_the_problem():
     problem = coins(start_K=np.array([0.43, 0.0]))
     job = Simulation(Estimator("none", 1, 2), Rate("constant", 0.8), tuple(range(51)))

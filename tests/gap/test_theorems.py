@@ -218,15 +218,6 @@ def test_assumption_2_is_given_each_prompt():
     assert {common.verdict, own.verdict, least.verdict} == {OPEN} and least.measured < -1e-3
 
 
-def test_the_covariance_of_a_baseline_is_that_of_its_rule():
-    problem = coins(value_P=np.array([0.4, 0.45, 0.5, 0.5]))
-    moments = both.second_moments(problem)
-    for baseline in ("none", "optimal", "oracle"):
-        expected = noise(problem, problem.best_K, Estimator(baseline, 1, 1))
-        found = both.covariance(moments, both.value_at(problem, baseline))
-        np.testing.assert_allclose(found, expected, atol=1e-15)
-
-
 # Every theorem: the paper's numbers agree, and a planted error is found
 
 
