@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from grpo_ustat.measurements.registry import (
     report_answers,
     report_tables,
 )
-from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, learning_rows, notes
+from grpo_ustat.pages.learning import MONITORED, Learning, learning_figure, notes
 from grpo_ustat.pages.page import (
     NAME,
     render,
@@ -67,24 +67,20 @@ from grpo_ustat.terminal.streams import best_size, single_line, tell, wrapped
 
 MEASURED = "|".join(measurement.name for measurement in MEASUREMENTS)
 TABLE_FILE = re.compile(
-    r"(accuracy|mean_reward|best_group_size(_claims)?|budget|claims|fixed_n|lag|learning.*"
+    r"(accuracy|mean_reward|best_group_size|budget|claims|fixed_n|lag|learning.*"
     rf"|mse|runs|settings|theorems|({MEASURED})(_\d)?)\.(csv|tex|pdf|svg|png)"
 )
 # Maximum number of evaluated steps that are shown, each in a panel, if the user selects no steps.
 MAX_STEPS = 8
 # Maximum number of notes printed on the terminal.
 MAX_LINES = 12
-# Maximum length of a slug in bytes; file systems limit file names to 255 bytes.
-LONGEST_SLUG = 80
-# Maximum number of lines in a figure of learning curves if both G and settings vary.
-MAX_CURVES = 4
 
 
 def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | None) -> None:
     """Write a report on the runs that match the patterns."""
     if (folder / CONFIG).exists() or (folder / CODE).exists():
         raise ConfigError(f"{folder} is the folder of a run: choose another folder with name=NAME")
-    run_set = without_unreadable(read_runs(entries_in(patterns)))
+    run_set = read_runs(entries_in(patterns))
     # Runs are shown in the order in which they were started.
     run_set.runs.sort(key=lambda run: (run.launches or [{}])[0].get("time", ""))
     report = Report(folder, run_set, steps)
@@ -101,7 +97,7 @@ def report_runs(patterns: Sequence[str], folder: Path, steps: Sequence[int] | No
 
 def report_sweep(entries: Sequence[Entry], folder: Path, steps: Sequence[int] | None) -> None:
     """Write a report on the runs of a sweep, in the sweep's order."""
-    report = Report(folder, without_unreadable(read_runs(entries)), steps)
+    report = Report(folder, read_runs(entries), steps)
     if report.is_empty:
         tell(f"No run of {folder.name} has results to report.")
     else:
@@ -118,19 +114,16 @@ def write_report(report: Report) -> None:
                 file.unlink()
     report.notes += run_set_notes(report.run_set)
     if report.theorems:
-        report.tables += [theorems_table(in_order(report.runs)), claims_table(report.theorems)]
-        report.theorem_figures, damaged = theorem_figures(report.theorems)
-        report.notes += damaged
-        report.answers.append(verdict_sentence(report.theorems))
+        _add_section(report, "theorems", _add_theorems)
     if report.studies:
-        _add_studies(report)
+        _add_section(report, "studies", _add_studies)
     report.answers += [
         f"{run.policy} on {run.dataset} (this study is not in the tables and figures): "
         f"{decision_sentence(Study(run), study_rollouts(run.config))}"
         for run in report.equal_rewards
     ]
     if report.training:
-        _add_training(report)
+        _add_section(report, "training runs", _add_training)
     if report.studies and len({run.config["group_size"] for run in report.training}) > 1:
         _add_best_group_size(report)
     report.tables.append(runs_table(report))
@@ -142,7 +135,7 @@ def write_report(report: Report) -> None:
     for line in report.answers:
         console.print(f"{wrapped(line)}\n", soft_wrap=True)
     main_tables = {"theorems", "fixed_n", "accuracy", "mean_reward", "settings"}
-    main_tables |= {"best_group_size", "best_group_size_claims"}
+    main_tables.add("best_group_size")
     if len({run.config["budget"]["rollouts"] for run in report.training}) > 1:
         main_tables.add("budget")
     for table in report.tables:
@@ -153,41 +146,6 @@ def write_report(report: Report) -> None:
     if report.next_step:
         console.print(f"next: {report.next_step}", soft_wrap=True)
     console.print(f"page: {report.folder / NAME}", soft_wrap=True)
-
-
-def without_unreadable(run_set: RunSet) -> RunSet:
-    """Move runs that cannot be shown to `damaged`, so that they do not stop the report."""
-    runs, damaged = [], list(run_set.damaged)
-    for run in run_set.runs:
-        try:
-            _tables_of_one(run)
-            runs.append(run)
-        except Exception as error:
-            # A damaged folder can have any content, so any exception may occur.
-            reason = single_line(f"{type(error).__name__}: {error}", 200)
-            damaged.append(f"{run.label}: cannot be shown ({reason})")
-    return RunSet(runs, damaged, run_set.absent, run_set.twins)
-
-
-def _tables_of_one(run: RunRecord) -> None:
-    """Make all tables of a report on only this run, to check that no error occurs."""
-    report = Report(run.folder, RunSet([run], [], [], []), None)
-    runs_table(report)
-    if report.theorems:
-        theorems_table(report.theorems)
-        claims_table(report.theorems).latex()
-    if report.studies:
-        study = Study(run)
-        errors.joint_table([study], ()).latex()
-        group_size.joint_table([study], ()).latex()
-        for table in report_tables([study], ()):
-            table.latex()
-        report_answers([study])
-        decision_sentence(study, study.rollouts)
-        error_figures.ratio_rows(study, error_figures.widest_setting(study))
-    if report.training:
-        accuracy.accuracy_rows([run], (), swept_axis([run], ()))
-        learning_rows([Learning("", run.metrics, run.evals)])
 
 
 def run_set_notes(run_set: RunSet) -> list[str]:
@@ -210,6 +168,25 @@ def run_set_notes(run_set: RunSet) -> list[str]:
             counts = ", ".join(f"{name} ({count_text(count, 'run')})" for name, count in of.items())
             lines.append(f"the runs used different versions of {package}: {counts}")
     return lines
+
+
+def _add_section(report: Report, name: str, add: Callable[[Report], None]) -> None:
+    """Add a section; if this fails, only note the reason."""
+    tables, answers = list(report.tables), list(report.answers)
+    try:
+        add(report)
+    except Exception as error:
+        # A damaged folder can have any content, so any exception may occur.
+        report.tables, report.answers = tables, answers
+        reason = single_line(f"{type(error).__name__}: {error}", 200)
+        report.notes.append(f"damaged: the {name} cannot be shown ({reason})")
+
+
+def _add_theorems(report: Report) -> None:
+    report.tables += [theorems_table(in_order(report.runs)), claims_table(report.theorems)]
+    report.theorem_figures, damaged = theorem_figures(report.theorems)
+    report.notes += damaged
+    report.answers.append(verdict_sentence(report.theorems))
 
 
 def _add_studies(report: Report) -> None:
@@ -297,15 +274,14 @@ def _add_best_group_size(report: Report) -> None:
     If the comparison is not possible, a note gives the reason.
     """
     try:
-        comparison = best_group_size(report.training, report.studies)
+        table, answer = best_group_size(report.training, report.studies)
     except (ConfigError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         report.notes.append(
-            f"the report does not test whether G* trains best, because {single_line(error, 200)}"
+            f"the report does not compare G* with training, because {single_line(error, 200)}"
         )
         return
-    report.tables += comparison.tables()
-    report.answers.append(comparison.answer)
-    report.notes += comparison.notes
+    report.tables.append(table)
+    report.answers.append(answer)
 
 
 def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[str]]:
@@ -330,46 +306,29 @@ def _measured_gstar(report: Report, axis: Axis) -> tuple[Interval | None, list[s
 def _add_learning(
     report: Report, runs: Sequence[RunRecord], keys: Sequence[str], axis: Axis
 ) -> None:
-    """Add a figure and a table per budget and data set, with one line per group size and setting.
-
-    If both group sizes and settings vary and there would be more than `MAX_CURVES` lines, there is
-    instead one figure per setting and one figure per group size.
-    """
-    budgets: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        test = setting_labels(run, keys, axis)["test"]
-        budget = f"n={run.config['budget']['rollouts']}"
-        budgets.setdefault(" ".join(filter(None, (budget, test))), []).append(run)
-    curves: dict[str, list[Learning]] = {}
-    for budget, members in budgets.items():
-        several_sizes = len({run.config["group_size"] for run in members}) > 1
-        members = sorted(members, key=lambda run: run.config["group_size"])
-        # Group size and setting for each run.
-        labels = []
-        for run in members:
-            setting = setting_labels(run, keys, axis)["setting"]
-            labels.append((f"G={run.config['group_size']}", setting))
-        several_settings = len({setting for _, setting in labels}) > 1
-        few = len(set(labels)) <= MAX_CURVES
-        for run, (size, setting) in zip(members, labels, strict=True):
-            if few or not (several_sizes and several_settings):
-                parts = [size if several_sizes or not several_settings else "",
-                         setting if several_settings else ""]  # fmt: skip
-                shared = [] if several_sizes else [size]
-                figures_of_run = [([budget, *shared], parts)]
-            else:
-                figures_of_run = [([budget, setting], [size]), ([budget, size], [setting])]
-            for title, parts in figures_of_run:
-                line = Learning(" ".join(filter(None, parts)), run.metrics, run.evals)
-                curves.setdefault(" ".join(filter(None, title)), []).append(line)
-    for place, (series, lines) in enumerate(curves.items(), 1):
-        slug = re.sub(r"[^\w.=-]+", "_", series)
-        if len(slug.encode()) > LONGEST_SLUG:
-            slug = f"{slug.encode()[:LONGEST_SLUG].decode(errors='ignore')}-{place}"
-        name = "learning" if len(curves) == 1 else f"learning-{slug}"
+    """Add a figure and a table per budget and data set, with a line per group size and setting."""
+    figures: dict[tuple[int, str], list[tuple[RunRecord, str]]] = {}
+    for run in sorted(runs, key=lambda run: run.config["group_size"]):
+        labels = setting_labels(run, keys, axis)
+        figure = run.config["budget"]["rollouts"], labels["test"]
+        figures.setdefault(figure, []).append((run, labels["setting"]))
+    tests = list(dict.fromkeys(test for _, test in figures))
+    for (rollouts, test), members in sorted(figures.items()):
+        sizes = {run.config["group_size"] for run, _ in members}
+        several_settings = len({setting for _, setting in members}) > 1
+        lines = []
+        for run, setting in members:
+            parts = [setting] * several_settings
+            if len(sizes) > 1 or not several_settings:
+                parts.insert(0, f"G={run.config['group_size']}")
+            lines.append(Learning(" ".join(parts), run.metrics, run.evals))
+        name = "learning"
+        if len(figures) > 1:
+            name += f"-n={rollouts}" + f"-{tests.index(test) + 1}" * (len(tests) > 1)
+        title = [f"n={rollouts}", test, *(f"G={size}" for size in sizes if len(sizes) == 1)]
         rows = learning_figure(report.folder, name, lines)
         if rows:
-            report.tables.append(_learning_table(name, series, rows))
+            report.tables.append(_learning_table(name, " ".join(filter(None, title)), rows))
 
 
 def _learning_table(name: str, series: str, rows: Sequence[dict[str, Any]]) -> Table:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_ustat.config.schema import ConfigError
+from grpo_ustat.measurements.base import Study
+from grpo_ustat.measurements.errors import CURVES
+from grpo_ustat.measurements.group_size import SCALING
 from grpo_ustat.runs import history
 from grpo_ustat.runs.files import natural_order
 from grpo_ustat.runs.record import CONFIG, DONE, PAST_MAX_STEPS, RunRecord
@@ -98,7 +101,7 @@ def read_runs(entries: Sequence[Entry]) -> RunSet:
             # Reading the keys raises an error if the configuration is damaged.
             _ = run.keys
             runs.append(run)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             damaged.append(f"{entry.label}: {single_line(error)}")
     furthest: dict[str, RunRecord] = {}
     twins = []
@@ -117,6 +120,7 @@ def _check(run: RunRecord) -> None:
     """Raise an error if a run cannot be shown, and discard the result of an unfinished run.
 
     Raises:
+        ConfigError: If a study has no scaling law or no errors.
         ValueError: If the configuration is lost, damaged, or from a different program.
     """
     if not run.config:
@@ -125,6 +129,10 @@ def _check(run: RunRecord) -> None:
         raise ValueError(f"{CONFIG} is not a configuration of {', '.join(CONFIG_KEYS)}")
     if run.state.name not in (DONE, PAST_MAX_STEPS):
         run.result = None
+    if run.command == "mse" and run.result and "equal_rewards" not in run.result:
+        # Raises an error if a number that every report shows is damaged.
+        Study(run).need(SCALING)
+        Study(run).need(CURVES)
     if run.command == "train":
         # If the evaluations are damaged, reading them adds a note to the run.
         _ = run.evals
