@@ -25,11 +25,11 @@ from xml.etree import ElementTree
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from grpo_ustat.config.schema import flatten
 from grpo_ustat.pages.caveats import is_warning
-from grpo_ustat.pages.symbols import legend, parts
+from grpo_ustat.pages.symbols import legend
 from grpo_ustat.pages.tables import Cell, Table, as_cell, cell_text, sort_value
 from grpo_ustat.terminal.streams import single_line, visible
 
@@ -228,17 +228,6 @@ def _printed(page: Page) -> Iterator[str]:
         yield from re.findall(">([^<>]+)</(?:text|tspan)>", figure.svg)
 
 
-def _explained(text: str) -> Markup:
-    """Escape a text, and add the meaning of each symbol as a tooltip."""
-    pieces = (
-        escape(piece)
-        if meaning is None
-        else Markup('<abbr title="{}">{}</abbr>').format(meaning, piece)  # noqa: S704
-        for piece, meaning in parts(text)
-    )
-    return Markup("").join(pieces)
-
-
 def difference_table(difference: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return a table of the differing keys, with one row per run and one column per key.
 
@@ -326,6 +315,6 @@ def _template() -> Template:
         return "./" + quote(path.replace("\\", "/").lstrip("/"))
 
     environment.filters |= {"visible": visible, "cell": cell_text, "beside": beside}
-    environment.filters |= {"sort_value": sort_value, "explained": _explained}
+    environment.filters["sort_value"] = sort_value
     environment.tests["warns"] = is_warning
     return environment.get_template("page.html.j2")

@@ -1,14 +1,13 @@
 """Symbols on pages and their meanings, and the displayed names of baselines.
 
 All pages use the same symbols. Below the answer of a page, `grpo_ustat.pages.page` lists the
-symbols that occur on the page, with their meanings. It also shows the meaning of a symbol when the
-pointer is over it. `docs/glossary.md` defines further terms.
+symbols that occur on the page, with their meanings. `docs/glossary.md` defines further terms.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 SYMBOLS = {
     "G*": "best group size: the one with the smallest gradient error at a fixed n",
@@ -49,20 +48,6 @@ PATTERN = re.compile(
 ALARM_WORDS = {"zero_variance": "zero-variance groups"}
 # Displayed names of baselines, if they differ from the names in the configuration.
 BASELINE_WORDS = {"none": "vanilla (no baseline)"}
-
-
-def parts(text: str) -> Iterator[tuple[str, str | None]]:
-    """Split text into pieces, and pair each symbol with its meaning and other pieces with None.
-
-    >>> [piece for piece, meaning in parts("MSE at G = 4, G* and corr(q, Z) in GB") if meaning]
-    ['MSE', 'G', 'G*', 'corr(q, Z)']
-    """
-    end = 0
-    for match in PATTERN.finditer(text):
-        yield text[end : match.start()], None
-        yield match[0], SYMBOLS[match[0]]
-        end = match.end()
-    yield text[end:], None
 
 
 def legend(texts: Iterable[str]) -> dict[str, str]:

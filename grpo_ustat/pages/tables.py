@@ -45,13 +45,6 @@ LATEX_SPECIAL = {
     "→": r"$\to$", "…": r"\dots{}", "∞": r"$\infty$", "σ": r"$\sigma$", "τ": r"$\tau$",
     "·": r"$\cdot$", "—": "---", "√": r"$\surd$", "²": "$^2$",
 }  # fmt: skip
-LATEX_SYMBOLS = {
-    "A_V - A_0": "$A_V - A_0$", "A_V": "$A_V$", "A_0": "$A_0$", "G*": "$G^*$",
-    "corr(q, Z)": r"$\mathrm{corr}(q, Z)$", "1 + sqrt(C3/C1)": r"$1 + \sqrt{C_3/C_1}$",
-    "C1": "$C_1$", "C2": "$C_2$", "C3": "$C_3$", "infinity": r"$\infty$",
-    "n_c": "$n_c$", "||grad J||^2": r"$\|\nabla J\|^2$",
-}  # fmt: skip
-MATH_SYMBOLS = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, LATEX_SYMBOLS))})(?!\w)")
 HTML_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 # The last two alternatives prevent automatic links.
 MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]()#|~$@]|:(?=//)|(?<=www)\.)")
@@ -330,22 +323,15 @@ def sort_value(cell: Cell) -> float | None:
 
 
 def tex(text: str) -> str:
-    r"""Escape a text for LaTeX, and set statistical symbols in math mode.
+    r"""Escape a text for LaTeX.
 
     A non-ASCII character without a LaTeX equivalent is replaced by its code point.
 
     >>> tex("n_0 = 5 %, ~"), tex("-0.5 ± 1 ≤ x\x00\n中")
     ('n\\_0 = 5 \\%, \\textasciitilde{}', '$-$0.5 $\\pm$ 1 $\\le$ x\\textbackslash{}x00 U+4E2D')
-    >>> print(tex("A_V - A_0 and G*, [2.0, infinity)"))
-    $A_V - A_0$ and $G^*$, [2.0, $\infty$)
     """
     text = re.sub(r"(?<![\w.)-])-(?=[\d.])", "\u2212", " ".join(visible(text).split()))
-    text = text.replace("->", "→")
-    parts = MATH_SYMBOLS.split(text)
-    return "".join(
-        LATEX_SYMBOLS[part] if i % 2 else "".join(map(_tex_letter, part))
-        for i, part in enumerate(parts)
-    )
+    return "".join(map(_tex_letter, text.replace("->", "→")))
 
 
 def _tex_letter(letter: str) -> str:

@@ -18,7 +18,6 @@ from grpo_ustat.measurements.study_page import facts, tables
 from grpo_ustat.pages import figures, learning
 from grpo_ustat.pages.learning import GSTAR, Learning, learning_rows, notes
 from grpo_ustat.pages.page import render
-from grpo_ustat.report.aggregate import without_unreadable
 from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.runs.contents import record_of
 from grpo_ustat.runs.record import RunRecord
@@ -83,7 +82,7 @@ def test_a_study_without_one_of_its_numbers_is_shown(key, tmp_path, monkeypatch)
     group_size.draw(folder, one)
     draw_figures(folder, one)
     assert render(page_of(folder, result))
-    runs = without_unreadable(read_runs(entries_in([str(tmp_path)])))
+    runs = read_runs(entries_in([str(tmp_path)]))
     assert not runs.damaged
     studies = list(map(Study, runs.runs))
     for table in (errors.joint_table(studies, ()), group_size.joint_table(studies, ())):

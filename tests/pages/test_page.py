@@ -29,6 +29,7 @@ from grpo_ustat.pages.page import (
     sort_value,
     visible,
 )
+from grpo_ustat.pages.symbols import SYMBOLS, legend
 
 
 def drawn(title: str = "a title", colour: str = "#332288") -> str:
@@ -237,6 +238,16 @@ def test_missing_is_said_and_numbers_are_short():
     assert [cell_text(x) for x in (None, "", "-", 1 / 3, 10**6, False)] == [
         "–", "–", "–", "0.3333", "1000000", "no",
     ]  # fmt: skip
+
+
+def test_the_legend_has_every_symbol_that_a_page_prints():
+    """Also of a picture alone; a symbol is no part of a word, a number or a name."""
+    svg = SVG.replace("a title", "share of V")
+    notes = ["MSE = C1/B, J* - J", "2 GB, 1B, v=V_0, n_mse, C20, org/T, x^S, -Z"]
+    found = Skeleton(render(Page("a", "For n: G = 4", notes=notes, figures=[Figure("f", svg)])))
+    shown = [text for text in found.texts if text in SYMBOLS]
+    assert shown == ["G", "n", "B", "MSE", "C1", "V", "J*", "J"]
+    assert list(legend(["corr(q, Z) < 0"])) == ["corr(q, Z)", "q", "Z"]
 
 
 def test_only_what_differs_is_shown_and_every_run_is():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -133,7 +132,7 @@ def test_a_report_of_everything(tmp_path):
             mine = accuracies[int(cell["rollouts"]), int(cell["group_size"])]
             assert float(cell["mean_reward"]) == pytest.approx(sum(mine) / len(mine))
             assert int(cell["seeds"]) == len(mine)
-    page = re.sub("</?abbr[^>]*>", "", (home / "report.html").read_text())
+    page = (home / "report.html").read_text()
     assert "studies/a: optimal at G = 2" in page and "runs/G-8/n-64/seed-1" in page
     assert "learning_rate" in page
     assert any("G* = 2.0 [2.0, 2.0]" in picture for picture in pictures(page))

@@ -53,26 +53,18 @@ def csv_rows(path):
 
 
 class Shown(HTMLParser):
-    """Titles, texts and tags of a page, in their order."""
+    """Texts and tags of a page, in their order."""
 
     def __init__(self, page):
         super().__init__()
-        self.texts, self.tags, self.begins = [], [], True
+        self.texts, self.tags = [], []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.begins |= tag != "abbr"  # which is a symbol within a text
-
-    def handle_endtag(self, tag):
-        self.begins |= tag != "abbr"
 
     def handle_data(self, data):
-        if not self.begins:
-            self.texts[-1] += data
-        elif data.strip():
-            self.texts.append(data)
-            self.begins = False
+        self.texts += [data] if data.strip() else []
 
 
 def test_results_come_in_the_order_of_the_paper_with_counts_and_verdict(tmp_path):
