@@ -169,7 +169,7 @@ def test_what_is_not_decided_is_said():
 def test_the_line_in_words():
     worth, square = Interval(0.981, 0.941, 1.019), Interval(0.98, 0.941, 1.0)
     efficiency = RelativeEfficiency(worth, worth, square, Interval(0.9, 0.8, 1.0))
-    assert OwnLoss("dapo, std of the group", 8, 64, 96, efficiency=efficiency).line() == (
+    assert OwnLoss("dapo, std of the group", 64, 96, efficiency=efficiency).line() == (
         "Your loss (dapo, std of the group) has relative efficiency 0.98 [0.94, 1.02] against the "
         "unbiased gradient. The cosine between its expected update and this gradient is 0.99 "
         "[0.97, 1.00]."

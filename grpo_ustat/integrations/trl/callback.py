@@ -485,8 +485,7 @@ class GradientNoiseCallback(TrainerCallback):
         except Exception as error:
             reason = reason_of(error)
         if reason is not None:
-            size = trainer.num_generations
-            self.own_loss = OwnLoss(words, size, rollouts, len(self._kept), reason)
+            self.own_loss = OwnLoss(words, rollouts, len(self._kept), reason)
         self.seconds += time.perf_counter() - start
 
     def recent(self) -> list[Window]:

@@ -111,8 +111,7 @@ class OwnLoss:
 
     # Description of the loss; see `described`.
     words: str
-    # G and n of the run.
-    group_size: int
+    # n of the run.
     rollouts: int
     # Number of groups that were measured.
     groups: int
@@ -198,11 +197,11 @@ def own_loss(pool: ScorePool, loss: Loss, rollouts: int, words: str, draws: int 
     groups, size = pool.rewards_PN.shape
     fault = refusal(pool, loss, size, rollouts)
     if fault is not None:
-        return OwnLoss(words, size, rollouts, groups, _reason(fault, size, rollouts))
+        return OwnLoss(words, rollouts, groups, _reason(fault, size, rollouts))
     errors = loss_errors(pool, {UNBIASED: [size], loss: [size]}, rollouts, draws, seed=0)
     unbiased = {size: errors[UNBIASED, size].error_D}
     return OwnLoss(
-        words, size, rollouts, groups,
+        words, rollouts, groups,
         unbiased=loss.scale(size) is not None,
         compared=" of the rewards' weighted sum" if loss.baseline == "gdpo" else "",
         efficiency=relative_efficiency(errors[loss, size], size, unbiased),
