@@ -16,6 +16,7 @@ import pytest
 import yaml
 from folders import claim, proved, studied, trained
 from test_page import Skeleton, page_of
+from test_tables import check_latex
 
 from grpo_ustat.cli.compose import compose_config
 from grpo_ustat.config.identity import folder_name
@@ -38,6 +39,13 @@ OWN_PRINTS = {  # modules that print what no name is in, or bytes as they are
 }  # fmt: skip
 
 
+LATEX_COMMANDS = {
+    "begin", "end", "centering", "caption", "label", "resizebox", "ifdim", "width", "linewidth",
+    "else", "fi", "toprule", "midrule", "bottomrule", "textbackslash", "textbar", "textasciitilde",
+    "textasciicircum", "textless", "textgreater", "surd", "dots", "usepackage",
+}  # fmt: skip
+
+
 def table_of(names):
     return Table(
         names[0], ["name", "place"], [[name, i] for i, name in enumerate(names)], notes=names,
@@ -45,17 +53,55 @@ def table_of(names):
     )  # fmt: skip
 
 
-def test_a_terminal_shows_names_as_they_are_written(capsys):
+def on_a_terminal(name, capsys, place):
     console = Console(width=25_000)
-    for name in NAMES:
-        console.print(table_of([name]))
-        console.print(name, soft_wrap=True)
-        tell(name)
-        text = capsys.readouterr().out
-        assert not set(text) & set(hostile.TERMINAL_ACTS)
-        lines = visible(name).split("\n")
-        few = [x for x in lines if text.count(x.expandtabs()[:100].strip()) < 4]
-        assert not few, name[:50]
+    console.print(table_of([name]))
+    console.print(name, soft_wrap=True)
+    tell(name)
+    text = capsys.readouterr().out
+    assert not set(text) & set(hostile.TERMINAL_ACTS)
+    lines = visible(name).split("\n")
+    assert all(text.count(line.expandtabs()[:100].strip()) >= 4 for line in lines)
+
+
+def in_a_spreadsheet(name, capsys, place):
+    """It runs no name, and reading gives the name back."""
+    text = csv_text([{"name": name, "low": -0.5}])
+    assert "-0.5" in text and not set(text) & set(hostile.TERMINAL_ACTS)
+    (_, (cell, _)) = csv.reader(io.StringIO(text))
+    assert not cell.startswith(RUN_BY_A_SHEET)
+    assert csv_rows(text)[0]["name"] == (visible(name) or None)
+
+
+def in_latex(name, capsys, place):
+    text = table_of([name, "other"]).latex()
+    assert set(re.findall(r"\\([A-Za-z]+)", text)) <= LATEX_COMMANDS
+    assert text.count(r"\begin{") == 2 and text.isascii()
+    check_latex(text)
+    for piece in (r"\$", *LATEX_SPECIAL.values()):
+        text = text.replace(piece, "")
+    assert "$" not in text
+
+
+def on_a_page(name, capsys, place):
+    plain, page = (Skeleton(render(page_of([*"abcd", text]))) for text in ("e", name))
+    assert {tag for tag, *_ in page.tags} <= {tag for tag, *_ in plain.tags}
+
+
+def in_a_folders_name(name, capsys, place):
+    config = compose_config("train", [])
+    folder = folder_name(replace(config, model=replace(config.model, name=name)))
+    assert "/" not in folder and not folder.startswith(".")
+    (place / folder).mkdir()
+    assert (place / folder).parent == place
+
+
+@pytest.mark.parametrize(
+    "renderer", [on_a_terminal, in_a_spreadsheet, in_latex, on_a_page, in_a_folders_name]
+)
+@pytest.mark.parametrize("name", NAMES, ids=hostile.NAMES)
+def test_a_name_is_a_text(name, renderer, tmp_path, capsys):
+    renderer(name, capsys, tmp_path)
 
 
 @pytest.mark.slow
@@ -72,31 +118,6 @@ def test_every_module_prints_through_the_terminal():
     assert printing <= OWN_PRINTS
     # The latter for the types of a console's protocol.
     assert of_rich <= {"cli/full_help.py", "cli/help.py", "pages/tables.py"}
-
-
-@pytest.mark.parametrize("name", NAMES, ids=hostile.NAMES)
-def test_a_spreadsheet_runs_no_name_and_reading_gives_it_back(name):
-    text = csv_text([{"name": name, "low": -0.5}])
-    assert "-0.5" in text and not set(text) & set(hostile.TERMINAL_ACTS)
-    (_, (cell, _)) = csv.reader(io.StringIO(text))
-    assert not cell.startswith(RUN_BY_A_SHEET)
-    assert csv_rows(text)[0]["name"] == (visible(name) or None)
-
-
-def test_latex_sees_no_command_of_a_name():
-    allowed = {
-        "begin", "end", "centering", "caption", "label", "resizebox", "ifdim", "width",
-        "linewidth", "else", "fi", "toprule", "midrule", "bottomrule", "textbackslash", "textbar",
-        "textasciitilde", "textasciicircum", "textless", "textgreater", "surd", "dots",
-        "usepackage",
-    }  # fmt: skip
-    for name in NAMES:
-        text = table_of([name, "other"]).latex()
-        assert set(re.findall(r"\\([A-Za-z]+)", text)) <= allowed, name
-        assert text.count(r"\begin{") == 2 and text.isascii()
-        for piece in (r"\$", *LATEX_SPECIAL.values()):
-            text = text.replace(piece, "")
-        assert "$" not in text
 
 
 @pytest.mark.slow
@@ -121,21 +142,6 @@ def test_a_figure_draws_names_as_texts():
         assert sum(visible(name)[:50].split("\n")[0].strip() in one for one in texts) >= 2, name
     assert "$a$" in texts and "_hidden" in " ".join(texts)
     assert not any("mathdefault" in one for one in texts)
-
-
-def test_a_page_has_no_tag_of_a_name():
-    plain = Skeleton(render(page_of(["a"] * len(NAMES))))
-    page = Skeleton(render(page_of(NAMES)))
-    assert {tag for tag, *_ in page.tags} <= {tag for tag, *_ in plain.tags}
-
-
-def test_folders_have_names_that_file_systems_take(tmp_path):
-    config = compose_config("train", [])
-    for name in NAMES:
-        folder = folder_name(replace(config, model=replace(config.model, name=name)))
-        assert "/" not in folder and not folder.startswith(".")
-        (tmp_path / folder).mkdir(exist_ok=True)
-        assert (tmp_path / folder).parent == tmp_path
 
 
 @pytest.mark.slow

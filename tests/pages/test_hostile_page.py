@@ -8,11 +8,9 @@ from pathlib import Path
 
 import hostile
 import pytest
-from jinja2 import Environment, FileSystemLoader
 from test_page import page_of
 
-from grpo_ustat.pages import page as page_module
-from grpo_ustat.pages.page import TEMPLATES, Figure, render, visible
+from grpo_ustat.pages.page import Figure, render, visible
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import browser as browsers  # noqa: E402
@@ -33,18 +31,6 @@ def browser():
         pytest.skip(why)
     with browsers.Browser() as one:
         yield one
-
-
-@pytest.fixture
-def unescaped(monkeypatch):
-    """A page whose author forgot to escape."""
-    careless = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=False)  # noqa: S701
-    escaping = page_module._template().environment
-    careless.filters |= escaping.filters
-    careless.tests |= escaping.tests
-    careless.filters["visible"] = careless.filters["cell"] = str
-    template = careless.get_template("page.html.j2")
-    monkeypatch.setattr(page_module, "_template", lambda: template)
 
 
 def opened(browser, tmp_path, text, **options):
@@ -91,18 +77,6 @@ def test_nothing_that_the_data_says_is_run(browser, tmp_path):
     assert browser.requests() == browser.dialogs() == []
     assert browser.value("document.querySelectorAll('script').length") == 2
     assert browser.value("document.querySelectorAll('iframe,object,base,link').length") == 0
-
-
-@pytest.mark.nightly
-def test_without_escaping_the_same_data_run(browser, tmp_path, monkeypatch, unescaped):
-    """So that the test above can fail: twice careless, then with the policy alone."""
-    page = page_of(hostile.TEXTS)
-    with monkeypatch.context() as without_policy:
-        without_policy.setattr(page_module, "_content_policy", lambda *_: "")
-        opened(browser, tmp_path, render(page))
-        assert hits(browser) > 0 and browser.requests()
-    opened(browser, tmp_path, render(page_of([hostile.MARKUP[0], hostile.MARKUP[5]])))
-    assert hits(browser) == 0 and browser.requests() == []
 
 
 def test_the_page_fits_and_its_controls_work(browser, tmp_path):

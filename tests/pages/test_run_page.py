@@ -9,18 +9,17 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
-import hostile
 import numpy as np
 import pytest
 import yaml
 from commands import compose
 from folders import completed
 from page_views import page_of
-from test_page import SVG, Skeleton
+from test_page import SVG
 
 from grpo_ustat.measurements.study_page import COSTS_CAPTION
 from grpo_ustat.pages import run_page as pages
-from grpo_ustat.pages.page import render, visible
+from grpo_ustat.pages.page import render
 from grpo_ustat.pages.run_page import leave_page
 from grpo_ustat.runs.contents import command_of
 from grpo_ustat.runs.files import csv_rows
@@ -257,20 +256,6 @@ def test_damaged_files_are_named_and_cost_nothing_else(tmp_path):
         "code.json", "completions.parquet", "eval.csv", "metrics.jsonl", "own.svg", "result.json",
     ]  # fmt: skip
     assert "small" in render(page)
-
-
-def test_hostile_folders_show_their_texts(tmp_path):
-    """Names of models and data sets, completions, and what the history says."""
-    rows = [completion(1, text=text.replace("\ud800", "")) for text in hostile.TEXTS]
-    name = hostile.MARKUP[0]
-    config = TRAIN | {"model": {"name": name, "model_name_or_path": hostile.MARKUP[5]}}
-    folder = folder_of(tmp_path, config, RESULT | {"alarms": {hostile.MARKUP[1]: 1}}, rows=rows)
-    (folder / "own.svg").write_text(SVG.replace("a title", "&lt;script&gt;HIT&lt;/script&gt;"))
-    found = Skeleton(render(page_of(folder)))
-    assert sum(tag[0] == "script" for tag in found.tags) == 2
-    assert sum(tag[0] == "img" for tag in found.tags) == 1  # the picture
-    assert not {"iframe", "object", "base", "link"} & {tag[0] for tag in found.tags}
-    assert any(visible(name) in text for text in found.texts)
 
 
 def test_error_in_a_page_is_a_warning(tmp_path, monkeypatch, capsys):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-import hostile
 import pytest
 from page_views import page_of
-from test_page import SVG, Skeleton
+from test_page import SVG
 from test_run_page import folder_of
 
-from grpo_ustat.pages.page import render, visible
+from grpo_ustat.pages.page import render
 
 CONFIG = {
     "seed": 2, "theorem": {"kind": "theorem8", "problem": "valley", "steps": [10, 100]},
@@ -83,24 +82,3 @@ def test_a_page_before_its_result_is_that_after_it(tmp_path):
     early = render(page_of(folder, RESULT))
     (folder / "result.json").write_text(json.dumps(RESULT))
     assert render(page_of(folder)) == early
-
-
-def test_hostile_claims_show_their_texts(tmp_path):
-    """Claims, answer, statement and facts of the test problem add no tag to the page."""
-    texts = [text.replace("\ud800", "") for text in hostile.TEXTS]
-    claims = [CLAIMS[1] | {"what": text, "predicted": text, "how": text} for text in texts]
-    told = {
-        "statement": texts[0],
-        "answer": texts[1],
-        "problem": {texts[2]: texts[3]},
-    }
-    config = CONFIG | {
-        "theorem": {"kind": texts[5], "problem": texts[4]},
-    }
-    found = Skeleton(
-        render(page_of(folder_of(tmp_path, config, RESULT | told | {"claims": claims})))
-    )
-    assert sum(tag[0] == "script" for tag in found.tags) == 1  # the page's own
-    assert not {"img", "iframe", "object", "base", "link", "form"} & {tag[0] for tag in found.tags}
-    for text in texts:
-        assert visible(text) in found.texts, text
