@@ -34,7 +34,7 @@ READERS = {  # what is a reader's own, and what stands for it here
     "model=global_step_20": "model=grpo_ustat/assets/tiny",
     "$SLURM_ARRAY_TASK_ID": "1",
 }
-OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_*.py
+OWN = ("sorting", "lenient", "median")  # of docs/extending.md: test_own_packages.py
 RUN_BY = {  # commands of other kinds, and the file that runs them
     "./scripts/test": ".ci/run",
     "advise": "tests/advise/test_sources.py",

@@ -45,7 +45,7 @@ def group_files():
     for group, name in sorted(files + ours):
         for entry in SCHEMAS:
             if entry not in takers(group, name) or name in ("own", "jsonl"):
-                continue  # tests/docs/test_own_task.py, tests/tasks/test_jsonl.py
+                continue  # tests/docs/test_own_packages.py, tests/tasks/test_jsonl.py
             often = entry == takers(group, name)[0]
             mark = pytest.mark.slow if often else pytest.mark.nightly
             marks = [mark(minutes=0.01)] * (group != "debug")
