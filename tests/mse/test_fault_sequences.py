@@ -17,15 +17,14 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import compose
+from kills import end_of, forked, kill_before_call
 from launching import without_figures
 from resuming import timeless
 from safetensors import SafetensorError, safe_open
@@ -39,7 +38,6 @@ from grpo_ustat.runs.folder import RunFolder
 
 SEQUENCES = int(os.environ.get("FAULTS", "60"))
 PARTS = 5  # of the sequences, each a test, so that workers share them
-CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir", "link")
 SMALL = (
     "debug=mse", "model=tiny_direct", "study.questions=4", "group_sizes=[2,4]",
     "max_completion_length=6", "launch.workers=1", "budget.feature_sketch=256",
@@ -62,52 +60,17 @@ def run_study(config, folder):
     study_run.run(config, RunFolder(folder, config))
 
 
-def forked(config, folder, before=lambda: None):
-    """Start a study in a fork of this process, which has imported everything; returns its id."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        output = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1), os.dup2(output, 2)
-        sys.stdout = sys.__stdout__ = os.fdopen(1, "w")
-        sys.stderr = sys.__stderr__ = os.fdopen(2, "w")
-        before()
-        run_study(config, folder)
-        code = 0
-    except ConfigError as error:
-        os.write(2, f"error: {error}\n".encode())
-        code = REFUSED
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-    sys.stdout.flush()
-    os._exit(code)
+def studied(config, folder, before=lambda: None):
+    """Start a study in a fork; returns its id."""
 
+    def work():
+        try:
+            run_study(config, folder)
+        except ConfigError as error:
+            os.write(2, f"error: {error}\n".encode())
+            return REFUSED
 
-def end_of(pid):
-    """The exit code, or the negative number of the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def kill_before_call(number):
-    """Have this process killed before the call of that number that changes a folder."""
-
-    def count_calls():
-        count = iter(range(10**9))
-
-        def counted(call):
-            def wrapped(*arguments, **options):
-                if next(count) == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*arguments, **options)
-
-            return wrapped
-
-        for name in CALLS:
-            setattr(os, name, counted(getattr(os, name)))
-
-    return count_calls
+    return forked(work, Path(f"{folder}.log"), before)
 
 
 def jump_clock(seconds):
@@ -153,7 +116,7 @@ class Sequence:
         killed = kill_before_call(int(self.rng.integers(24))) if kind == "call" else lambda: None
         jump = float(self.rng.choice([-1e7, 0, 0, 0, 0, 1e7]))
         self.did["clocks"] += jump != 0
-        pid = forked(config, folder, lambda: (jump_clock(jump), killed()))
+        pid = studied(config, folder, lambda: (jump_clock(jump), killed()))
         if kind in ("time", "suspend"):
             time.sleep(self.rng.uniform(0, self.seconds))
             os.kill(pid, signal.SIGKILL if kind == "time" else signal.SIGSTOP)
@@ -185,7 +148,7 @@ class Sequence:
         for _ in range(40):
             if name not in self.begun:
                 return
-            code = end_of(forked(config, folder))
+            code = end_of(studied(config, folder))
             if code == 0:
                 return
             assert code == REFUSED, self.text(folder)

@@ -13,70 +13,29 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-import traceback
 from collections import Counter
 
 import numpy as np
 import pytest
+from kills import at_each_call, end_of, forked, kill_before_call
 from resuming import config_of, differences
 
 from grpo_ustat.runs.folder import RunFolder
 from grpo_ustat.train import trainer
 
-CALLS = ("fsync", "replace", "unlink", "rmdir", "mkdir")
 MODEST = ("max_steps=3", "save_total_limit=1")
 REASONING = ("model=tiny_base", "max_completion_length=60", "budget.rollouts=8")
 KILLS = int(os.environ.get("KILLS", "40"))
 
 
-def forked(path, config, before=lambda: None):
-    """Start training in a child process; returns its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        output = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1), os.dup2(output, 2)
-        sys.stdout = sys.__stdout__ = os.fdopen(1, "w")
-        sys.stderr = sys.__stderr__ = os.fdopen(2, "w")
-        before()
+def train(path, config, before=lambda: None):
+    """Start training in a fork; returns its id."""
+
+    def work():
         trainer.fit(config, RunFolder(path, config))
-        sys.stdout.flush()
-        os._exit(0)
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-        os._exit(1)
 
-
-def end_of(pid):
-    """0, or the negative number of the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def at_each_call(act):
-    """Have `act` called with the number of each call that changes a folder, before it is made."""
-    count = iter(range(10**9))
-
-    def wrapped(call):
-        def counted(*arguments, **options):
-            act(next(count))
-            return call(*arguments, **options)
-
-        return counted
-
-    for name in CALLS:
-        setattr(os, name, wrapped(getattr(os, name)))
-
-
-def kill_before_call(number):
-    def act(n):
-        if n == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return lambda: at_each_call(act)
+    return forked(work, path.with_name(f"{path.name}.log"), before)
 
 
 class Reference:
@@ -86,14 +45,14 @@ class Reference:
         self.path, self.config = path / "through", config_of(*overrides)
         trainer.fit(self.config, RunFolder(path / "imports", self.config))
         start = time.perf_counter()
-        assert end_of(forked(self.path, self.config)) == 0
+        assert end_of(train(self.path, self.config)) == 0
         self.seconds = time.perf_counter() - start
         counts = path / "calls"
 
         def count(n):
             counts.write_text(str(n + 1))
 
-        assert end_of(forked(path / "counted", self.config, lambda: at_each_call(count))) == 0
+        assert end_of(train(path / "counted", self.config, lambda: at_each_call(count))) == 0
         assert differences(path / "counted", self.path) == []
         self.calls = int(counts.read_text())
 
@@ -102,9 +61,9 @@ class Reference:
         if not by_time:
             number = int(rng.integers(self.calls))
             before = kill_before_call(number)
-            assert end_of(forked(path, self.config, before)) == -signal.SIGKILL
+            assert end_of(train(path, self.config, before)) == -signal.SIGKILL
         while by_time:
-            pid = forked(path, self.config)
+            pid = train(path, self.config)
             time.sleep(rng.uniform(0, self.seconds))
             os.kill(pid, signal.SIGKILL)
             if end_of(pid) == -signal.SIGKILL:
@@ -114,7 +73,7 @@ class Reference:
 
     def recover(self, path):
         """The same command again: it ends by itself, with the same files."""
-        ended = end_of(forked(path, self.config))
+        ended = end_of(train(path, self.config))
         assert ended == 0, path.with_name(f"{path.name}.log").read_text()[-3000:]
         assert differences(path, self.path) == []
 
