@@ -77,14 +77,6 @@ def test_a_pass_padded_at_the_end_alone_needs_no_mask(name, tied):
     assert sum(masks) == 2 * (1 + (name not in UNPADDED))  # in one pass, and in the first of four
 
 
-def test_layer_by_layer_counts_what_layers_share():
-    """A module of two layers, and a weight of two modules: joined before anything is squared."""
-    model = build("llama", tied=True)
-    first, second = model.model.layers
-    second.mlp, second.self_attn.q_proj.weight = first.mlp, first.self_attn.q_proj.weight
-    assert_same_as_whole(model, letters(), by_layer=True)
-
-
 @every_architecture
 def test_logprobs_do_not_depend_on_padding(name, tied):
     """Alone and unpadded, or with longer neighbours: the same log-probability."""
@@ -104,30 +96,6 @@ def test_embedding_and_output_layer_alone_equal_autograd(name, tied):
     model.get_input_embeddings().requires_grad_(True)
     model.get_output_embeddings().requires_grad_(True)
     assert len(trainable(model)) == (1 if tied else 2)
-    agree(model, letters())
-
-
-def test_a_module_used_by_two_layers_counts_both_uses():
-    model = build("llama", tied=False)
-    model.model.layers[1].mlp = model.model.layers[0].mlp
-    model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
-    agree(model, letters())
-
-
-def test_a_weight_shared_by_two_modules_counts_both_uses():
-    model = build("llama", tied=False)
-    first, second = (layer.self_attn for layer in model.model.layers)
-    second.q_proj.weight = first.q_proj.weight
-    first.v_proj.weight = first.k_proj.weight
-    agree(model, letters())
-
-
-def test_a_parameter_used_outside_any_layer_counts():
-    """A learned scale of the hidden states, next to the layers that have rules."""
-    model = build("llama", tied=True)
-    norm = model.model.norm
-    norm.scale = torch.nn.Parameter(torch.tensor([0.8], dtype=torch.float64))
-    norm.register_forward_hook(lambda module, args, output: output * module.scale)
     agree(model, letters())
 
 

@@ -18,7 +18,6 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from grpo_ustat.config.schema import ConfigError
 from grpo_ustat.mse import study as study_run
 from grpo_ustat.mse.sampler import sampler_gap
-from grpo_ustat.policy import loading, tokenizer
 from grpo_ustat.policy.configured import configured_task
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.source import crossed_switch, rope_switch
@@ -152,27 +151,6 @@ def test_a_study_counts_what_is_left(tmp_path, capsys):
     config.baselines, config.group_sizes, config.study.rollouts = ["batch_std"], [4], 16
     with pytest.raises(ConfigError, match=naming(12, len(prompts))):
         study_run._prompts(config)
-
-
-@pytest.mark.slow
-def test_a_run_s_tokenizer_is_loaded_once(tmp_path, monkeypatch):
-    loaded, original = [], loading.load_tokenizer
-
-    def counting(*arguments, **options):
-        loaded.append(arguments)
-        return original(*arguments, **options)
-
-    for module in (loading, tokenizer):
-        monkeypatch.setattr(module, "load_tokenizer", counting)
-    chat = (
-        "prompt.chat=true",
-        "prompt.max_length=120",
-        "objective=grpo_original",
-    )  # with a reference
-    config = configured("train", tmp_path, *SMALL, *chat, chat_template=toys.CHATML, positions=256)
-    run = start("train", config, tmp_path)
-    assert len(loaded) == 1 and run.reference is not None
-    assert run.task.dropped == {}
 
 
 LONGROPE = {

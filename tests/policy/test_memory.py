@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import compose, cost_of
 from fakes import random_rollouts
-from live_bytes import LiveBytes, uncounted
+from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ustat.config.schema import ConfigError
@@ -110,16 +110,3 @@ def test_a_large_model_is_refused_before_it_is_loaded(monkeypatch):
     one_completion = score_bytes(config.model, config.max_completion_length)
     with pytest.raises(ConfigError, match=r"30\.5 GB"):
         pool.model_facts(config.policy_options, [], cost_of(config).weights, one_completion)
-
-
-def test_an_uncounted_product_counts_once_what_it_fills():
-    """Such as a GPU's products with another type of result."""
-    product = uncounted(lambda left, right, out=None: torch.mm(left.double(), right, out=out))
-    one = torch.ones(8, 8, dtype=torch.float64)
-    narrow = one.float()
-    with LiveBytes() as live:
-        found = torch.empty_like(one)
-        product(narrow, one, out=found)
-        assert live.now == live.peak == found.nbytes
-        product(narrow, one)
-    assert live.peak == 2 * found.nbytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import build
 from fakes import Wobble, random_policy, random_rollouts
-from scored import agree, all_at_once, assert_close, flat, one_by_one, packed, trainable
+from scored import agree, all_at_once, assert_close, flat, one_by_one, packed
 
 from grpo_ustat.policy.loading import load_policy
 from grpo_ustat.policy.scores import accumulate, check, layers, output_layer
@@ -49,26 +49,42 @@ def in_a_layer_too(model):
     )
 
 
-@pytest.mark.parametrize("change", [by_keyword, in_a_layer_too])
-@pytest.mark.parametrize("passes", [None, (1, 3)])
-def test_the_output_layers_share_of_a_weight_that_no_rule_covers_counts_once(change, passes):
+def of_unknown_kind(model):
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = Wobble(mlp.up_proj.out_features)
+
+
+def never_used(model):
+    model.model.layers[0].mlp.extra = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+def a_module_of_two_layers(model):
+    first, second = model.model.layers
+    second.mlp, second.input_layernorm = first.mlp, first.input_layernorm
+
+
+def a_weight_of_two_modules(model):
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight, first.v_proj.weight = first.q_proj.weight, first.k_proj.weight
+
+
+def outside_any_layer(model):
+    """A learned scale of the hidden states, next to the layers that have rules."""
+    norm = model.model.norm
+    norm.scale = torch.nn.Parameter(torch.tensor([0.8], dtype=torch.float64))
+    norm.register_forward_hook(lambda module, args, output: output * module.scale)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [by_keyword, in_a_layer_too, of_unknown_kind, never_used, a_module_of_two_layers,
+     a_weight_of_two_modules, outside_any_layer],
+)  # fmt: skip
+@pytest.mark.parametrize("way", [{}, {"passes": (1, 3)}, {"by_layer": True}], ids=str)
+def test_weights_that_no_rule_covers_and_weights_used_twice_count_once(change, way):
     policy, rollouts = random_policy(tied=True), random_rollouts([2, 5], group_size=2, longest=4)
     change(policy.model)
-    agree(policy.model, rollouts, passes=passes)
-
-
-def test_a_layer_of_unknown_kind_takes_the_slow_exact_way():
-    policy, rollouts = random_policy(), random_rollouts([3, 5], group_size=2, longest=4)
-    mlp = policy.model.model.layers[0].mlp
-    mlp.act_fn = Wobble(mlp.up_proj.out_features)
-    assert "model.layers.0.mlp.act_fn.phase" in trainable(policy.model)
-    agree(policy.model, rollouts)
-
-
-def test_a_parameter_that_is_never_used_has_a_zero_gradient():
-    policy, rollouts = random_policy(), random_rollouts([3], group_size=2, longest=4)
-    policy.model.model.layers[0].mlp.extra = torch.nn.Parameter(torch.zeros(2).double())
-    agree(policy.model, rollouts)
+    agree(policy.model, rollouts, **way)
 
 
 def test_a_parameter_of_which_a_pass_says_nothing_takes_the_slow_exact_way(monkeypatch):

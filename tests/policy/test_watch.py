@@ -105,23 +105,37 @@ def narrow(model, rows, share):
     (share * model(rows.bfloat16()).mean()).backward()
 
 
-def run(model, part=ordinary, optimizer=None, inputs=None, scaler=None, said=False, **options):
-    """A loop with clipping; returns its meter."""
+def run(
+    model, part=ordinary, optimizer=None, inputs=None, scaler=None, said=False, shares_K=None,
+    watched=lambda: None, clips_early=False, to_none=True, **options,
+):  # fmt: skip
+    """A loop with clipping; returns its meter.
+
+    Args:
+        said: whether the loop tells the rows of a micro-batch, which are by their shares.
+        watched: called once the meter watches.
+        clips_early: whether gradients are clipped before the meter has seen them.
+        to_none: what the optimizer leaves of gradients.
+    """
     inputs = batches(4) if inputs is None else inputs
     count = inputs.shape[1]
+    shares_K = np.full(count, 1 / count) if shares_K is None else shares_K
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer or sgd(model)]
     meter = gu.watch(
         model, optimizers, **{"rollouts": count * ROWS, "group_size": 1} | options, scaler=scaler
     )
+    watched()
     for micro_batches in inputs:
-        for rows in micro_batches:
-            part(model, rows, 1 / count * (1 if scaler is None else scaler.get_scale()))
-            meter.after_backward(len(rows) if said else None)
+        for rows, share in zip(micro_batches, shares_K.tolist(), strict=True):
+            part(model, rows, share * (1 if scaler is None else scaler.get_scale()))
+            meter.after_backward(int(count * ROWS * share) if said else None)
+        if clips_early:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         meter.before_step()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         for each in optimizers:
             each.step()
-            each.zero_grad()
+            each.zero_grad(set_to_none=to_none)
     return meter
 
 
@@ -146,25 +160,22 @@ def test_half_precision():
     )  # fmt: skip
 
 
-def test_parameters_that_begin_to_train_later():
+@pytest.mark.parametrize("adds", [False, True])
+def test_parameters_that_begin_to_train_later(adds):
     """In the optimizer from the beginning, or added to it."""
-    for adds in (False, True):
-        model = Net()
-        law, optimizer = expected(model, batches(4)), torch.optim.SGD(model.first.parameters())
-        if not adds:
-            optimizer.add_param_group({"params": [*model.second.parameters()]})
-        model.second.requires_grad_(False)
-        meter = gu.watch(model, optimizer, rollouts=4 * ROWS, group_size=1)
+    model = Net()
+    law, optimizer = expected(model, batches(4)), torch.optim.SGD(model.first.parameters(), lr=0.0)
+    second = {"params": [*model.second.parameters()]}
+    if not adds:
+        optimizer.add_param_group(second)
+    model.second.requires_grad_(False)
+
+    def watched():
         model.second.requires_grad_(True)
         if adds:
-            optimizer.add_param_group({"params": [*model.second.parameters()]})
-        for micro_batches in batches(4):
-            for rows in micro_batches:
-                ordinary(model, rows, 1 / 4)
-                meter.after_backward()
-            meter.before_step()
-            optimizer.zero_grad(set_to_none=False)
-        assert_law(meter, law)
+            optimizer.add_param_group(second)
+
+    assert_law(run(model, optimizer=optimizer, watched=watched, to_none=False), law)
 
 
 class Wrapper:
@@ -191,15 +202,7 @@ def test_gradient_scaler():
 def test_unequal_micro_batches():
     model, shares_K = Net(), np.array([1, 2, 2, 3]) / 8
     law = expected(model, batches(4), shares_K)
-    optimizer = sgd(model)
-    meter = gu.watch(model, optimizer, rollouts=32, group_size=1)
-    for micro_batches in batches(4):
-        for rows, share in zip(micro_batches, shares_K, strict=True):
-            ordinary(model, rows, float(share))
-            meter.after_backward(rows=int(32 * share))
-        meter.before_step()
-        optimizer.zero_grad()
-    assert_law(meter, law)
+    assert_law(run(model, shares_K=shares_K, said=True), law)
 
 
 @pytest.mark.parametrize("said", [False, True])
@@ -249,17 +252,8 @@ def test_loops_that_show_nothing():
         (line,) = meter.summary()
         assert words in line
         assert meter.metrics().keys() == {"grpo_ustat/steps", "grpo_ustat/skipped_steps"}
-    model = Net()
-    optimizer = sgd(model)
-    meter = gu.watch(model, optimizer, rollouts=4 * ROWS, group_size=1)
-    for micro_batches in batches(4):
-        for rows in micro_batches:
-            ordinary(model, rows, 1 / 4)
-            meter.after_backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        meter.before_step()
-        optimizer.zero_grad()
-    assert "before gradients are unscaled or clipped" in meter.summary()[0]
+    (line, *_) = run(Net(), clips_early=True).summary()
+    assert "before gradients are unscaled or clipped" in line
 
 
 @pytest.mark.parametrize(
