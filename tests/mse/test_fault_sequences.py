@@ -162,7 +162,7 @@ class Sequence:
         ]
         self.note(line)
         self.did["refused"] += 1
-        deletable = r"(\S+)(?: is (?:missing or )?damaged: delete it| and run the same)"
+        deletable = r"(\S+?)(?: is [^:]*damaged[^:]*)?: delete (?:it|this file)"
         if found := re.search(deletable, line):
             Path(found[1]).unlink()
         elif "on_existing=overwrite" in line or "files of another program" in line:
