@@ -8,7 +8,7 @@ import shutil
 import pytest
 from folders import claim, proved, studied, trained
 
-from grpo_ustat.report.aggregate import run_set_notes
+from grpo_ustat.report.aggregate import report_runs, run_set_notes
 from grpo_ustat.report.collect import entries_in, read_runs
 from grpo_ustat.runs.status import status_table, sweeps_in
 from grpo_ustat.terminal.console import Console
@@ -98,3 +98,13 @@ def test_report_of_several_versions(folders, tmp_path):
     (line,) = (line for line in lines if "versions of grpo-ustat" in line)
     assert "1 (1 run)" in line and "2 (1 run)" in line
     assert not any("versions of torch" in line for line in lines)
+
+
+def test_a_section_that_cannot_be_shown_is_a_line(folders, tmp_path, capsys):
+    copied(folders, tmp_path / "runs", ["train", "gap"])
+    with (tmp_path / "runs/bad-train/metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "reward": "high"}\n')
+    report_runs([str(tmp_path / "runs")], tmp_path / "report", None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "damaged: the training runs cannot be shown (" in said and "Theorem 7" in said
+    assert (tmp_path / "report/theorems.csv").is_file()
