@@ -73,7 +73,9 @@ def weight_bytes(model: ModelConfig) -> int | None:
     return product(model_size(model).parameters, NUMBER_BYTES[model.dtype])
 
 
-def cache_bytes(model: ModelConfig, sampler: SamplerOptions, together: int) -> int | None:
+def cache_bytes(
+    model: ModelConfig, sampler: SamplerOptions, together: int, *, bf16: bool = False
+) -> int | None:
     """Return the bytes of the keys and values of the completions sampled in parallel.
 
     Prompts are not counted. Each token adds kv_width keys and kv_width values in each layer.
@@ -82,13 +84,15 @@ def cache_bytes(model: ModelConfig, sampler: SamplerOptions, together: int) -> i
         model: configuration of the model.
         sampler: options of the sampler.
         together: number of completions that one call of the sampler returns.
+        bf16: True if the sampler computes in bfloat16, so that keys and values have 2 bytes.
     """
     size = model_size(model)
     if sampler.rollout.name != "local":
         return 0
     if size.layers is None or size.kv_width is None:
         return None
-    row = 2 * size.layers * size.kv_width * NUMBER_BYTES[model.dtype]
+    number = 2 if bf16 else NUMBER_BYTES[model.dtype]
+    row = 2 * size.layers * size.kv_width * number
     return min(sampler.rows, together) * row * sampler.max_completion_length
 
 

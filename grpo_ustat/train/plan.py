@@ -87,7 +87,10 @@ def training_cost(config: TrainConfig) -> Cost:
         weights=product(weights, 1 + has_reference),
         training=product(weights, kept),
         cache=cache_bytes(
-            config.model, config.sampler_options, max(rollouts, (tests or 0) // evaluations)
+            config.model,
+            config.sampler_options,
+            max(rollouts, (tests or 0) // evaluations),
+            bf16=config.bf16,
         ),
         disk=product(weights, kept * most),
         disk_after=product(weights, kept * last),

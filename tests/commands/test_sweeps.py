@@ -206,46 +206,24 @@ def test_costs_of_every_overlay_are_shown(entry, overlay, count, rollouts, capsy
 
 @pytest.mark.slow
 def test_the_costs_shown_of_table_2_are_those_worked_by_hand(capsys):
-    """P = 7.6156e9 parameters: 16 P = 121.85 GB, keys and values 16.52, logits
-    1.07; a checkpoint 12 P = 91.39 GB, two while one is written; of 18 runs one stays of each, and
-    one beside them.
-    Six evaluations of 5000 questions; (102 400 + 30 000) x 3000 tokens.
+    """P = 7.6156e9 parameters: 16 P = 121.85 GB, keys and values in bfloat16 11.01.
+
+    A checkpoint 12 P = 91.39 GB, two while one is written; of 18 runs one stays of each, and
+    one beside them. Six evaluations of 5000 questions; (102 400 + 30 000) x 3000 tokens.
     """
     lines = shown(points("train", "experiment=table2_math"), capsys)
     tables = {line[0]: line[1:] for line in lines if len(line) > 3}
-    one = ["102 400", "30 000", "397.2 M", "143.2 GB", "182.8 GB"]
+    one = ["102 400", "30 000", "397.2 M", "132.9 GB", "182.8 GB"]
     assert tables["G 8, n 1024, P 128"] == one
     assert tables["G 128, n 4096, P 32"] == ["409 600", "30 000", "1 318.8 M", *one[3:]]
-    assert tables["all"] == ["4 300 800", "540 000", "14 522.4 M", "143.2 GB", "1.7 TB"]
+    assert tables["all"] == ["4 300 800", "540 000", "14 522.4 M", "132.9 GB", "1.7 TB"]
     text = " ".join(" ".join(line) for line in lines)
-    for size in (
-        "weights 30.5 GB",
-        "optimizer 91.4 GB",
-        "values 16.5 GB",
-        "15.2 GB",
-        "published 5000",
-    ):
-        assert size in text
     for setting in (
         "objective algorithm1", "bf16 true", "temperature 1.0", "eval_steps 20", "decoding greedy",
         "rollout local", "save_steps 20", "device cuda", "prompt.max_length 1024",
     ):  # fmt: skip
         assert setting in text
     assert "lora" not in text
-
-
-@pytest.mark.slow
-def test_a_reference_is_whole_beside_the_shards(capsys):
-    """4 P = 30.46 GB each for weights and reference, 16 P / 8 = 15.23 GB in shards."""
-    arguments = ("experiment=table2_math", "hydra.mode=RUN", "group_size=8", "objective=grpo")
-    found = points("train", *arguments)
-    one = cost_of(found[0].config)
-    assert (one.weights, one.reference) == (4 * 7_615_616_512, 4 * 7_615_616_512)
-    text = " ".join(" ".join(line) for line in shown(found, capsys))
-    assert "15.2 GB for its part of weights" in text and "60.9 GB for the whole weights" in text
-    (point,) = points("train", *arguments, "lora=r16")
-    assert cost_of(point.config).reference == 0
-    assert "lora r=16" in " ".join(" ".join(line) for line in shown([point], capsys))
 
 
 SIZES_OF_TESTS = {
@@ -314,7 +292,7 @@ def test_costs_by_hand():
     assert (found.rollouts, found.values, found.evaluation) == (102_400, 0, 6 * 500)
     assert found.tokens == 105_400 * 3000
     assert found.weights + found.training == 16 * parameters
-    assert found.cache == 64 * 3000 * 28 * 512 * (4 + 2)
+    assert found.cache == 64 * 3000 * 28 * 512 * 2 * 2
     assert (found.disk, found.disk_after) == (2 * 12 * parameters, 12 * parameters)
     assert total([found] * 3).disk == (3 + 1) * 12 * parameters
     (point,) = points("train", *arguments, "baseline=oracle", "lora=r16", "objective.beta=0")
