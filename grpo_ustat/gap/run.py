@@ -21,6 +21,7 @@ from grpo_ustat.runs.folder import RunFolder, versions
 from grpo_ustat.runs.result import AGREES, TheoremCost, TheoremResult
 from grpo_ustat.runs.status import PlannedRun
 from grpo_ustat.terminal.console import Console
+from grpo_ustat.terminal.streams import tell
 
 
 def run(config: GapConfig, folder: RunFolder) -> float | None:
@@ -104,4 +105,4 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
     for planned in runs:
         settings = planned.config.theorem
         completions = theorem(settings.kind).completions(settings)
-        print(f"{planned.config.plan}: {completions / 1e6:,.1f} M completions")
+        tell(f"{planned.config.plan}: {completions / 1e6:,.1f} M completions")
