@@ -70,9 +70,11 @@ def check_ranks(config: Any, tasks: int = 1) -> None:
             f"to {others}: set launch.num_processes=1, or do not use a launcher"
         )
     ranks = max(num_processes, others)
-    if ranks == 1 and getattr(config.launch, "fsdp2", False):
+    # A preview is made without the launcher that will start the processes.
+    if ranks == 1 and getattr(config.launch, "fsdp2", False) and not config.only_shows:
         raise RefusedByRank(
-            "launch.fsdp2=true needs several processes: set launch.num_processes=2 or more"
+            "launch.fsdp2=true needs several processes: use torchrun, or set "
+            "launch.num_processes=2 or more"
         )
     prompts = getattr(config, "prompts_per_step", ranks)
     if prompts < ranks:

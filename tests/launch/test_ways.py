@@ -32,8 +32,9 @@ def alone(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def asking(num_processes=1, fsdp2=False):
-    return SimpleNamespace(launch=SimpleNamespace(num_processes=num_processes, fsdp2=fsdp2))
+def asking(num_processes=1, fsdp2=False, only_shows=False):
+    launch = SimpleNamespace(num_processes=num_processes, fsdp2=fsdp2)
+    return SimpleNamespace(launch=launch, only_shows=only_shows)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def asking(num_processes=1, fsdp2=False):
         (asking(3), 3, None),
         (asking(2, fsdp2=True), None, None),
         (asking(1, fsdp2=True), 2, None),
+        (asking(1, fsdp2=True, only_shows=True), None, None),
     ],
 )
 def test_numbers_of_processes_that_contradict_each_other_are_refused(
