@@ -94,7 +94,8 @@ def beside(left: str, text: str, column: int, width: int) -> list[str]:
     >>> beside("  seed=0", "of all random choices", 10, 24)
     ['  seed=0  of all random', '          choices']
     """
-    lines = [" " * column + line for line in textwrap.wrap(text, width - column)]
+    cells = textwrap.wrap(text, width - column, break_on_hyphens=False)
+    lines = [" " * column + cell for cell in cells]
     if lines and len(left) < column - 1:
         lines[0] = left + lines[0][len(left) :]
         return lines
