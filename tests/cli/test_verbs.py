@@ -100,12 +100,6 @@ def test_a_wrong_command_line_is_refused_in_a_line(monkeypatch, capsys, line):
     assert (code, out, err) == (2, "", f"error: {line.split()[0]}: {WRONG[line]}\n")
 
 
-@pytest.mark.parametrize("verb", ["convert", "sweep", "doctor", "advise"])
-def test_a_verb_has_help_of_its_own(monkeypatch, capsys, verb):
-    code, out, err = main(monkeypatch, capsys, verb, "--help")
-    assert (code, err) == (0, "") and out.count("\n") > 5
-
-
 def lacks(monkeypatch, module):
     """Let `mse` miss a module."""
 
