@@ -61,7 +61,7 @@ class Invocation:
     planned_runs: list[PlannedRun]
     # Checked configuration of a command without runs.
     config: Any
-    # Composed configuration with Hydra's node; for a sweep, before the split into runs.
+    # Composed configuration with Hydra's node; for a sweep, that of the first run.
     node: DictConfig
 
 
@@ -91,8 +91,7 @@ def parse(entry: str, arguments: list[str]) -> Invocation:
             try:
                 composed = node if run is runs[0] else None
                 if composed is None:
-                    places = [word for x in run for word in model_place(x, words.config_dir)]
-                    composed = compose_node(entry, places, schema)
+                    composed = compose_node(entry, run, schema, words.config_dir)
                 if node is not None:
                     # Resolvers reuse cached values, so that all folder names of a sweep contain
                     # the same time.
@@ -140,8 +139,7 @@ def _runs(entry: str, words: Namespace) -> tuple[list[list[str]], DictConfig | N
         check_overrides(swept, schema)
     runs = split_sweep(typed) if swept else [typed]
     try:
-        places = [word for x in runs[0] for word in model_place(x, words.config_dir)]
-        node = compose_node(entry, places, schema)
+        node = compose_node(entry, runs[0], schema, words.config_dir)
     except ConfigError:
         if len(runs) == 1:
             raise
@@ -153,8 +151,7 @@ def _runs(entry: str, words: Namespace) -> tuple[list[list[str]], DictConfig | N
     if params:
         of_file = [quote_plain(f"{key}={x}") for key, x in params.items()]
         runs = split_sweep([*of_file, *typed])
-        places = [word for x in runs[0] for word in model_place(x, words.config_dir)]
-        node = compose_node(entry, places, schema)
+        node = compose_node(entry, runs[0], schema, words.config_dir)
     return runs, node, sweep
 
 
@@ -307,14 +304,18 @@ def _check_log(config: Any, overrides: list[str]) -> None:
         )
 
 
-def compose_node(entry: str, overrides: list[str], schema: type) -> DictConfig:
+def compose_node(
+    entry: str, overrides: list[str], schema: type, config_dir: str | None = None
+) -> DictConfig:
     """Return the unchecked configuration of a run with Hydra's node.
 
     Args:
         entry: command, a key of `SCHEMAS`.
         overrides: overrides in Hydra's syntax, with a single value each.
         schema: schema of the command.
+        config_dir: folder with the user's own configuration files.
     """
+    overrides = [word for x in overrides for word in model_place(x, config_dir)]
     with in_one_line(schema):
         check_overrides(parse_overrides(overrides), schema)
         node = hydra.compose(entry, overrides, return_hydra_config=True)

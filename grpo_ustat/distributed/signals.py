@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from types import FrameType
 from typing import ClassVar, Self
 
@@ -30,8 +29,6 @@ class StopRequest:
     """
 
     _inner: ClassVar[StopRequest | None] = None
-    # Time of the first stop signal, by the monotonic clock.
-    _since: ClassVar[float | None] = None
 
     def __init__(self) -> None:
         # Number of the last stop signal; 0 if there was none.
@@ -45,8 +42,6 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._note) for number in STOPPING}
         if self._outer is not None:
             self.received = self._outer.received
-        else:
-            StopRequest._since = None
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -56,7 +51,6 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        StopRequest._since = StopRequest._since or time.monotonic()
         self.on_signal(number)
 
     def on_signal(self, number: int) -> None:
@@ -79,8 +73,3 @@ def stop_if_requested() -> None:
     request = StopRequest._inner
     if request is not None and request.received:
         raise Stopped(f"stopped by {request.name}")
-
-
-def seconds_since_request() -> float:
-    """Return the seconds since the first stop signal to this process; 0 if there was none."""
-    return time.monotonic() - StopRequest._since if StopRequest._since else 0.0
